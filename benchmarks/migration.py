@@ -1,18 +1,18 @@
-"""What does it gain to move samples between data-parallel ranks while they are generated?
+"""Measure the gain of moving samples between data-parallel ranks while they generate.
 
-Two engines on the same weights in every rank, one of which moves samples; they take turns, with new prompts and lengths
-in every turn. Nobody knows the lengths beforehand: a sample ends at a place that only the stop rule knows, as if by its
-end token. The makespan is from the moment at which all ranks begin to that at which the last one ends, in wall seconds.
+Three engines on the same weights in every rank take turns: no sample moves, queued samples move (the default), or all
+may move. Every turn has new prompts and lengths. No engine knows the lengths: a sample ends where only the stop rule
+knows, as if by its end token. The makespan lasts from the moment at which all ranks begin until the last one finishes,
+in wall seconds.
 
-Ranks compute on a core each ("cpu"), bound to it, so that no rank's messages can make another one give way. Or each has
-a device of its own that computes while its core waits ("waiting"): a small model whose forwards sleep as long as a
-device would take. Everything else is real: ranks, rounds, messages, keys and values.
+Device "cpu": every rank computes on a core of its own. Device "waiting": a small model whose forwards sleep as long as
+an accelerator would take, while the core is free. Everything else is real: ranks, rounds, messages, keys and values.
 
-The lower bound is that of a perfect division: all ranks' seconds of decoding without moves, divided among them, or the
+The lower bound is a perfect division: the decoding seconds of all ranks without moves divided by the ranks, or the
 longest sample alone, whichever is longer.
 
 Tokens are compared in a turn in float64. In float32 the rounding of another batch tips a draw now and then, as that of
-any batch does; such responses are counted, too.
+any batch does; such responses are counted too.
 """
 
 from __future__ import annotations
@@ -39,24 +39,27 @@ from benchmarks.ranks import answers_of_ranks
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.stopping import StopRule
-from lightning_realloc.generation.rebalance.kv_transfer import Peers
+from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 
 LONGEST = 256
 PROMPT_TOKENS = (16, 64)
-MOVING, STAYING = "moving", "staying"
+STAYING = "none"
+MOVING: tuple[MovableSamples, ...] = ("queued", "all")
+ARMS = (STAYING, *MOVING)
+"""Samples that move."""
 _NUM_EXACT = 1
-"""Turns in float64: in float32 a draw may fall on the other side of two tokens' border, once in some 10,000."""
+"""Turns in float64. In float32 a draw may fall on the other side of two tokens' border, once in some 10,000."""
 FASTER_ON_SKEWED, SLOWER_ON_EVEN = 1.15, 0.98
 
 
 Turn = tuple[float, Sequence[Mapping[str, Any]]]
-"""Seconds of the longest sample alone, and what every rank told."""
+"""Seconds of the longest sample alone, and the figures of every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How long responses of which ranks are."""
+    """Distribution of response lengths on each rank."""
 
     name: str
     means: tuple[float, float]
@@ -64,13 +67,13 @@ class Case:
     spread: str
     """"geometric", "lognormal" or "uniform"."""
     at_least: float | None = None
-    """Ratio of makespans to reach."""
+    """Ratio of makespans to reach by moving queued samples; None: no target."""
     samples: int = 32
-    """Per rank."""
+    """Samples per rank."""
     slots: int = 8
-    """Of a rank."""
+    """Slots per rank."""
     turns: int = 1
-    """For every turn that is asked for."""
+    """Turns for each turn of the command line."""
 
     def lengths(self, rank: int, count: int, seed: int) -> list[int]:
         """Return the lengths of a rank's responses."""
@@ -79,7 +82,7 @@ class Case:
         uniform = torch.rand(count, generator=generator).clamp(1e-9, 1 - 1e-9)
         if self.spread == "geometric":
             drawn = uniform.log() / torch.tensor(1 - 1 / mean).log()
-        elif self.spread == "lognormal":  # of which the logarithm deviates by 1
+        elif self.spread == "lognormal":  # the logarithm's standard deviation is 1
             drawn = mean * torch.exp(torch.special.ndtri(uniform) - 0.5)
         else:
             drawn = mean * (0.85 + 0.3 * uniform)
@@ -92,26 +95,26 @@ CASES = (
     Case("skewed, all begun", (120.0, 30.0), "geometric", samples=16, slots=16),  # the longest sample decides
     Case("heavy tail", (60.0, 60.0), "lognormal"),
     Case("alike", (60.0, 60.0), "geometric"),
-    Case("even", (90.0, 90.0), "uniform", at_least=SLOWER_ON_EVEN, turns=3),  # has to tell 2 %
+    Case("even", (90.0, 90.0), "uniform", at_least=SLOWER_ON_EVEN, turns=3),  # resolves 2 %
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What ranks compute on."""
+    """Device that ranks compute on."""
 
     name: str
     model: str
-    """A real one's, or a smaller one's where seconds are made up."""
+    """Name of the model: "tiny", or "small" where forwards sleep."""
     step_s: float = 0.0
-    """Seconds that a forward waits besides computing, as if a device of its own computed."""
+    """Seconds that a forward sleeps besides computing."""
     token_s: float = 0.0
-    """The same for each of its tokens."""
+    """Seconds that it sleeps for each of its tokens."""
     turns: int = 1
-    """For every turn that is asked for."""
+    """Turns for each turn of the command line."""
 
     def slow_down(self, model: nn.Module) -> None:
-        """Let the model's forwards take the device's time."""
+        """Make the model's forwards take the device's time."""
         if self.step_s:
             model.register_forward_pre_hook(self._wait, with_kwargs=True)
 
@@ -119,15 +122,15 @@ class Device:
         time.sleep(self.step_s + self.token_s * min(arguments["input_ids"].shape[1], _MOST_SLOW_TOKENS))
 
 
-CPU = Device("cpu", "tiny", turns=4)  # with nothing moved, makespans of the two arms of a turn differ by up to 7 %
+CPU = Device("cpu", "tiny", turns=4)  # without any move, makespans within a turn differ by up to 7 %
 WAITING = Device("waiting", "small", step_s=6e-3, token_s=5e-4)
 _MOST_SLOW_TOKENS = 32
-"""Of one forward: those of prompts are read much faster."""
+"""Tokens of a forward that count: an accelerator reads prompts much faster than it decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured."""
+    """Device, numbers of ranks and turns of a measurement."""
 
     device: Device = CPU
     world_sizes: tuple[int, ...] = (2,)
@@ -136,7 +139,7 @@ class Settings:
 
 
 class _EndsWhereItWill(StopRule):
-    """Ends each sample after a number of tokens that nobody else knows."""
+    """Ends each sample after a number of tokens that the engine does not know."""
 
     def __init__(self, lengths: Mapping[int, int]) -> None:
         super().__init__(token_ids=frozenset())
@@ -150,7 +153,7 @@ class _EndsWhereItWill(StopRule):
 
 
 class _Engine(GenerationEngine):
-    """One whose responses have given lengths."""
+    """An engine whose responses have given lengths."""
 
     lengths: Mapping[int, int] = {}
 
@@ -159,7 +162,7 @@ class _Engine(GenerationEngine):
 
 
 def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answers: Connection) -> None:
-    """Measure all cases with the other ranks; the first rank sends what every turn came to."""
+    """Measure all cases with the other ranks; the first rank sends the figures of every turn."""
     world_size = dist.get_world_size()
     if settings.device == CPU:
         _stay_on_core(rank)
@@ -168,23 +171,29 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
     peers = Peers(mailbox, rank, mailbox.others)
     for case in cases:
         engines = {
-            (dtype, arm): _Engine(model, max_slots=case.slots, peers=peers if arm == MOVING else None)
-            for dtype, model in models.items() for arm in (MOVING, STAYING)
+            (dtype, arm): _Engine(model, max_slots=case.slots, peers=None if arm == STAYING else peers)
+            for dtype, model in models.items() for arm in ARMS
         }  # fmt: skip
         for turn in range(-_NUM_EXACT - 1, settings.turns * settings.device.turns * case.turns):
             dtype = torch.float64 if turn < -1 else torch.float32
             work = _draw(case, settings, world_size, turn, models[dtype].config.vocab_size)
-            order = (MOVING, STAYING) if turn % 2 else (STAYING, MOVING)
-            made = {arm: _run(engines[dtype, arm], work, rank, case, settings.seed) for arm in order}
+            made, moves = {}, {}
+            for arm in (*ARMS[turn % 3 :], *ARMS[: turn % 3]):
+                if arm != STAYING:
+                    peers.moves = arm
+                made[arm] = _run(engines[dtype, arm], work, rank, case, settings.seed)
+                moves[arm] = asdict(engines[dtype, arm].migration_stats)
             mine = {
-                "seconds": {arm: made[arm][1] for arm in made},
-                "differing": sum(m != s for m, s in zip(made[MOVING][0], made[STAYING][0], strict=True)),
+                "seconds": {arm: made[arm][1] for arm in ARMS},
+                "differing": {
+                    arm: sum(m != s for m, s in zip(made[arm][0], made[STAYING][0], strict=True)) for arm in MOVING
+                },
                 "busy_s": made[STAYING][2],
-                "moves": asdict(engines[dtype, MOVING].migration_stats),
+                "moves": moves,
             }
             everybody: list[Any] = [None] * world_size
             dist.all_gather_object(everybody, mine)
-            if rank == 0 and turn != -1:  # a turn of its own warms up, and learns how long steps take
+            if rank == 0 and turn != -1:  # the turn before the first warms up, and learns the seconds of steps
                 longest_s = _seconds_of_one(engines[dtype, STAYING], work, max(work.lengths.values()))
                 answers.send((case.name, turn < 0, longest_s, everybody))
             mailbox.release(peers.run)
@@ -192,7 +201,7 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
 
 
 def _stay_on_core(rank: int) -> None:
-    """Bind this process, and threads that it starts from now on, to one core of those it may use; not on macOS."""
+    """Bind this process, and threads that it starts from now on, to one of its cores. Does nothing on macOS."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -249,62 +258,67 @@ def _seconds_of_one(engine: _Engine, work: _Work, length: int) -> float:
     return time.perf_counter() - begin
 
 
-def summarise(case: Case, world_size: int, exact: Sequence[Turn], turns: Sequence[Turn]) -> dict[str, Any]:
-    """Return the row of a case; ``exact`` turns were made in float64, and tell of tokens alone."""
-    makespans = {arm: [max(rank["seconds"][arm] for rank in ranks) for _, ranks in turns] for arm in (MOVING, STAYING)}
+def summarise(
+    case: Case, world_size: int, arm: MovableSamples, exact: Sequence[Turn], turns: Sequence[Turn]
+) -> dict[str, Any]:
+    """Return the row of a case for one arm; of ``exact`` turns, made in float64, only tokens count."""
+    makespans = {each: [max(rank["seconds"][each] for rank in ranks) for _, ranks in turns] for each in (arm, STAYING)}
     bounds = [max(sum(rank["busy_s"] for rank in ranks) / world_size, longest_s) for longest_s, ranks in turns]
-    moves = [rank["moves"] for _, ranks in turns for rank in ranks]
-    num_moved = sum(of["num_received"] for of in moves)
+    moves = [rank["moves"][arm] for _, ranks in turns for rank in ranks]
+    num_moved = sum(stats["num_received"] for stats in moves)
     return {
         "lengths": case.name,
         "ranks": world_size,
+        "moves": arm,
         "turns": len(turns),
         "staying_s": median(makespans[STAYING]),
-        "moving_s": median(makespans[MOVING]),
-        "ratio": median(s / m for s, m in zip(makespans[STAYING], makespans[MOVING], strict=True)),
-        "over_bound": median(m / bound for m, bound in zip(makespans[MOVING], bounds, strict=True)),
+        "moving_s": median(makespans[arm]),
+        "ratio": median(s / m for s, m in zip(makespans[STAYING], makespans[arm], strict=True)),
+        "over_bound": median(m / bound for m, bound in zip(makespans[arm], bounds, strict=True)),
         "staying_over_bound": median(s / bound for s, bound in zip(makespans[STAYING], bounds, strict=True)),
         "moves_per_turn": num_moved / len(turns),
-        "stall_ms_per_move": 1e3 * sum(of["stall_s"] for of in moves) / num_moved if num_moved else 0.0,
-        "kB_per_move": sum(of["bytes_sent"] for of in moves) / num_moved / 1e3 if num_moved else 0.0,
-        "differing": sum(rank["differing"] for _, ranks in turns for rank in ranks),
-        "differing_fp64": sum(rank["differing"] for _, ranks in exact for rank in ranks),
-        "moves_fp64": sum(rank["moves"]["num_received"] for _, ranks in exact for rank in ranks),
+        "stall_ms_per_move": 1e3 * sum(stats["stall_s"] for stats in moves) / num_moved if num_moved else 0.0,
+        "kB_per_move": sum(stats["bytes_sent"] for stats in moves) / num_moved / 1e3 if num_moved else 0.0,
+        "differing": sum(rank["differing"][arm] for _, ranks in turns for rank in ranks),
+        "differing_fp64": sum(rank["differing"][arm] for _, ranks in exact for rank in ranks),
+        "moves_fp64": sum(rank["moves"][arm]["num_received"] for _, ranks in exact for rank in ranks),
     }
 
 
 def run(settings: Settings, cases: Sequence[Case], report: BenchmarkReport) -> None:
-    """Measure cases on every number of ranks, and judge them."""
+    """Measure cases on every number of ranks, and add them to the report."""
     for world_size in settings.world_sizes:
         judge(answers_of_ranks(measure_on_rank, settings, cases, world_size=world_size), settings, cases, report)
 
 
 def judge(answers: Iterable[Any], settings: Settings, cases: Sequence[Case], report: BenchmarkReport) -> None:
-    """Add a row for every case to the report, from what the first rank told of its turns, and its targets."""
-    told = _told(answers)
+    """Add a row and the targets of every case and arm to the report, from the figures of its turns."""
+    found = _turns_by_case(answers)
     for case in cases:
-        exact, turns = told[case.name]
+        exact, turns = found[case.name]
         world_size = len(turns[0][1])
-        row = summarise(case, world_size, exact, turns)
-        report.add_row(device=settings.device.name, **row)
-        name = f"{settings.device.name}, {case.name}, {world_size} ranks"
-        if case.at_least is not None:
-            report.require_at_least(f"{name}: makespan without moves over with", row["ratio"], case.at_least)
-        report.require_at_most(f"{name}: responses with other tokens, in float64", row["differing_fp64"], 0)
+        for arm in MOVING:
+            row = summarise(case, world_size, arm, exact, turns)
+            report.add_row(device=settings.device.name, **row)
+            name = f"{settings.device.name}, {case.name}, {world_size} ranks, {arm} may move"
+            if case.at_least is not None and arm == MOVING[0]:
+                report.require_at_least(f"{name}: makespan without moves over with", row["ratio"], case.at_least)
+            report.require_at_most(f"{name}: responses with other tokens, in float64", row["differing_fp64"], 0)
 
 
-def _told(answers: Iterable[Any]) -> dict[str, tuple[list[Turn], list[Turn]]]:
-    told: dict[str, tuple[list[Turn], list[Turn]]] = {}
+def _turns_by_case(answers: Iterable[Any]) -> dict[str, tuple[list[Turn], list[Turn]]]:
+    """Return each case's turns in float64 and in float32."""
+    found: dict[str, tuple[list[Turn], list[Turn]]] = {}
     for case, is_exact, longest_s, ranks in answers:
-        exact, turns = told.setdefault(case, ([], []))
+        exact, turns = found.setdefault(case, ([], []))
         (exact if is_exact else turns).append((longest_s, ranks))
-    return told
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=5, help="of each case, both arms in each")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each case, all arms in each")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--only", help="run the cases whose name contains this text")
     parser.add_argument("--device", choices=(CPU.name, WAITING.name), help="run on this one alone")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -36,9 +37,8 @@ from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import GenerationRun, GenerationStats
+from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.loop.streaming import CompletionNotifier, PartialResults
-from lightning_realloc.generation.rebalance.kv_transfer import Peers
-from lightning_realloc.generation.rebalance.migration import LONGEST_PAUSE_S, Migration, MigrationStats, WaitingCalls
 from lightning_realloc.generation.schedule.budget import Budget
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
@@ -48,6 +48,11 @@ from lightning_realloc.generation.speculative.drafting import Drafter
 from lightning_realloc.generation.speculative.speculator import Speculator
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
 from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
+
+if TYPE_CHECKING:  # loaded only where there are peers
+    from lightning_realloc.generation.rebalance.handover import MigrationStats
+    from lightning_realloc.generation.rebalance.peers import Peers
+    from lightning_realloc.generation.rebalance.protocol import Rebalancer, WaitingCalls
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +90,9 @@ class GenerationEngine:
             sequences that begin alike share; samples for which there are none wait, or give theirs back and are read
             again later. None: every slot has room for the longest sequence. The tokens are the same.
         wall_clock: Tells seconds for budgets and deadlines.
-        peers: Ranks that call `generate` at the same time for samples of their own, on the same weights; samples then
-            move between the ranks so that all end together, and every rank returns those that it was asked for.
+        peers: Ranks that call `generate` at the same time for samples of their own, on the same weights. Samples then
+            move between the ranks so that all finish together, and every rank returns those that it was asked for.
+            Queued samples move; with ``Peers(moves="all")`` running ones move as well. None: samples stay.
     """
 
     def __init__(
@@ -144,10 +150,10 @@ class GenerationEngine:
         self.partial_results: PartialResults | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
         self.waiting_calls: WaitingCalls | None = None
-        """What this rank may do instead while others generate, where samples move between ranks."""
+        """Work for times in which this rank has no samples and its peers still generate; None: it waits for them."""
         if agree is None:
             self._check_agreement(peers)
-        self._migration = Migration(peers, agree=agree, clock=clock) if peers is not None and peers.others else None
+        self._rebalancer = _make_rebalancer(peers, agree, clock) if peers is not None and peers.others else None
 
     @property
     def stats(self) -> GenerationStats:
@@ -156,8 +162,12 @@ class GenerationEngine:
 
     @property
     def migration_stats(self) -> MigrationStats:
-        """What moving samples came to in the last call, on this rank."""
-        return MigrationStats() if self._migration is None else self._migration.stats
+        """Samples that moved from and to this rank in the last call, and their cost; zeros without peers."""
+        if self._rebalancer is not None:
+            return self._rebalancer.stats
+        from lightning_realloc.generation.rebalance.handover import MigrationStats
+
+        return MigrationStats()
 
     def weights_updated(self, version: int | None = None) -> None:
         """Say that the parameters changed, and what to call them: by default by the next number, from 0.
@@ -221,15 +231,15 @@ class GenerationEngine:
             notifier.follow(run.ended)
             return may_stop is None or may_stop()
 
-        with nullcontext() if self._migration is None else self._migration.expected():
+        with nullcontext() if self._rebalancer is None else self._rebalancer.announced():
             check_idle(self._model)
             check_callables(on_finished=on_finished, may_stop=may_stop)
             samples = requests.samples()
             num_own = len(samples)
             notifier = CompletionNotifier(samples, on_finished, lambda sample: sample.completion(self._version))
             budget = self._budget(token_budget, seconds_budget, may_end)
-            run = self._begin(requests, samples, budget, self._conversations(environment, conversation))
-            self._carry_out(run, notifier, requests)
+            run, access = self._begin(requests, samples, budget, self._conversations(environment, conversation))
+            self._carry_out(run, access, notifier, requests)
         del samples[num_own:]  # other ranks'
         _warn_of_failures(samples)
         notifier.tell(samples)
@@ -237,8 +247,8 @@ class GenerationEngine:
 
     def _begin(
         self, requests: Requests, samples: list[Sample], budget: Budget, conversations: Conversations
-    ) -> GenerationRun:
-        """Return a run with nothing admitted yet, and the cache as long as its samples need it."""
+    ) -> tuple[GenerationRun, SampleAccess]:
+        """Return a run with nothing admitted yet, its cache as long as its samples need it, and access to these."""
         stop = self._stop_rule(requests.params)
         waiting = [prompt for prompt in requests.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
         longest = max(map(longest_of, samples), default=1)
@@ -247,20 +257,24 @@ class GenerationEngine:
         runner = ModelRunner(
             self._model, self._cache, num_slots=min(num_slots, num_own), longest=longest, graphs=self._graphs
         )
-        return GenerationRun(
-            runner, self._scheduler(waiting, samples, runner, num_slots), samples, requests.params, stop,
-            self._speculator, conversations, budget, num_slots=num_slots, may_pause=self._lockstep is None,
-            longest_pause_s=math.inf if self._migration is None else LONGEST_PAUSE_S,
+        scheduler = self._scheduler(waiting, samples, runner, num_slots)
+        run = GenerationRun(
+            runner, scheduler, samples, requests.params, stop, self._speculator, conversations, budget,
+            num_slots=num_slots, may_pause=self._lockstep is None,
+            longest_pause_s=math.inf if self._rebalancer is None else self._rebalancer.max_pause_s,
         )  # fmt: skip
+        return run, SampleAccess(run, runner, scheduler, conversations, self._speculator.drafter.admitted)
 
-    def _carry_out(self, run: GenerationRun, notifier: CompletionNotifier, requests: Requests) -> None:
-        """Take all samples to their ends, those of other ranks that move here among them."""
+    def _carry_out(
+        self, run: GenerationRun, access: SampleAccess, notifier: CompletionNotifier, requests: Requests
+    ) -> None:
+        """Generate until all samples are finished, those that arrive from other ranks included."""
         try:
             with slot_attention(self._model), self._packed_weights(run.samples, requests.params), run:
-                if self._migration is not None:
-                    self._migration.carry_out(
-                        run, requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
-                        follow=notifier.follow, waiting_calls=self.waiting_calls,
+                if self._rebalancer is not None:
+                    self._rebalancer.run_to_end(
+                        run, access, requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
+                        on_step=notifier.follow, waiting_calls=self.waiting_calls,
                     )  # fmt: skip
                 while self._anybody_has_work(run.has_work):
                     run.step()
@@ -272,13 +286,13 @@ class GenerationEngine:
 
     def _packed_weights(self, samples: Sequence[Sample], params: SamplingParams) -> AbstractContextManager[None]:
         """Return the context within which weights are packed, where the responses to come are long enough for it."""
-        of_others = 0 if self._migration is None else params.max_new_tokens
+        of_others = 0 if self._rebalancer is None else params.max_new_tokens
         num_steps = max((sample.max_new_tokens for sample in samples), default=of_others) if self._pack_weights else 0
         return packed_linears(self._model, num_steps=num_steps)
 
     def _num_slots(self, samples: Sequence[Sample]) -> int:
         """Return how many of a call's samples, and of those that other ranks bring, run at a time."""
-        return self._max_slots if self._migration is not None else max(1, min(self._max_slots, len(samples)))
+        return self._max_slots if self._rebalancer is not None else max(1, min(self._max_slots, len(samples)))
 
     def _scheduler(
         self, waiting: Sequence[Prompt], samples: Sequence[Sample], runner: ModelRunner, num_slots: int
@@ -294,7 +308,7 @@ class GenerationEngine:
             runner.forward([], [])  # one token: what layers bring is known before any long work
         drafter.share_cache(cache)
         tables = cache.lay_out(
-            [longest_of(sample) for sample in samples], num_slots=num_slots, may_grow=self._migration is not None
+            [longest_of(sample) for sample in samples], num_slots=num_slots, may_grow=self._rebalancer is not None
         )
         return PagedScheduler(
             waiting, lengths=SampleLengths(samples, cache.page_size), tables=tables, num_slots=num_slots,
@@ -356,12 +370,26 @@ def _drafts(drafter: Drafter | None) -> bool:
     return drafter is not None and type(drafter).propose is not Drafter.propose
 
 
+def _make_rebalancer(
+    peers: Peers, agree: Callable[[Sequence[float]], Sequence[float]] | None, clock: Callable[[], float]
+) -> Rebalancer:
+    """Return the object that moves samples; its package is loaded only here."""
+    from lightning_realloc.generation.rebalance.protocol import Rebalancer
+
+    return Rebalancer(peers, agree=agree, clock=clock)
+
+
 def _check_parts(speculation: object, drafter: object, peers: object, lockstep: object) -> None:
     """Raise GenerationError where one is given and is something else, or two exclude each other.
 
     YAML takes a mapping for a dataclass, Python does not.
     """
-    for name, given, kind in (("speculation", speculation, Speculation), ("peers", peers, Peers)):
+    kinds: list[tuple[str, object, type]] = [("speculation", speculation, Speculation)]
+    if peers is not None:
+        from lightning_realloc.generation.rebalance.peers import Peers
+
+        kinds.append(("peers", peers, Peers))
+    for name, given, kind in kinds:
         if given is not None and not isinstance(given, kind):
             raise GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind.__name__}(...)")
     if drafter is not None and not isinstance(drafter, Drafter):

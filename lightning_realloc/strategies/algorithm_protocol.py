@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import Speculation
@@ -48,8 +48,8 @@ class RunnableAlgorithm(Protocol):
         """Most bytes of keys and values per rank; None: as many as the longest samples take."""
 
     @property
-    def sample_reallocation(self) -> bool:
-        """Whether samples may move between data-parallel ranks while they are generated."""
+    def sample_reallocation(self) -> bool | Literal["queued", "all"]:
+        """Samples that may move between data-parallel ranks while they are generated; False: none."""
 
     def train_options_of(self, role: str) -> TrainOptions:
         """Return how a role goes through its samples."""

@@ -1,4 +1,4 @@
-"""Does the migration benchmark compare equal work, and judge it as it says?"""
+"""The migration benchmark compares equal work, and judges it by its targets."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ TINY = Case("skewed", (60.0, 10.0), "geometric", at_least=0.01, samples=4, slots
 
 
 def _measure(settings: Settings) -> list[Any]:
-    """Return what this rank would tell the process that judges."""
-    told = mock.Mock()
-    measure_on_rank(dist.get_rank(), settings, [TINY], told)
-    return [call.args[0] for call in told.send.call_args_list]
+    """Return the messages of this rank to the process that judges."""
+    connection = mock.Mock()
+    measure_on_rank(dist.get_rank(), settings, [TINY], connection)
+    return [call.args[0] for call in connection.send.call_args_list]
 
 
-def test_both_arms_make_the_same_tokens_and_a_row_tells_of_them(workers: WorkerPool) -> None:
+def test_all_arms_make_the_same_tokens_and_each_that_moves_has_a_row(workers: WorkerPool) -> None:
     report = BenchmarkReport("migration")
     settings = Settings(replace(WAITING, step_s=1e-4, token_s=1e-5), turns=1)
     first, second = workers.run(_measure, settings, world_size=2)
     assert not second
     judge(first, settings, [TINY], report)
-    (row,) = report.rows
-    assert row["device"] == "waiting" and row["lengths"] == "skewed" and row["ranks"] == 2 and row["turns"] == 1
-    assert row["differing_fp64"] == 0
-    assert row["staying_s"] > 0 and row["moving_s"] > 0
-    assert [target.met for target in report.targets] == [True, True]
+    assert [row["moves"] for row in report.rows] == ["queued", "all"]
+    for row in report.rows:
+        assert row["device"] == "waiting" and row["lengths"] == "skewed" and row["ranks"] == 2 and row["turns"] == 1
+        assert row["differing_fp64"] == 0
+        assert row["staying_s"] > 0 and row["moving_s"] > 0
+    assert [target.met for target in report.targets] == [True, True, True]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -50,12 +51,13 @@ def test_lengths_are_as_long_as_they_say_and_differ_from_turn_to_turn(case: Case
 def test_the_bound_is_the_larger_of_shared_work_and_the_longest_sample() -> None:
     def rank(moving: float, staying: float, busy: float) -> dict[str, object]:
         moves = {"num_received": 2, "stall_s": 0.01, "bytes_sent": 4000}
-        return {"seconds": {"moving": moving, "staying": staying}, "busy_s": busy, "moves": moves, "differing": 1}
+        seconds = {"queued": moving, "all": moving, "none": staying}
+        return {"seconds": seconds, "busy_s": busy, "moves": {"all": moves}, "differing": {"all": 1}}
 
     shared = (1.0, [rank(3.0, 4.0, 4.0), rank(3.0, 4.0, 0.0)])
     alone = (3.0, [rank(3.0, 4.0, 4.0), rank(3.0, 4.0, 0.0)])
-    row = summarise(CASES[0], 2, [], [shared])
+    row = summarise(CASES[0], 2, "all", [], [shared])
     assert (row["ratio"], row["over_bound"], row["staying_over_bound"]) == pytest.approx((4 / 3, 1.5, 2.0))
-    assert summarise(CASES[0], 2, [], [alone])["over_bound"] == 1.0
+    assert summarise(CASES[0], 2, "all", [], [alone])["over_bound"] == 1.0
     assert (row["moves_per_turn"], row["stall_ms_per_move"], row["kB_per_move"]) == pytest.approx((4, 5.0, 2.0))
     assert (row["differing"], row["differing_fp64"]) == (2, 0)

@@ -1,4 +1,4 @@
-"""Policies that move samples for no reason, to try what becomes of them, and rounds in which they can."""
+"""Policies that move samples at random, and frequent rounds in which they can."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from lightning_realloc.generation.rebalance import migration
-from lightning_realloc.generation.rebalance.balance import makespan_seconds
+from lightning_realloc.generation.rebalance import protocol
+from lightning_realloc.generation.rebalance.balance_policy import makespan_seconds
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 
 
-def at_random(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
-    """Move any sample anywhere where there is room, the same on all ranks."""
-    rng, free = random.Random(step), {load.rank: load.free_slots - len(load.waiting) for load in loads}
+def at_random(
+    loads: Sequence[RankLoad], cost: MoveCost | None, *, current_round: int, **_: Any
+) -> tuple[SampleMove, ...]:
+    """Move any sample that may move to any rank with room in its slots or, if queued samples alone move, in its queue.
+
+    The same on all ranks.
+    """
+    rng, free = random.Random(current_round), {load.rank: load.free_slots - len(load.waiting) for load in loads}
     moves = []
-    makespan_seconds(loads, cost)  # takes every sample to be in one place, as all policies do
+    makespan_seconds(loads, cost)  # checks that every sample is in one place, as all policies do
     for load in loads:
-        for sample in load.live:
+        for sample in load.live if cost is not None else load.waiting:
             target = rng.choice([other.rank for other in loads])
-            rests = sample.last_moved_step is not None and step - sample.last_moved_step < 2  # perhaps on its way
-            if not rests and target != load.rank and rng.random() < 0.6 and free[target] > 0:
+            moved_in = sample.last_moved_round
+            is_fixed = moved_in is not None and current_round - moved_in < 2  # perhaps on its way
+            if not is_fixed and target != load.rank and rng.random() < 0.6 and (cost is None or free[target] > 0):
                 free[target] -= 1
                 how = "recompute" if sample in load.waiting else rng.choice(["send", "recompute"])
                 moves.append(SampleMove(sample.sample_id, load.rank, target, how))  # type: ignore[arg-type]
@@ -31,13 +37,13 @@ def at_random(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any)
 
 
 @contextmanager
-def moving(*, every: int = migration.PERIOD_STEPS, **policy: Callable[..., Any]) -> Iterator[None]:
-    """Let ranks meet after so many steps and plan by this policy.
+def moving(*, every: int = protocol.PERIOD_STEPS, **policy: Callable[..., Any]) -> Iterator[None]:
+    """Let ranks have a round after so many steps and plan by this policy.
 
-    They wait for each other's reports, which short samples would not: these would be over before any came.
+    They wait for each other's reports: short samples would be finished before any arrived.
     """
     with (
-        mock.patch.multiple(migration, PERIOD_STEPS=every, LEAST_PERIOD_S=0.0, **policy),
-        mock.patch.object(migration._Call, "_is_time_to_meet", lambda call: call._steps_left <= 0),
+        mock.patch.multiple(protocol, PERIOD_STEPS=every, MIN_PERIOD_S=0.0, **policy),
+        mock.patch.object(protocol._Rounds, "_is_round_due", lambda rounds: rounds._steps_left <= 0),
     ):
         yield

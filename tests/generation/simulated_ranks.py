@@ -1,6 +1,6 @@
-"""Data-parallel generation ranks played through event by event, to try what moves of samples are worth.
+"""Simulate data-parallel generation ranks event by event, to measure the gain of moving samples.
 
-Independent of what it tests: it counts whole steps of the true lengths, which the policy never sees.
+Independent of the code under test: it counts whole steps of the true lengths, which the policy never sees.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, erfc, exp, log, sqrt
 
-from lightning_realloc.generation.rebalance.balance import Choice
 from lightning_realloc.generation.rebalance.load import LiveSample, MoveCost, RankLoad, SampleMove, StepCurve
 
 PERIOD_STEPS = 16
 PROMPT_TOKENS = 128
 
 Policy = Callable[[tuple[RankLoad, ...], int], tuple[SampleMove, ...]]
-"""Published loads and the current step -> moves."""
-StagePolicy = Callable[[tuple[RankLoad, ...], int], Choice]
-"""The same -> moves, and ranks that generate no more."""
+"""Reported loads and the current round -> moves."""
 
 
 @dataclass(slots=True)
 class SimulatedSample:
-    """A response with its true length, and what is known of it: a log-normal distribution, cut at ``longest``."""
+    """A response with its true length, and its assumed distribution: log-normal, cut at ``longest``."""
 
     sample_id: int
     length: int
@@ -32,12 +29,12 @@ class SimulatedSample:
     """Standard deviation of the length's logarithm; 0: the length is known."""
     longest: int
     done: int = 0
-    last_moved_step: int | None = None
+    last_moved_round: int | None = None
 
     def published(self) -> LiveSample:
-        """Return what its rank tells of it: the expected remaining length, given that it is not over yet."""
+        """Return its rank's report of it, with the expected remaining length, given that it is not finished."""
         context = PROMPT_TOKENS + self.done
-        return LiveSample(self.sample_id, context, self._expected() - self.done, self.last_moved_step)
+        return LiveSample(self.sample_id, context, self._expected() - self.done, self.last_moved_round)
 
     def _expected(self) -> float:
         # E[L | L > done] = median exp(noise² / 2) P(Z < noise − z) / P(Z > z), with z = log(done / median) / noise.
@@ -62,9 +59,7 @@ class SimulatedRank:
     running: list[SimulatedSample] = field(default_factory=list)
     clock_s: float = 0.0
     finished_s: float = 0.0
-    """When its last sample so far ended."""
-    finished_tokens: int = 0
-    """Prompts included."""
+    """When its last finished sample ended."""
 
     def admit(self) -> None:
         begun = max(self.slots - len(self.running), 0)
@@ -82,67 +77,45 @@ class SimulatedRank:
             for sample in self.running:
                 sample.done += steps
             if steps == to_an_end:
-                ended = (sample for sample in self.running if sample.done == sample.length)
-                self.finished_tokens += sum(PROMPT_TOKENS + sample.length for sample in ended)
                 self.running = [sample for sample in self.running if sample.done < sample.length]
                 self.finished_s = self.clock_s
                 self.admit()
         self.clock_s = max(self.clock_s, until_s)
 
-    def published(self, call_s_per_token: float = 0.0) -> RankLoad:
+    def published(self) -> RankLoad:
         running = tuple(sample.published() for sample in self.running)
         waiting = tuple(sample.published() for sample in self.waiting)
-        load = RankLoad(self.rank, running, waiting, self.curve, self.slots - len(running))
-        return replace(load, waiting_call_s=call_s_per_token * self.finished_tokens)
+        return RankLoad(self.rank, running, waiting, self.curve, self.slots - len(running))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a stage went."""
+    """Result of a stage."""
 
     makespan_s: float
     moves: int
-    """Carried out."""
-    stage_s: float
-    """With the calls that wait for samples: those that freed ranks did not make meanwhile come after, on all ranks."""
+    """Moves that were carried out."""
 
 
 def simulate(ranks: list[SimulatedRank], cost: MoveCost, policy: Policy | None) -> Outcome:
-    """Run all samples to their end, asking ``policy`` every period; None: nobody moves."""
+    """Run all samples to their end, asking ``policy`` every period; None: no sample moves.
 
-    def choose(loads: tuple[RankLoad, ...], step: int) -> Choice:
-        return Choice("none", () if policy is None else policy(loads, step), (), 0.0)
-
-    return simulate_stage(ranks, cost, choose)
-
-
-def simulate_stage(
-    ranks: list[SimulatedRank], cost: MoveCost, policy: StagePolicy, *, call_s_per_token: float = 0.0
-) -> Outcome:
-    """Run all samples to their end, and calls that take so long for each of their tokens.
-
-    What the ranks publish at the end of a period decides the moves at the end of the next one.
+    Reports at the end of a period decide the moves at the end of the next one.
     """
-    now_s, step, num_moves = 0.0, 0, 0
-    planned = Choice("none", (), (), 0.0)
-    freed: dict[int, float] = {}
+    now_s, current_round, num_moves = 0.0, 0, 0
+    planned: tuple[SampleMove, ...] = ()
     while any(rank.running or rank.waiting for rank in ranks):
         rows = {rank.rank: min(len(rank.running) + len(rank.waiting), rank.slots) for rank in ranks}
         now_s += PERIOD_STEPS * max(rank.curve.seconds(rows[rank.rank]) for rank in ranks)
-        step += PERIOD_STEPS
+        current_round += 1
         for rank in ranks:
             rank.run_until(now_s)
-        num_moves += sum(_carry_out(move, ranks, cost, step) for move in planned.moves)
-        freed |= {rank: ranks[rank].clock_s for rank in planned.freed}
-        planned = policy(tuple(rank.published(call_s_per_token) for rank in ranks if rank.rank not in freed), step)
-    makespan_s = max(rank.finished_s for rank in ranks)
-    left_s = sum(call_s_per_token * rank.finished_tokens for rank in ranks)
-    for rank, since_s in freed.items():
-        left_s -= min(max(makespan_s - since_s, 0.0), call_s_per_token * ranks[rank].finished_tokens)
-    return Outcome(makespan_s, num_moves, makespan_s + left_s / len(ranks))
+        num_moves += sum(_carry_out(move, ranks, cost, current_round) for move in planned)
+        planned = () if policy is None else policy(tuple(rank.published() for rank in ranks), current_round)
+    return Outcome(max(rank.finished_s for rank in ranks), num_moves)
 
 
-def _carry_out(move: SampleMove, ranks: list[SimulatedRank], cost: MoveCost, step: int) -> bool:
+def _carry_out(move: SampleMove, ranks: list[SimulatedRank], cost: MoveCost, current_round: int) -> bool:
     """Move a sample unless it has ended meanwhile or no slot is left for it; return whether it moved."""
     source, target = ranks[move.source], ranks[move.target]
     for queue, into in ((source.waiting, target.waiting), (source.running, target.running)):
@@ -154,7 +127,7 @@ def _carry_out(move: SampleMove, ranks: list[SimulatedRank], cost: MoveCost, ste
                 target.clock_s += cost.stall_s + cost.handover(sample.published())[1]
             queue.remove(sample)
             into.append(sample)
-            sample.last_moved_step = step
+            sample.last_moved_round = current_round
             return True
     return False
 

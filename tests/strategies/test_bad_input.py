@@ -393,6 +393,8 @@ def test_settings_that_are_misspelt_are_refused_when_they_are_given() -> None:
         runs.grpo(sampling={"n": 8})
     with pytest.raises(ConfigError, match="sample_reallocation=3 is a int; write True or False"):
         runs.grpo(sample_reallocation=3)
+    with pytest.raises(ConfigError, match="sample_reallocation='running' is a str; write True or False, 'queued' or"):
+        runs.grpo(sample_reallocation="running")
     with pytest.raises(ConfigError, match="max_cache_bytes=True is a bool; write a number"):
         runs.grpo(max_cache_bytes=True)
 

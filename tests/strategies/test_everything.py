@@ -26,7 +26,7 @@ LONGER = replace(runs.SAMPLING, n=3, max_new_tokens=16)
 
 def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches: int) -> tuple[Outcome, float]:
     """Train three epochs over the same prompts; return the outcome, and the number of moved samples."""
-    features = {"speculation": Speculation(num_draft_tokens=3), "sample_reallocation": True} if everything else {}
+    features = {"speculation": Speculation(num_draft_tokens=3), "sample_reallocation": "all"} if everything else {}
     options = TrainOptions(num_minibatches=num_minibatches)
     module = runs.grpo(ratio_to=ratio_to, train_options=options, sampling=LONGER, learning_rate=1e-3, **features)
     plan = {"calls": {call.name: f"dp{world_size}" for call in module.dataflow.model_calls}}

@@ -14,6 +14,9 @@ from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
 
 EngineName = Literal["native", "hf"]
 """Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``."""
+SampleReallocation = bool | Literal["queued", "all"]
+"""Samples that may move between ranks: False, none; True or ``"queued"``, those that wait for a slot; ``"all"``,
+running ones as well."""
 
 
 @suggest_settings(GENERATION_HINTS)
@@ -33,8 +36,9 @@ class GenerationOptions:
     max_cache_bytes: int | None = None
     """Bound on the bytes of keys and values per rank; further samples wait. None: room for ``max_slots`` of the
     longest sample."""
-    sample_reallocation: bool = False
-    """Whether samples move between data-parallel ranks so that all of them finish together. Tokens stay the same."""
+    sample_reallocation: SampleReallocation = False
+    """Whether samples move between data-parallel ranks so that all ranks finish together. True or ``"queued"``: samples
+    that wait for a slot; ``"all"``: running ones as well, with their keys and values. Tokens stay the same."""
     rollout_budget: RolloutBudget | None = None
     """Tokens or seconds of an iteration's generation; the rest continues in the next one. None: no bound."""
 
@@ -42,7 +46,7 @@ class GenerationOptions:
         check_kind(Speculation, speculation=self.speculation)
         check_kind(RolloutBudget, rollout_budget=self.rollout_budget)
         check_kind(Real, max_cache_bytes=self.max_cache_bytes)
-        check_kind(bool, sample_reallocation=self.sample_reallocation)
+        _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
         if self.engine == "hf":
             self._check_hf()
@@ -51,7 +55,7 @@ class GenerationOptions:
                 f"max_cache_bytes={self.max_cache_bytes} must be at least 1 and finite; leave it out for no bound"
             )
         if self.rollout_budget is not None and (self.engine == "hf" or self.sample_reallocation):
-            kind = "engine='hf'" if self.engine == "hf" else "sample_reallocation=True"
+            kind = "engine='hf'" if self.engine == "hf" else f"sample_reallocation={self.sample_reallocation!r}"
             raise ConfigError(
                 f"rollout_budget cannot be used with {kind}: ranks of the native engine stop on their own, and keep "
                 f"their samples until then; leave one of the two out"
@@ -76,3 +80,10 @@ class GenerationOptions:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self)}
         return replace(others, **{name: value for name, value in given.items() if value != defaults[name]})
+
+
+def _check_sample_reallocation(value: object) -> None:
+    if value not in ("queued", "all", None) and not isinstance(value, bool):
+        raise ConfigError(
+            f"sample_reallocation={value!r} is a {type(value).__name__}; write True or False, 'queued' or 'all'"
+        )

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from lightning_realloc.algorithms.base.adapters import AdapterSource
 from lightning_realloc.algorithms.base.calls import declared_calls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
-from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions
+from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
 from lightning_realloc.algorithms.base.optimizers import NoDecay, Parameters, RoleOptimizer, chosen_for, state_bytes
 from lightning_realloc.algorithms.base.role import ModelSource, Role, without_weights
 from lightning_realloc.algorithms.base.sample_rows import sample_rows
@@ -55,7 +55,7 @@ class ModuleSettings(TypedDict, total=False):
     engine: EngineName
     speculation: Speculation | None
     max_cache_bytes: int | None
-    sample_reallocation: bool
+    sample_reallocation: SampleReallocation
     peft_config: Any
     allow_missing: bool
     liger_kernels: bool
@@ -83,8 +83,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         speculation: Speculative decoding: draft several tokens, verify them at once; None: one token at a time.
         max_cache_bytes: Bound on the bytes of keys and values per rank; further samples wait. None: room for
             ``max_slots`` of the longest sample.
-        sample_reallocation: Whether samples move between data-parallel ranks so that all finish together. Tokens stay
-            the same; log-probabilities are rounded as in the other rank's batches.
+        sample_reallocation: Whether samples move between data-parallel ranks so that all finish together. True or
+            ``"queued"``: samples that wait for a slot; ``"all"``: running ones as well. Tokens stay the same;
+            log-probabilities are rounded as in the other rank's batches.
         peft_config: Adapters to train: a ``LoraConfig``, a mapping with ``peft_type: LORA``, or a folder of saved ones,
             for every trained role; or role -> one of these.
         allow_missing: Whether a model's folder may lack weights of its config (then random) or hold more. A new head
@@ -127,7 +128,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         engine: EngineName = "native",
         speculation: Speculation | None = None,
         max_cache_bytes: int | None = None,
-        sample_reallocation: bool = False,
+        sample_reallocation: SampleReallocation = False,
         peft_config: Any = None,
         allow_missing: bool = False,
         liger_kernels: bool = False,

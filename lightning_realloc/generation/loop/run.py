@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from torch import Tensor
-
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import FinishReason, Sample
 from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.core.stopping import StopRule
@@ -93,9 +90,8 @@ class GenerationRun:
         self._may_pause = may_pause
         self._longest_pause_s = longest_pause_s
         self._refill = PrefillBatching()
-        self._away: set[int] = set()
-        """Samples that are on another rank."""
-        self._is_over = False
+        self.is_stopped = False
+        """Whether the budget is spent, so that nothing runs any more."""
         self.ended: list[Sample] = []
         """Samples that got their last token here, in this order."""
         self._num_steps = self._row_steps = self._prefill_tokens = self._num_generated = 0
@@ -154,87 +150,10 @@ class GenerationRun:
             shared_prefill_tokens=self._shared_prefill_tokens,
         )
 
-    # ---- samples that other ranks take over, or bring
     @property
-    def movable(self) -> list[int]:
-        """Samples that are in the first slots and run."""
-        return [i for i in self._scheduler.slots if i is not None and not self._scheduler.is_parked(i)]
-
-    @property
-    def held(self) -> list[int]:
-        """Samples that neither run nor wait for a slot: their environment was asked, or they are being read."""
-        parked = [i for i in self._scheduler.slots if i is not None and self._scheduler.is_parked(i)]
-        return parked + [i for i in self._conversations.asked if i not in parked]
-
-    @property
-    def waiting(self) -> list[int]:
-        """Samples that have no slot yet."""
-        return self._scheduler.waiting
-
-    @property
-    def free_slots(self) -> int:
-        """How many more samples could run."""
-        return 0 if self._is_over else self._scheduler.num_free
-
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """Those of the call, then those that other ranks brought."""
+    def samples(self) -> list[Sample]:
+        """Samples of the call, followed by those that arrived from other ranks; see `SampleAccess`."""
         return self._samples
-
-    def read_positions(self, index: int, begin: int, end: int) -> Tensor:
-        """Return the keys and values of a sample that has a slot."""
-        return self._runner.cache.read(self._scheduler.slots.index(index), begin, end)
-
-    def describe_cache(self) -> list[LayerShape]:
-        """Return the shapes of the cache's layers."""
-        return self._runner.cache.describe()
-
-    def depart(self, index: int) -> None:
-        """Let another rank go on with a sample that runs or waits."""
-        if index in self._scheduler.slots:
-            self._scheduler.finish(self._scheduler.slots.index(index))
-        else:
-            self._scheduler.withdraw({index})
-        self._away.add(index)
-
-    def is_away(self, index: int) -> bool:
-        """Whether a sample is on another rank."""
-        return index in self._away
-
-    def arrive(self, sample: Sample) -> int:
-        """Take in a sample of another rank; return its index here."""
-        self._samples.append(sample)
-        self._runner.may_need(len(sample.prompt) + sample.max_new_tokens)
-        return len(self._samples) - 1
-
-    def come_back(self, index: int, sample: Sample) -> None:
-        """Take a sample of this rank back, as another one left it."""
-        self._away.remove(index)
-        self._samples[index].adopt(sample)
-
-    def go_on(self, index: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
-        """Let a sample that came in run here: from its keys and values (begin, end, content), or what there are."""
-        sample = self._samples[index]
-        if self._is_over:
-            sample.finish_reason = "unfinished"
-            return
-        resident = prompt_of_one(index)
-        slot = self._scheduler.seat(index, resident) if parts else None
-        if slot is None:
-            sample.num_read = 0
-            self._scheduler.add(Prompt(resident, sample.position, (index,)))
-            return
-        self._runner.write(slot, parts, shapes)
-        self._speculator.drafter.admitted([slot])
-        self._scheduler.read(index, sample.num_read, sample.position)
-
-    def queue(self, indices: Sequence[int]) -> None:
-        """Let samples of one prompt that came in wait for slots; none of them has a token yet."""
-        if self._is_over:
-            for index in indices:
-                self._samples[index].finish_reason = "unfinished"
-        else:
-            self._scheduler.add(Prompt(prompt_of_one(indices[0]), self._samples[indices[0]].position, tuple(indices)))
 
     def _forward(self, prefills: Sequence[PrefillChunk], running: Sequence[Sample]) -> None:
         is_tail = not self._scheduler.num_waiting
@@ -366,11 +285,10 @@ class GenerationRun:
 
     def _stop_all(self) -> None:
         """Leave what is not finished as it is."""
-        self._is_over = True
+        self.is_stopped = True
         self._take_answers()
-        for index, sample in enumerate(self._samples):
-            if index not in self._away:
-                sample.finish_reason = sample.finish_reason or "unfinished"
+        for sample in self._samples:  # one that is on another rank gets its true state when it returns
+            sample.finish_reason = sample.finish_reason or "unfinished"
         self._scheduler.clear()
         self._conversations.close()
 
@@ -386,19 +304,6 @@ class GenerationRun:
             rows.extend(range(start, start + early))
             start += len(draft) + 1
         return (rows, sorted(self._stop.token_ids)) if rows else None
-
-
-def prompt_of_one(index: int) -> int:
-    """Return a number for the prompt of a sample that came in: a prompt of its own, which nobody else copies.
-
-    A call's own prompts count from 0, and `foreign_prompt` lies below all of these.
-    """
-    return -1 - index
-
-
-def foreign_prompt(rank: int, number: int) -> int:
-    """Return what the samples of another rank's prompt have in common here."""
-    return -((rank + 1) << 32) - number
 
 
 def _raise_not_finite(emitted: Sequence[Emitted], running: Sequence[Sample]) -> None:

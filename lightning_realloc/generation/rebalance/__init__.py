@@ -1,4 +1,4 @@
-"""Move samples between data-parallel ranks while they generate, so that all finish together.
+"""Moves of samples between data-parallel ranks while they generate, so that all ranks finish together.
 
-Start with `Migration`; `balance` plans the moves and is pure.
+`Rebalancer` in `protocol` is the entry point. `balance_policy` plans the moves and is pure.
 """

@@ -1,6 +1,6 @@
-"""What a data-parallel generation rank still has to do, and how long that takes it.
+"""Load of a data-parallel generation rank, how long it takes to finish, and what a move of a sample costs.
 
-Ranks publish these values; `balance` decides on them. Pure: no clock, no tensor.
+Ranks report these values and `balance_policy` plans moves from them. Pure: no clock, no tensor.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Literal
 from lightning_realloc.errors import GenerationError
 
 Handover = Literal["send", "recompute"]
+"""How a running sample's keys and values reach the target: sent, or computed there again from its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCurve:
-    """How long a decode step takes, by the number of rows in it."""
+    """Seconds of a decode step by its number of rows."""
 
     knots: tuple[tuple[float, float], ...]
-    """(rows, seconds), measured: rows ascending, seconds never falling."""
+    """Measured (rows, seconds): rows ascend, seconds never fall."""
 
     def __post_init__(self) -> None:
         positive = bool(self.knots) and self.knots[0][0] > 0 and self.knots[0][1] > 0
@@ -33,10 +34,10 @@ class StepCurve:
             )
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds of a step with ``rows`` rows; no rows, no step.
+        """Return the seconds of a step with ``rows`` rows; without rows there is no step.
 
-        Linear between knots, the first knot's seconds below it. Past the last knot the last slope goes on; a single
-        knot has none, there seconds are proportional to rows.
+        Linear between knots and constant below the first. The last slope continues beyond the last knot; a single
+        knot has no slope, and seconds beyond it are proportional to rows.
         """
         first_rows, first_s = self.knots[0]
         if rows <= first_rows:
@@ -47,14 +48,6 @@ class StepCurve:
         (low, low_s), (high, high_s) = self.knots[above - 1 : above + 1]
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
-    def knee_rows(self, tolerance: float = 0.1) -> float:
-        """Return up to how many measured rows a step takes at most ``1 + tolerance`` of its shortest time."""
-        limit = self.knots[0][1] * (1 + tolerance)
-        for (low, low_s), (high, high_s) in pairwise(self.knots):
-            if high_s > limit:
-                return low + (high - low) * (limit - low_s) / (high_s - low_s)
-        return self.knots[-1][0]
-
 
 @dataclass(frozen=True, slots=True)
 class LiveSample:
@@ -62,13 +55,13 @@ class LiveSample:
 
     sample_id: int
     context_tokens: int
-    """Prompt and response so far: what its keys and values hold, once it has begun."""
+    """Tokens of prompt and response so far; keys and values of as many, once it has begun."""
     remaining_tokens: float
-    """Expected."""
-    last_moved_step: int | None = None
-    """When it last changed its rank; None: never."""
+    """Expected number of tokens to come."""
+    last_moved_round: int | None = None
+    """Round in which it last changed its rank; None: never."""
     has_begun: bool = True
-    """Whether it has keys and values somewhere."""
+    """Whether some rank holds keys and values of its response."""
 
     def __post_init__(self) -> None:
         assert self.context_tokens >= 0 and self.remaining_tokens >= 0, f"sample {self.sample_id}: negative tokens"
@@ -76,19 +69,17 @@ class LiveSample:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What one rank publishes."""
+    """Samples, slots and speed of one rank."""
 
     rank: int
     samples: tuple[LiveSample, ...]
-    """Running: each holds a slot."""
+    """Running samples; each holds a slot."""
     waiting: tuple[LiveSample, ...]
-    """Not begun, in the order in which they will get slots."""
+    """Queued samples, in the order in which they will get slots."""
     curve: StepCurve
     free_slots: int
     tokens_per_row_step: float = 1.0
-    """Tokens that a step adds to a row on average: more than one with speculation."""
-    waiting_call_s: float = 0.0
-    """Of calls that could work on what is finished here, were the rank free."""
+    """Tokens that a step adds to a row on average; above 1 with speculative decoding."""
 
     def __post_init__(self) -> None:
         assert self.free_slots >= 0, f"rank {self.rank} has {self.free_slots} free slots"
@@ -104,31 +95,26 @@ class RankLoad:
 
     @property
     def num_slots(self) -> int:
-        """Rows that fit."""
+        """Largest number of running samples."""
         return len(self.samples) + self.free_slots
 
     @property
     def live(self) -> tuple[LiveSample, ...]:
-        """Samples that are not finished, running ones first."""
+        """Unfinished samples, running ones first."""
         return self.samples + self.waiting
 
     @property
     def rows(self) -> int:
-        """Rows of the next step: free slots are given to those who wait."""
+        """Rows of the next step, in which queued samples take the free slots."""
         return min(len(self.live), self.num_slots)
-
-    @property
-    def remaining_tokens(self) -> float:
-        """Expected, of all samples."""
-        return sum(sample.remaining_tokens for sample in self.live)
 
 
 def drain_seconds(load: RankLoad) -> float:
-    """Return when the rank will have finished everything it holds, in seconds from now.
+    """Return the seconds until the rank has finished all of its samples.
 
-    Every row advances alike, whoever else is in the step; so the order of events is known in steps, and only the
-    time between two of them depends on the rows. A slot is given to the next waiting sample as soon as its owner ends.
-    Computing prompts is not counted. O(n log n).
+    All rows advance by the same number of tokens in a step. So the order in which samples finish is known in steps,
+    and only the seconds between two of them depend on the rows. A queued sample takes a slot as soon as one is free.
+    Reading prompts is not counted. O(n log n).
     """
     waiting = iter([sample.remaining_tokens / load.tokens_per_row_step for sample in load.waiting])
     ends = sorted(sample.remaining_tokens / load.tokens_per_row_step for sample in load.samples)  # sorted, so a heap
@@ -152,30 +138,29 @@ def drain_seconds(load: RankLoad) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SampleMove:
-    """A sample changes its rank."""
+    """A change of one sample's rank."""
 
     sample_id: int
     source: int
     target: int
     how: Handover
-    """Its keys and values are sent, or its tokens alone and the target computes the rest again. A sample that has not
-    begun has nothing to send."""
+    """A queued sample has nothing to send: "recompute"."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """What it takes to move a running sample. One that waits moves for nothing."""
+    """Cost of moving a running sample. A queued one moves for free."""
 
     bytes_per_token: float
     """Keys and values of one token of context, over all layers."""
     bytes_per_s: float
-    """Of the link."""
+    """Bandwidth of the link."""
     latency_s: float
-    """Of a message."""
+    """Seconds until a message of no bytes arrives."""
     prefill_tokens_per_s: float
-    """At which the target computes keys and values again."""
+    """Speed at which the target computes keys and values again."""
     stall_s: float
-    """Both ranks stand still this long for each sample that is handed over."""
+    """Seconds per moved sample in which neither rank decodes."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.prefill_tokens_per_s <= 0:
@@ -185,7 +170,7 @@ class MoveCost:
             )
 
     def handover(self, sample: LiveSample) -> tuple[Handover, float]:
-        """Return the quicker way to have a running sample's keys and values at the target, and its seconds."""
+        """Return the faster way to bring a running sample's keys and values to the target, and its seconds."""
         send_s = self.latency_s + sample.context_tokens * self.bytes_per_token / self.bytes_per_s
         recompute_s = self.latency_s + sample.context_tokens / self.prefill_tokens_per_s
         return ("send", send_s) if send_s <= recompute_s else ("recompute", recompute_s)

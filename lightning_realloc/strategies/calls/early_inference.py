@@ -1,7 +1,6 @@
 """Start inference on a rank that has nothing left to generate, on its own finished samples, while others generate.
 
-Where samples move between ranks, `generation.rebalance` frees a rank for that, if inference takes long enough. The pace
-of each call, measured by `InferCalls`, says how long it takes.
+`generation.rebalance` calls it where samples may move between ranks and this rank has none left.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class EarlyCall:
 
 
 class EarlyInference:
-    """Works on finished samples, one forward pass at a time: a `generation.rebalance.migration.WaitingCalls`.
+    """Works on finished samples, one forward pass at a time: a `generation.rebalance.protocol.WaitingCalls`.
 
     Args:
         calls: Calls that may start early, in running order.
@@ -70,11 +69,6 @@ class EarlyInference:
                     calls.append(EarlyCall(call, replica, place.micro_batch_tokens))
         return cls(calls, partial_results, inference, num_chunks=fusion.num_chunks) if calls else None
 
-    def seconds(self) -> float:
-        """Return the seconds that the calls need for the finished samples, 0 until their pace is measured."""
-        todo = {early.call.name: early.todo(self._partial_results.finished) for early in self._calls}
-        return sum(self._inference.pace.seconds(name, sum(map(_num_tokens, left))) for name, left in todo.items())
-
     def work(self) -> bool:
         """Make one forward pass; return whether there was anything to do."""
         finished = self._partial_results.finished
@@ -94,9 +88,6 @@ class EarlyInference:
             early.call, early.replica, PositionedRows(rows, positions), micro_batches, early.results
         )
         assert len(early.results.chunks) == len(early.results.times), "a whole model gives every sample its values"
-        begin, end = early.results.times[-1]
-        num_tokens = sum(map(_num_tokens, chosen))
-        self._inference.pace.record(early.call.name, num_tokens=num_tokens, seconds=end - begin)
         early.done.update(c.sample_id for c in chosen)
         self._rows.append(rows)
 

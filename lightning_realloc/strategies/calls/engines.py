@@ -22,8 +22,9 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine, HFEngine
-from lightning_realloc.generation.rebalance.kv_transfer import Peers
-from lightning_realloc.generation.rebalance.migration import MigrationStats, WaitingCalls
+from lightning_realloc.generation.rebalance.handover import MigrationStats
+from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
+from lightning_realloc.generation.rebalance.protocol import WaitingCalls
 from lightning_realloc.generation.speculative.drafters import build_drafter
 from lightning_realloc.generation.speculative.drafting import Drafter, Exchange
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
@@ -66,7 +67,7 @@ class ReplicaEngine:
 
     @contextmanager
     def freed_for(self, waiting_calls: WaitingCalls | None) -> Iterator[None]:
-        """Let this rank work on other calls while peers generate."""
+        """Let this rank work on other calls while it has no samples and its peers generate."""
         if isinstance(self.engine, GenerationEngine):
             self.engine.waiting_calls = waiting_calls
         try:
@@ -204,8 +205,9 @@ class EnginePool:
         drafter = self._build_drafter(replica)
         drafter.has_listeners = bool(peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
-        may_move = self._algorithm.sample_reallocation and lockstep is None and peers
-        moves = Peers(self._mailbox, self._rank, peers) if may_move else None
+        setting = self._algorithm.sample_reallocation
+        movable: MovableSamples = "all" if setting == "all" else "queued"
+        moves = Peers(self._mailbox, self._rank, peers, movable) if setting and lockstep is None and peers else None
         engine = GenerationEngine(
             replica.model,
             tokenizer=tokenizer,

@@ -21,27 +21,6 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import without_gradients
 from lightning_realloc.strategies.pool.replica import Replica
 
-_LATEST_WEIGHT = 0.5
-"""Weight of the latest measurement in a call's pace; raised, the pace follows changes sooner and noise more."""
-
-
-class TokenPace:
-    """Exponentially weighted seconds per token of each call."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def record(self, call: str, *, num_tokens: int, seconds: float) -> None:
-        """Record that a part of a call took ``seconds`` for ``num_tokens``."""
-        if num_tokens:
-            latest = seconds / num_tokens
-            earlier = self._seconds.get(call, latest)
-            self._seconds[call] = earlier * (1 - _LATEST_WEIGHT) + latest * _LATEST_WEIGHT
-
-    def seconds(self, call: str, num_tokens: int) -> float:
-        """Return the expected seconds for ``num_tokens``, 0 for a call that was not measured yet."""
-        return self._seconds.get(call, 0.0) * num_tokens
-
 
 class InferCalls:
     """Runs inference calls.
@@ -55,8 +34,6 @@ class InferCalls:
 
     def __init__(self, algorithm: RunnableAlgorithm, pool: ModelPool, *, device: torch.device, rank: int) -> None:
         self._algorithm, self._pool, self._device, self._rank = algorithm, pool, device, rank
-        self.pace = TokenPace()
-        """Pace of calls that may begin before all samples are generated."""
 
     def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
         """Return the results of this rank's samples, early ones included; None if it holds none."""
@@ -65,11 +42,7 @@ class InferCalls:
         rest = micro_batches[len(early.chunks) :]
         if not rest:
             return early.samples
-        begin, rows = time.perf_counter(), data.rows(call)
-        made = self.run_micro_batches(call, replica, rows, rest)
-        if call.name in data.routes.fusion.early_sources:
-            num_tokens = sum(table.lengths[position] for micro in rest for position in micro.positions)
-            self.pace.record(call.name, num_tokens=num_tokens, seconds=time.perf_counter() - begin)
+        made = self.run_micro_batches(call, replica, data.rows(call), rest)
         return made if not early.chunks else Samples.concatenate([*early.chunks, *([] if made is None else [made])])
 
     def run_fused(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import GenerationStats
-from lightning_realloc.generation.rebalance.migration import MigrationStats
+from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 ITERATION_S = "iteration_s"
@@ -14,7 +14,7 @@ ITERATION_S = "iteration_s"
 IDLE_SHARE = "idle_share"
 """Name of the share of the iteration before in which a rank waited; in a report ``/`` and the rank follow."""
 _GENERATED, _ROW_STEPS, _TOKENS_PER_STEP = "generated/", "row_steps/", "tokens_per_step/"
-_MOVED, _FREED, _PREEMPTIONS = "moved_samples/", "freed_ranks/", "preemptions/"
+_MOVED, _PREEMPTIONS = "moved_samples/", "preemptions/"
 _SECONDS, _BYTES, _RATE = "reallocation_s/", "reallocation_bytes/", "reallocation_GB_per_s/"
 
 
@@ -31,8 +31,7 @@ def speculation_metrics(call: str, stats: GenerationStats, rank: int) -> dict[st
 
 def migration_metrics(call: str, stats: MigrationStats, rank: int) -> dict[str, float]:
     """Return one rank's metrics of a call whose samples may move between ranks."""
-    metrics = {f"{_MOVED}{call}/{rank}": float(stats.num_received)}
-    return metrics | ({f"{_FREED}{call}/{rank}": 1.0} if stats.was_freed else {})
+    return {f"{_MOVED}{call}/{rank}": float(stats.num_received)}
 
 
 def preemption_metrics(call: str, stats: GenerationStats, rank: int) -> dict[str, float]:
@@ -59,7 +58,7 @@ def with_rates(reported: Mapping[str, float], *, num_tokens: int) -> dict[str, f
         seconds, moved = reported[f"{_SECONDS}{call}"], metrics.pop(name)
         metrics[f"{_RATE}{call}"] = moved / seconds / 1e9 if seconds > 0 else 0.0
     metrics |= _tokens_per_step(metrics)
-    metrics |= _sums(metrics, (_MOVED, _FREED, _PREEMPTIONS))
+    metrics |= _sums(metrics, (_MOVED, _PREEMPTIONS))
     shares = [metrics.pop(name) for name in list(metrics) if name.startswith(f"{IDLE_SHARE}/")]
     if shares:
         metrics[IDLE_SHARE] = sum(shares) / len(shares)

@@ -67,7 +67,7 @@ def engine_memory(module: Any, device: torch.device, copy_dtype: torch.dtype) ->
     speculation = module.speculation
     return EngineMemory(
         max_cache_bytes=module.max_cache_bytes,
-        moves_samples=module.sample_reallocation,
+        moves_samples=bool(module.sample_reallocation),
         num_ahead=0 if speculation is None else speculation.most_ahead,
         draft=None if speculation is None else _draft_memory(speculation),
         packs_weights=device.type == "cpu" and packs(copy_dtype),

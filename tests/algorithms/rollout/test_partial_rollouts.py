@@ -181,7 +181,7 @@ def test_budgets_that_cannot_work_are_refused(settings: dict[str, Any], message:
         RolloutBudget(**settings)
 
 
-@pytest.mark.parametrize("setting", [{"engine": "hf"}, {"sample_reallocation": True}])
+@pytest.mark.parametrize("setting", [{"engine": "hf"}, {"sample_reallocation": True}, {"sample_reallocation": "all"}])
 def test_settings_that_a_budget_cannot_be_used_with_are_refused(setting: dict[str, Any]) -> None:
     name, value = next(iter(setting.items()))
     with pytest.raises(ConfigError, match=f"rollout_budget cannot be used with {name}={value!r}"):

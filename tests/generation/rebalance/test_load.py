@@ -1,4 +1,4 @@
-"""How long a rank takes for what it holds, against hand-worked values and a loop over single steps."""
+"""Seconds of a rank's load, against hand-worked values and a loop over single steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ def test_a_step_is_linear_between_knots_flat_below_and_goes_on_with_the_last_slo
         [0, 0.010, 0.010, 0.014, 0.018, 0.022]
     )
     assert StepCurve(((4, 0.010),)).seconds(8) == pytest.approx(0.020)
-
-
-def test_the_knee_is_where_a_step_has_become_a_tenth_longer() -> None:
-    # 11 ms are reached 0.5 ms above the second knot, at 8 ms per 8 rows: half a row past it.
-    assert StepCurve(((1, 0.0100), (8, 0.0105), (16, 0.0185))).knee_rows() == pytest.approx(8.5)
-    assert StepCurve(((1, 0.01), (8, 0.01))).knee_rows() == 8  # nothing is known past what was measured
 
 
 @pytest.mark.parametrize("knots", [(), ((0, 0.1),), ((1, 0.0),), ((2, 0.1), (2, 0.2)), ((1, 0.2), (2, 0.1))])

@@ -1,4 +1,4 @@
-"""Calls on the generating ranks that begin where nothing is left to generate: the same tokens, losses and weights."""
+"""Calls that begin on a generating rank without samples: the same tokens, losses and weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.generation.rebalance.balance import Choice
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.calls.early_inference import EarlyInference
-from lightning_realloc.strategies.calls.infer_call import TokenPace
 from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
@@ -97,74 +95,60 @@ def test_every_sample_is_worked_on_once_and_what_was_done_early_where_it_was_don
     assert all(micro.counts for plan in plans for micro in plan)
 
 
-def test_the_latest_pace_counts_most() -> None:
-    pace = TokenPace()
-    assert pace.seconds("critic.infer", 100) == 0.0
-    pace.record("critic.infer", num_tokens=10, seconds=1.0)
-    pace.record("critic.infer", num_tokens=10, seconds=2.0)
-    assert pace.seconds("critic.infer", 100) == pytest.approx(15.0)
-
-
 # ---- on ranks
 @dataclass
 class Early(Callback):
-    """What was logged of calls that began early, in every iteration."""
+    """Logged seconds of calls that began early, in every iteration."""
 
     hidden: list[dict[str, float]] = field(default_factory=list)
-    freed: list[float] = field(default_factory=list)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what was logged."""
+        """Read the logged metrics."""
         metrics = trainer.logged_metrics
         self.hidden.append({name: float(v) for name, v in metrics.items() if name.startswith("hidden_s/")})
-        self.freed.append(float(metrics.get("freed_ranks/actor.generate", 0.0)))
 
 
-def free_the_last(loads: Sequence[RankLoad], cost: MoveCost, **_: Any) -> Choice:
-    """Gather everything on the first rank as soon as the last one has other work."""
+def empty_the_last(loads: Sequence[RankLoad], cost: MoveCost | None, **_: Any) -> tuple[SampleMove, ...]:
+    """Move everything of the last rank to the first one."""
     first, last = loads[0], loads[-1]
-    if len(loads) == 1 or not last.waiting_call_s or not any(load.live for load in loads):
-        return Choice("none", (), (), 0.0)
-    moves = tuple(SampleMove(sample.sample_id, last.rank, first.rank, "send") for sample in last.live)
-    return Choice("consolidate", moves, (last.rank,), 0.0)
+    return tuple(SampleMove(sample.sample_id, last.rank, first.rank, "send") for sample in last.live)
 
 
-def train_with(num_chunks: int) -> tuple[Outcome, list[dict[str, float]], list[float]]:
-    """Train PPO on this rank, with what its last rank is freed for as soon as anything is known of it."""
+def train_with(num_chunks: int) -> tuple[Outcome, list[dict[str, float]]]:
+    """Train PPO on this rank, with a last rank that has nothing to generate soon."""
     early = Early()
     module = runs.ppo(
-        optimizer=DESCENT, reward=tiny_scorer("llama", seed=5), sampling=SAMPLING, sample_reallocation=True
+        optimizer=DESCENT, reward=tiny_scorer("llama", seed=5), sampling=SAMPLING, sample_reallocation="all"
     )
-    with moving(every=1, choose=free_the_last):
+    with moving(every=1, plan_balance=empty_the_last):
         outcome = runs.train(
             module, ReallocStrategy(PPO_PLAN, generation_chunks=num_chunks), runs.world_size(), Batches(2),
             callbacks=[early],
         )  # fmt: skip
-    return outcome, early.hidden, early.freed
+    return outcome, early.hidden
 
 
-def test_ppo_learns_the_same_where_a_rank_is_freed_for_inference(workers: WorkerPool) -> None:
-    (whole, nothing, none), (outcome, hidden, freed) = (
+def test_ppo_learns_the_same_where_a_rank_without_samples_infers_early(workers: WorkerPool) -> None:
+    (whole, nothing), (outcome, hidden) = (
         workers.run(train_with, parts, world_size=2, init_process_group=False)[0] for parts in (1, 2)
     )
     assert_same(outcome, whole)
-    assert (nothing, none) == ([{}] * 2, [0.0] * 2)
-    assert freed == [0.0, 1.0]  # at first nobody knows what the calls take
+    assert nothing == [{}] * 2
     fused = {"hidden_s/reference.infer", "hidden_s/reward.infer", "hidden_s/critic.infer"}
     assert all(set(logged) == fused for logged in hidden)
-    assert [sum(logged.values()) > 0 for logged in hidden] == [False, True]
+    assert all(sum(logged.values()) > 0 for logged in hidden)
 
 
 def fail_early() -> str:
-    """Return what every rank raises when a pass fails while others generate."""
-    module = runs.ppo(reward=tiny_scorer("llama", seed=5), sampling=SAMPLING, sample_reallocation=True)
+    """Return the error of every rank when a pass fails while others generate."""
+    module = runs.ppo(reward=tiny_scorer("llama", seed=5), sampling=SAMPLING, sample_reallocation="all")
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("no scores today")
 
     try:
         with (
-            moving(every=1, choose=free_the_last),
+            moving(every=1, plan_balance=empty_the_last),
             mock.patch.object(EarlyInference, "_run_pass", fail),
         ):
             runs.train(module, ReallocStrategy(PPO_PLAN, generation_chunks=2), runs.world_size(), Batches(2))
@@ -173,6 +157,6 @@ def fail_early() -> str:
     return ""
 
 
-def test_a_failure_on_a_rank_that_was_freed_reaches_everyone(workers: WorkerPool) -> None:
+def test_a_failure_on_a_rank_that_infers_early_reaches_everyone(workers: WorkerPool) -> None:
     messages = workers.run(fail_early, world_size=2, init_process_group=False)
     assert all("no scores today" in text for text in messages), messages

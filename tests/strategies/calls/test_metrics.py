@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_realloc.generation import GenerationStats
-from lightning_realloc.generation.rebalance.migration import MigrationStats
+from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.calls.metrics import (
     ITERATION_S,

@@ -1,4 +1,4 @@
-"""Samples that move between ranks while they are generated: the same iteration as without moves."""
+"""Iterations give the same results when samples change their rank while they are generated."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from lightning_realloc.algorithms.base.generation_options import SampleReallocation
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from tests.generation.random_moves import at_random, moving
@@ -20,7 +21,7 @@ from tests.workers import WorkerPool
 
 @dataclass
 class Moved(Callback):
-    """How many samples changed their rank, in every iteration."""
+    """Counts the samples that changed their rank, in every iteration."""
 
     counts: list[float] = field(default_factory=list)
 
@@ -29,32 +30,36 @@ class Moved(Callback):
         self.counts.append(float(trainer.logged_metrics.get("moved_samples/actor.generate", -1.0)))
 
 
-def run_algorithm(layout: str, world_size: int, moves: bool, drafter: str | None) -> tuple[Outcome, list[float]]:
-    """Return what two iterations come to, and how many samples moved in each."""
+def run_algorithm(
+    layout: str, world_size: int, moves: SampleReallocation, drafter: str | None, max_slots: int = 64
+) -> tuple[Outcome, list[float]]:
+    """Return the results of two iterations, and the number of samples that moved in each."""
     drafting = None if drafter is None else Speculation(drafter=drafter, num_draft_tokens=2)
     module = runs.grpo(speculation=drafting, sample_reallocation=moves)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
-        outcome = runs.train(module, plan_of(module, layout), world_size, Batches(2), callbacks=[moved])
+        plan = plan_of(module, layout)
+        plan["calls"]["actor.generate"] = {"layout": layout, "max_slots": max_slots}
+        outcome = runs.train(module, plan, world_size, Batches(2), callbacks=[moved])
     return outcome, moved.counts
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size", "drafter"),
-    [("dp2", 2, None), ("dp2", 2, "history"), ("dp2.tp2", 4, None)],
+    ("layout", "world_size", "moves", "drafter"),
+    [("dp2", 2, "all", None), ("dp2", 2, "all", "history"), ("dp2.tp2", 4, "all", None)],
     ids=["dp2", "dp2, drafting", "dp2.tp2"],
 )
 def test_iterations_learn_the_same_with_and_without_moves(
-    workers: WorkerPool, layout: str, world_size: int, drafter: str | None
+    workers: WorkerPool, layout: str, world_size: int, moves: SampleReallocation, drafter: str | None
 ) -> None:
-    def run(moves: bool) -> tuple[Outcome, list[float]]:
+    def run(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
         first: tuple[Outcome, list[float]] = workers.run(
             run_algorithm, layout, world_size, moves, drafter, world_size=world_size, init_process_group=False
         )[0]
         return first
 
-    (stayed, none), (moved, counts) = run(False), run(True)
-    assert none == [-1.0, -1.0]  # nothing is logged of what cannot happen
+    (stayed, none), (moved, counts) = run(False), run(moves)
+    assert none == [-1.0, -1.0]  # nothing is logged where samples cannot move
     assert sum(counts) >= 1.0
     assert moved.tokens == stayed.tokens
     assert moved.rewards == stayed.rewards
@@ -65,6 +70,17 @@ def test_where_ranks_step_together_nothing_moves(workers: WorkerPool) -> None:
     outcome, counts = workers.run(run_algorithm, "fsdp2", 2, True, None, world_size=2, init_process_group=False)[0]
     assert counts == [-1.0, -1.0]
     assert outcome.tokens
+
+
+def test_queued_samples_move_where_nothing_else_is_asked_for(workers: WorkerPool) -> None:
+    (stayed, _), *others = (
+        workers.run(run_algorithm, "dp2", 2, moves, None, 1, world_size=2, init_process_group=False)[0]
+        for moves in (False, True, "queued")
+    )
+    for moved, counts in others:
+        assert sum(counts) >= 1.0
+        assert moved.tokens == stayed.tokens
+        assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
 
 
 def test_an_engine_that_cannot_hand_samples_over_is_refused() -> None:

@@ -126,7 +126,7 @@ def run_choosing(dynamic: bool) -> list[set[str]]:
         "sampling": SamplingParams(n=2, max_new_tokens=8),
         "tokenizer": byte_tokenizer(),
         "speculation": Speculation(drafter="ngram", num_draft_tokens=2),
-        "sample_reallocation": True,
+        "sample_reallocation": "all",
         "max_cache_bytes": 300_000,
     }
     if dynamic:

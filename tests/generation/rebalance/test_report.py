@@ -1,4 +1,4 @@
-"""What do ranks plan by, and when do they meet again?"""
+"""Loads made from reports, and the time of the next round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_realloc.generation.rebalance.load import LiveSample, RankLoad, StepCurve
-from lightning_realloc.generation.rebalance.migration_costs import Report, Told, loads_of, next_round_s
+from lightning_realloc.generation.rebalance.pace import PaceReport
+from lightning_realloc.generation.rebalance.report import LoadReport, loads_from_reports, next_round_s
 
 
 def loads(*remaining_tokens: float) -> list[RankLoad]:
@@ -22,35 +23,37 @@ def test_rounds_get_rarer_while_nothing_moves(num_quiet: int, seconds: float) ->
     assert next_round_s(loads(400.0, 900.0), 16.0, num_quiet) == seconds
 
 
-def test_a_rank_that_will_soon_be_idle_is_met_in_time() -> None:
+def test_a_round_comes_before_a_rank_is_idle() -> None:
     assert next_round_s(loads(160.0, 900.0), 16.0, num_quiet=5) == 64.0  # two fifths of what is left
     assert next_round_s(loads(20.0, 900.0), 16.0, num_quiet=5) == 16.0
     assert next_round_s(loads(0.0, 900.0), 16.0, num_quiet=5) == 16.0
 
 
-def report(rank: int, *, running: tuple[int, ...] = (), incoming: tuple[int, ...] = (), free_slots: int = 1) -> Report:
-    """Return what a rank tells of samples that run there, and of those on their way to it."""
+def report(
+    rank: int, *, running: tuple[int, ...] = (), incoming: tuple[int, ...] = (), free_slots: int = 1
+) -> LoadReport:
+    """Return the report of a rank with these samples running there and on their way to it."""
     here, coming = (tuple(LiveSample(sample_id, 5, 7.0) for sample_id in ids) for ids in (running, incoming))
-    pace = Told(((1.0, 1.0),), 1.0, 1e9, 1e4, 1e-3)
-    return Report(rank, here, (), coming, free_slots, bytes_per_token=8, pace=pace)
+    pace = PaceReport(((1.0, 1.0),), 1.0, 1e9, 1e4, 1e-3)
+    return LoadReport(rank, here, (), coming, free_slots, bytes_per_token=8, pace=pace)
 
 
-def test_a_sample_that_several_ranks_tell_of_is_planned_with_once() -> None:
+def test_a_sample_that_several_ranks_report_is_planned_once() -> None:
     reports = [
         report(0, incoming=(1, 2), free_slots=2),  # 1 could not leave
         report(1, running=(1,), incoming=(3,), free_slots=0),
         report(2, incoming=(2,)),  # could not leave for rank 0, and leaves for this one
     ]
-    told = [Report.from_json(each.to_json()) for each in reports]
-    assert told == reports
-    known = loads_of(told)
+    received = [LoadReport.from_json(each.to_json()) for each in reports]
+    assert received == reports
+    known = loads_from_reports(received)
     assert known is not None
     assert [[sample.sample_id for sample in load.live] for load in known[0]] == [[2], [1, 3], []]
     assert [load.free_slots for load in known[0]] == [1, 0, 1]
 
 
-def test_those_who_wait_get_the_slots_of_those_about_to_leave() -> None:
+def test_queued_samples_get_the_slots_of_samples_about_to_leave() -> None:
     waiting = (LiveSample(1, 5, 7.0, has_begun=False),)
-    known = loads_of([replace(report(0, free_slots=0), waiting=waiting)])
+    known = loads_from_reports([replace(report(0, free_slots=0), waiting=waiting)])
     assert known is not None
     assert known[0][0].free_slots == 1

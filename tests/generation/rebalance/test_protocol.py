@@ -1,9 +1,11 @@
-"""Samples that move between ranks in the middle of their generation get the tokens that they would have got at home."""
+"""Samples that move between ranks while they are generated get the same tokens as on their own rank."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,13 +18,13 @@ import torch.distributed as dist
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn
-from lightning_realloc.generation.loop.run import GenerationRun, foreign_prompt, prompt_of_one
-from lightning_realloc.generation.rebalance import kv_transfer as shipping
-from lightning_realloc.generation.rebalance import migration
-from lightning_realloc.generation.rebalance.balance import Choice
-from lightning_realloc.generation.rebalance.kv_transfer import Peers
+from lightning_realloc.generation.loop.sample_access import SampleAccess, foreign_prompt_number, own_prompt_number
+from lightning_realloc.generation.rebalance import protocol
+from lightning_realloc.generation.rebalance.handover import MigrationStats, SampleHandover
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
-from lightning_realloc.generation.rebalance.migration import MigrationStats, WaitingCalls
+from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
+from lightning_realloc.generation.rebalance.protocol import WaitingCalls
+from lightning_realloc.generation.rebalance.report import LoadReport
 from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
 from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
@@ -38,22 +40,26 @@ def _prompts() -> list[list[int]]:
 
 
 def _limits() -> list[int]:
-    """Return bounds that let samples end at all sorts of times, one of them after its first token."""
+    """Return bounds that spread the ends of samples; one ends after its first token."""
     return [1 + (17 * prompt) % 48 for prompt in range(NUM_PROMPTS)]
 
 
-def _peers() -> Peers:
+def _peers(moves: MovableSamples = "all") -> Peers:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mailbox = Mailbox(rank, world_size, dist.new_group(backend="gloo"))
-    return Peers(mailbox, rank, mailbox.others)
+    return Peers(mailbox, rank, mailbox.others, moves)
 
 
 def _generate(
-    speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
+    speculation: Speculation | None,
+    max_slots: int,
+    max_cache_bytes: int | None,
+    calls: int,
+    moves: MovableSamples = "all",
 ) -> list[tuple[list[Completion], Any]]:
-    """Return what each call of this rank's made while samples moved at random, every other step."""
+    """Return the results of this rank's calls while samples moved at random, every other step."""
     with moving(every=2, plan_balance=at_random):
-        return _calls(speculation, max_slots, max_cache_bytes, calls)
+        return _calls(speculation, max_slots, max_cache_bytes, calls, moves=moves)
 
 
 def _calls(
@@ -62,8 +68,9 @@ def _calls(
     max_cache_bytes: int | None,
     calls: int,
     waiting_calls: WaitingCalls | None = None,
+    moves: MovableSamples = "all",
 ) -> list[tuple[list[Completion], Any]]:
-    peers = _peers()
+    peers = _peers(moves)
     # A clock that ticks: on a busy machine rounds would be as rare as the slowest step is long.
     engine = GenerationEngine(
         tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8,
@@ -124,14 +131,10 @@ def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
 
 
 class Chores:
-    """Other calls that always wait, and never end; what this rank did of them."""
+    """Other calls that always wait and never end; counts the work done on them."""
 
     def __init__(self) -> None:
         self.done = 0
-
-    def seconds(self) -> float:
-        """As `WaitingCalls.seconds`."""
-        return 1.0
 
     def work(self) -> bool:
         """As `WaitingCalls.work`."""
@@ -140,49 +143,76 @@ class Chores:
         return True
 
 
-def _gather(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> Choice:
-    """Move at random; in the fourth round gather everything of the last rank on the others, in the seventh more."""
-    moves, freed = at_random(loads, cost, step=step), tuple[int, ...]()
-    leaving = loads[-1]
-    others = [load for load in loads if load is not leaving]
-    if step in (4, 7) and others and any(load.live for load in others):
-        moves, freed = (), (leaving.rank,)
-        for index, sample in enumerate(leaving.live):
-            target = others[index % len(others)].rank
-            moves += (SampleMove(sample.sample_id, leaving.rank, target, "send" if index % 2 else "recompute"),)
-    return Choice("consolidate" if freed else "none", moves, freed, 0.0)
-
-
-def _generate_and_free(max_cache_bytes: int | None) -> tuple[list[tuple[list[Completion], Any]], int]:
-    """Return what two calls made, whose ranks are freed one after the other, and what they did meanwhile."""
+def _generate_and_work(max_cache_bytes: int | None) -> tuple[list[tuple[list[Completion], Any]], int]:
+    """Return the results of two calls, and the work done while this rank had no samples."""
     chores = Chores()
-    with moving(every=2, choose=_gather):
+    with moving(every=2, plan_balance=_gather):
         made = _calls(None, 8, max_cache_bytes, 2, chores)
     return made, chores.done
+
+
+def _gather(
+    loads: Sequence[RankLoad], cost: MoveCost | None, *, current_round: int, **_: Any
+) -> tuple[SampleMove, ...]:
+    """Move at random; in the fourth round move everything of the last rank to the others."""
+    if current_round != 4:
+        return at_random(loads, cost, current_round=current_round)
+    *others, last = loads
+    return tuple(
+        SampleMove(sample.sample_id, last.rank, others[i % len(others)].rank, "send" if i % 2 else "recompute")
+        for i, sample in enumerate(last.live)
+    )
 
 
 @pytest.mark.parametrize(
     ("world_size", "max_cache_bytes"), [(2, None), (3, 130_000)], ids=["two ranks", "three ranks, few pages"]
 )
-def test_ranks_that_are_freed_do_other_work_and_get_the_tokens_of_one_rank(
+def test_ranks_without_samples_do_other_work_and_get_the_tokens_of_one_rank(
     workers: WorkerPool, alone: dict[int, Completion], world_size: int, max_cache_bytes: int | None
 ) -> None:
-    ranks = workers.run(_generate_and_free, max_cache_bytes, world_size=world_size)
+    ranks = workers.run(_generate_and_work, max_cache_bytes, world_size=world_size)
     for call in range(2):
         completions = [completion for made, _ in ranks for completion in made[call][0]]
         assert {c.sample_id: c.token_ids for c in completions} == {i: c.token_ids for i, c in alone.items()}
-        freed = [made[call][1].was_freed for made, _ in ranks]
-        assert freed == [False] + [True] * (world_size - 1)
         assert sum(made[call][1].num_sent for made, _ in ranks) > 0
-    assert [done > 0 for _, done in ranks] == [False] + [True] * (world_size - 1)
+    assert sum(done for _, done in ranks) > 0
+
+
+class FailingChores(Chores):
+    """Fails at the second piece of work."""
+
+    def work(self) -> bool:
+        """As `WaitingCalls.work`."""
+        if self.done:
+            raise ArithmeticError("no scores today")
+        return super().work()
+
+
+def _one_fails_at_other_work() -> str:
+    """Return the error of this rank, where the second one has nothing to generate after its first token."""
+    peers, rank = _peers(), dist.get_rank()
+    engine = GenerationEngine(tiny_model("llama"), peers=peers)
+    engine.waiting_calls = FailingChores() if rank else None
+    params = SamplingParams(max_new_tokens=1 if rank else 100, ignore_eos=True)
+    with moving(every=2):
+        try:
+            engine.generate([[5]], params, sample_ids=[rank])
+        except Exception as error:
+            return _received_error(error, peers.mailbox)
+    return "nothing"
+
+
+def test_a_failure_in_other_work_reaches_the_ranks_that_generate(workers: WorkerPool) -> None:
+    for message in workers.run(_one_fails_at_other_work, world_size=2, deadline_s=20.0):
+        assert "no scores today" in message
 
 
 TALK = SamplingParams(max_new_tokens=40, n=2, seed=5, stop_token_ids=tuple(range(110, 128)))
-"""A seventh of the vocabulary ends a turn: the shorter they are, the less there is to move."""
+"""A seventh of the vocabulary ends a turn. Shorter turns leave less to move."""
 
 
 def _answer(turn: Turn) -> list[int] | None:
-    """Say something that depends on the turn, after a while; after a few turns nothing."""
+    """Answer by the turn after a short delay; end the conversation after a few turns."""
     prompts = _prompts()
     indices = turn.prompt_index, 2 * turn.prompt_index + turn.sample_id // 2 % 2  # of all prompts, or of one rank's
     assert list(turn.prompt) in [prompts[index] for index in indices if index < NUM_PROMPTS]
@@ -191,7 +221,7 @@ def _answer(turn: Turn) -> list[int] | None:
 
 
 def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], MigrationStats]]:
-    """Return what calls made of conversations that move at random, in slots or in few pages.
+    """Return the results of conversations that move at random, in slots or in few pages.
 
     They are several: when answers come is up to the clock, and on a busy machine a call now and then moves nothing.
     """
@@ -225,10 +255,8 @@ def test_conversations_move_between_their_turns_and_within(workers: WorkerPool, 
 
 
 def _generate_while_shipments_are_late() -> list[tuple[list[Completion], Any]]:
-    """Return what samples made that move at random, and are taken in only once the rank has no other."""
-    is_ready = shipping._Shipment.is_ready.fget
-    late = property(lambda shipment: shipment.rest is None and is_ready(shipment))
-    with mock.patch.object(shipping._Shipment, "is_ready", late):
+    """Return the results of samples that move at random, and are taken in only once the rank has no other."""
+    with mock.patch.object(SampleHandover, "_has_arrived", lambda handover, shipment: False):
         return _generate(None, 6, None, 2)
 
 
@@ -243,27 +271,43 @@ def test_a_sample_may_stay_and_move_again_before_its_first_shipment_is_taken_in(
 
 def test_no_two_prompts_of_a_rank_have_the_same_number() -> None:
     numbers = [
-        *range(100), *map(prompt_of_one, range(100)), *(foreign_prompt(r, n) for r in range(4) for n in range(100))
+        *range(100), *map(own_prompt_number, range(100)),
+        *(foreign_prompt_number(r, n) for r in range(4) for n in range(100)),
     ]  # fmt: skip
     assert len(set(numbers)) == 600
 
 
-def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
+def _generate_queued(max_slots: int) -> list[tuple[list[Completion], Any]]:
+    """Return the results of this rank's calls while queued samples moved at random."""
+    return _generate(None, max_slots, None, 2, "queued")
+
+
+def test_queued_samples_move_as_tokens_alone_and_get_the_tokens_of_one_rank(
+    workers: WorkerPool, alone: dict[int, Completion]
+) -> None:
+    for call in zip(*workers.run(_generate_queued, 3, world_size=2), strict=True):
+        made = {c.sample_id: c.token_ids for completions, _ in call for c in completions}
+        assert made == {i: c.token_ids for i, c in alone.items()}
+        num_sent = sum(stats.num_sent for _, stats in call)
+        assert num_sent == sum(stats.num_received for _, stats in call) > 0
+        assert sum(stats.bytes_sent for _, stats in call) < 2_000 * num_sent + 20_000
+
+
+def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, current_round: int, **_: Any) -> tuple[SampleMove, ...]:
     """Let each of two ranks send its sample to the other in the second round."""
     return tuple(
         SampleMove(sample.sample_id, load.rank, 1 - load.rank, "send")
-        for load in loads if step == 2 for sample in load.samples
+        for load in loads if current_round == 2 for sample in load.samples
     )  # fmt: skip
 
 
 def _end_on_the_way() -> tuple[list[int], MigrationStats]:
-    """Return the lengths of samples that end after their bulk has left, on ranks without any other."""
+    """Return the lengths of samples that finish after their keys and values were sent ahead, and their cost."""
     peers, rank = _peers(), dist.get_rank()
     with moving(every=4, plan_balance=_exchange):
         engine = GenerationEngine(tiny_model("llama"), peers=peers, clock=lambda: 0.0)
-        assert engine._migration is not None
-        engine._migration.pace.bytes_per_s = 1e-6  # the bulk is thought to travel for ever
-        engine._migration.pace.steps.observe(1, 1.0)
+        assert engine._rebalancer is not None
+        engine._rebalancer.pace.steps.observe(1, 1.0)
         params = SamplingParams(max_new_tokens=10, ignore_eos=True)
         made = engine.generate([[5 + rank]], params, sample_ids=[rank])
     peers.mailbox.release(0)
@@ -273,7 +317,7 @@ def _end_on_the_way() -> tuple[list[int], MigrationStats]:
 def test_ranks_whose_samples_end_on_the_way_do_not_wait_for_each_other(workers: WorkerPool) -> None:
     for lengths, stats in workers.run(_end_on_the_way, world_size=2, deadline_s=15.0):
         assert lengths == [10]
-        assert stats.bytes_sent > 2000  # the bulk left, and nothing followed it
+        assert stats.bytes_sent > 2000  # keys and values were sent ahead, and no sample followed them
         assert stats.num_sent == stats.num_received == 0
 
 
@@ -294,7 +338,7 @@ def test_ids_that_several_ranks_use_are_refused_by_all(workers: WorkerPool) -> N
 
 
 def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStats]:
-    """Return what a rank with all the long responses, or one with none of them, made."""
+    """Return the results of this rank: the first has all the long responses."""
     rank = dist.get_rank()
     peers, model, now = _peers(), tiny_model("llama"), 0.0
 
@@ -324,7 +368,7 @@ def test_a_rank_that_is_done_takes_over_from_one_that_is_not(workers: WorkerPool
 
 
 def _num_rounds(least_period_s: float) -> int:
-    """Return how often two ranks meet while each makes a hundred steps of a millisecond."""
+    """Return the number of rounds in a hundred steps of a millisecond."""
     peers, now = _peers(), 0.0
     model = tiny_model("llama")
 
@@ -334,53 +378,52 @@ def _num_rounds(least_period_s: float) -> int:
 
     model.register_forward_pre_hook(take_time)
     engine = GenerationEngine(model, peers=peers, clock=lambda: now)
-    with moving(every=8), mock.patch.object(migration, "LEAST_PERIOD_S", least_period_s):
+    with moving(every=8), mock.patch.object(protocol, "MIN_PERIOD_S", least_period_s):
         for _ in range(2):  # steps' seconds are known from the second time on
             engine.generate([[5]], SamplingParams(max_new_tokens=100, ignore_eos=True), sample_ids=[dist.get_rank()])
     peers.mailbox.release(0)
     return engine.migration_stats.num_rounds
 
 
-def test_ranks_do_not_meet_more_often_for_short_steps(workers: WorkerPool) -> None:
+def test_short_steps_do_not_make_rounds_more_frequent(workers: WorkerPool) -> None:
     often, seldom = (workers.run(_num_rounds, least_period_s, world_size=2)[0] for least_period_s in (0.0, 0.05))
     assert often >= 6
     assert seldom <= often - 3
 
 
-def _told_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int], int]]:
-    """Return of calls with responses of these lengths how many rounds each has, the samples in each report, and how
-    many messages each rank sends to another."""
+def _reports_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int], int]]:
+    """Return, for calls with responses of these lengths: rounds, samples in each report, messages to each peer."""
     peers, rank, found = _peers(), dist.get_rank(), []
     engine = GenerationEngine(tiny_model("llama"), peers=peers)
-    report, told = migration._Call._report, []
+    report, sizes = protocol._Rounds._report, []
 
-    def note(call: migration._Call) -> migration.Report:
-        made = report(call)
-        told.append(len(made.live))
+    def note(rounds: protocol._Rounds) -> LoadReport:
+        made = report(rounds)
+        sizes.append(len(made.live))
         return made
 
-    with mock.patch.object(migration._Call, "_report", note):
+    with mock.patch.object(protocol._Rounds, "_report", note):
         for length in lengths:
             params = SamplingParams(max_new_tokens=length, ignore_eos=True)
             before = peers.num_reports
             engine.generate([[5], [6]], params, sample_ids=[2 * rank, 2 * rank + 1])
-            found.append((engine.migration_stats.num_rounds, told.copy(), peers.num_reports - before))
-            told.clear()
+            found.append((engine.migration_stats.num_rounds, sizes.copy(), peers.num_reports - before))
+            sizes.clear()
     peers.mailbox.release(0)
     return found
 
 
 def test_calls_too_short_for_a_move_have_no_rounds(workers: WorkerPool) -> None:
-    for short, longer in workers.run(_told_in_calls, [13, 30], world_size=2, deadline_s=15.0):
+    for short, longer in workers.run(_reports_in_calls, [13, 30], world_size=2, deadline_s=15.0):
         assert short == (0, [0], 1)
-        num_rounds, told, num_messages = longer
+        num_rounds, sizes, num_messages = longer
         assert num_rounds >= 1
-        assert told[0] == 2
-        assert num_messages == len(told) + 1  # and a last word
+        assert sizes[0] == 2
+        assert num_messages == len(sizes) + 1  # and a farewell
 
 
-def _told_of(error: Exception, mailbox: Mailbox) -> str:
-    """Return what the others hear of an error; where it is theirs, what this rank has heard."""
+def _received_error(error: Exception, mailbox: Mailbox) -> str:
+    """Return an error as the other ranks receive it; where it is theirs, as this rank received it."""
     if mailbox.has_failed:
         return str(error)
     try:
@@ -390,12 +433,14 @@ def _told_of(error: Exception, mailbox: Mailbox) -> str:
 
 
 def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[tuple[int, tuple[int, ...]]] | str:
-    """Return of calls with responses of these lengths, all of which count as short, how many messages each rank sends
-    to another one and what it generates; or what is heard where one of them fails on the second rank."""
+    """Return, for short calls with responses of these lengths: messages to each peer and tokens.
+
+    Where a call fails on the second rank, return the received error.
+    """
     peers, rank, found = _peers(), dist.get_rank(), []
     model = tiny_model("llama")
     engine = GenerationEngine(model, peers=peers)
-    with mock.patch.object(migration, "LEAST_PERIOD_S", 100.0):
+    with mock.patch.object(protocol, "MIN_PERIOD_S", 100.0):
         try:
             for number, length in enumerate(limits):
                 if rank and number == fails_in:
@@ -409,11 +454,11 @@ def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[
                 peers.mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank)  # as in a call behind it
             peers.mailbox.release(0)
         except Exception as error:
-            return _told_of(error, peers.mailbox)
+            return _received_error(error, peers.mailbox)
     return found
 
 
-def test_short_calls_are_followed_by_others_without_a_word(workers: WorkerPool) -> None:
+def test_short_calls_are_followed_by_others_without_a_message(workers: WorkerPool) -> None:
     limits = [8] * 12 + [9, 8]
     (ours, theirs), alone = workers.run(_in_short_calls, limits, world_size=2, deadline_s=20.0), tiny_model("llama")
     for rank, made in enumerate((ours, theirs)):
@@ -423,17 +468,17 @@ def test_short_calls_are_followed_by_others_without_a_word(workers: WorkerPool) 
             assert tokens == GenerationEngine(alone).generate([[5]], params, sample_ids=[rank])[0].token_ids
 
 
-def test_a_failure_without_a_word_reaches_the_others(workers: WorkerPool) -> None:
+def test_a_failure_in_a_call_without_messages_reaches_the_others(workers: WorkerPool) -> None:
     for heard in workers.run(_in_short_calls, [8] * 6, 4, world_size=2, deadline_s=20.0):
         assert "not finite" in heard
 
 
 def _messages_where_samples_move() -> list[tuple[int, int]]:
-    """Return of calls that are over soon, in which samples move all the same, how many leave and what is told."""
+    """Return, for short calls in which samples move: samples that left and messages to each peer."""
     peers, rank, found = _peers(), dist.get_rank(), []
     engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=8)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    with moving(every=2, plan_balance=at_random), mock.patch.object(migration, "LEAST_PERIOD_S", 100.0):
+    with moving(every=2, plan_balance=at_random), mock.patch.object(protocol, "MIN_PERIOD_S", 100.0):
         for _ in range(3):
             before = peers.num_reports
             engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4))
@@ -455,25 +500,25 @@ def _one_fails() -> str:
     rank, params = dist.get_rank(), SamplingParams(max_new_tokens=100, ignore_eos=True)
     ids, limits = range(4 * rank, 4 * rank + 4), [40 + 60 * rank] * 4
     try:
-        with mock.patch.object(migration, "LEAST_PERIOD_S", 0.0):  # no call is short
+        with mock.patch.object(protocol, "MIN_PERIOD_S", 0.0):  # no call is short
             engine.generate([[5]] * 4, params, sample_ids=ids, token_limits=limits)
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan") if rank else 0.0)
             engine.generate([[5]] * 4, params, sample_ids=ids)
     except Exception as error:
-        return _told_of(error, peers.mailbox)
+        return _received_error(error, peers.mailbox)
     return "nothing"
 
 
 def _one_cannot_begin() -> str:
-    """Return what this rank hears where one asks for what cannot be: nobody has met before."""
+    """Return the received error where one rank asks for an impossible call, before any round."""
     peers, rank = _peers(), dist.get_rank()
     engine = GenerationEngine(tiny_model("llama"), peers=peers, max_cache_bytes=90_000)
     prompts = [[5] * (120 if rank else 2)]
     try:
         engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), sample_ids=[rank])
     except GenerationError as error:
-        return _told_of(error, peers.mailbox)
+        return _received_error(error, peers.mailbox)
     return "nothing"
 
 
@@ -482,17 +527,17 @@ def test_a_rank_that_cannot_even_begin_keeps_nobody_waiting(workers: WorkerPool)
         assert "max_cache_bytes=90000 must hold the longest sample of a call" in message
 
 
-def _leave(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
-    """Let the first rank's sample go to the second one in the third round, when that one has none left."""
-    return tuple(SampleMove(sample.sample_id, 0, 1, "send") for sample in loads[0].samples if step == 3)
+def _leave(loads: Sequence[RankLoad], cost: MoveCost, *, current_round: int, **_: Any) -> tuple[SampleMove, ...]:
+    """Move the first rank's sample to the second one in the third round, when that one has none left."""
+    return tuple(SampleMove(sample.sample_id, 0, 1, "send") for sample in loads[0].samples if current_round == 3)
 
 
 def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
-    """Return what this rank hears where the first one fails in packing what is to leave, and after how long."""
+    """Return the received error, and its delay, where the first rank fails in packing a sample."""
     peers, rank = _peers(), dist.get_rank()
     engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=4)
 
-    read, num_read = GenerationRun.read_positions, 0
+    read, num_read = SampleAccess.read_cache, 0
 
     def fail(*arguments: Any) -> torch.Tensor:
         nonlocal num_read
@@ -501,14 +546,14 @@ def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
             raise MemoryError("no room to pack")
         return read(*arguments)
 
-    replaced = mock.patch.object(GenerationRun, "read_positions", fail) if rank == 0 else nullcontext()
+    replaced = mock.patch.object(SampleAccess, "read_cache", fail) if rank == 0 else nullcontext()
     params = SamplingParams(max_new_tokens=4 if rank else 100, ignore_eos=True)
     with moving(every=2, plan_balance=_leave), replaced:
         try:
             engine.generate([[5]], params, sample_ids=[rank])
         except Exception as error:
             begin = time.monotonic()
-            return _told_of(error, peers.mailbox), time.monotonic() - begin
+            return _received_error(error, peers.mailbox), time.monotonic() - begin
     return "nothing", 0.0
 
 
@@ -522,3 +567,14 @@ def test_a_rank_that_fails_while_samples_leave_it_keeps_nobody_waiting(workers: 
 def test_a_failure_of_one_rank_reaches_the_others(workers: WorkerPool) -> None:
     for message in workers.run(_one_fails, world_size=2):
         assert "not finite" in message
+
+
+def test_an_engine_without_peers_loads_nothing_of_this_package() -> None:
+    script = (
+        "import sys, torch, transformers; from tests.models import tiny_model; "
+        "from lightning_realloc.generation import GenerationEngine, SamplingParams; "
+        "GenerationEngine(tiny_model('llama')).generate([[5]], SamplingParams(max_new_tokens=2)); "
+        "print([name for name in sys.modules if 'generation.rebalance' in name])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

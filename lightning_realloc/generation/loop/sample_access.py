@@ -1,0 +1,133 @@
+"""Access to the samples of a run between two steps, so that they can leave for another rank or arrive from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lightning_realloc.generation.cache.kv_cache import LayerShape
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.forward.runner import ModelRunner
+from lightning_realloc.generation.loop.environment import Conversations
+from lightning_realloc.generation.loop.run import GenerationRun
+from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
+
+
+class SampleAccess:
+    """Reads, removes and adds samples of a `GenerationRun`. Samples are named by their index in ``run.samples``.
+
+    Args:
+        run: Samples of this rank.
+        runner: Holds their keys and values.
+        scheduler: Holds their slots and the queue.
+        conversations: Knows which of them wait for an environment.
+        on_admitted: Called with the slots that a sample from another rank gets.
+    """
+
+    def __init__(
+        self,
+        run: GenerationRun,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        conversations: Conversations,
+        on_admitted: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._run = run
+        self._runner = runner
+        self._scheduler = scheduler
+        self._conversations = conversations
+        self._on_admitted = on_admitted
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Samples of the call, followed by those that arrived from other ranks."""
+        return self._run.samples
+
+    @property
+    def running(self) -> list[int]:
+        """Samples that the next step advances; each can be moved with its keys and values."""
+        return [i for i in self._scheduler.slots if i is not None and not self._scheduler.is_parked(i)]
+
+    @property
+    def held(self) -> list[int]:
+        """Samples that cannot move now: they wait for their environment, or their tokens are being read."""
+        parked = [i for i in self._scheduler.slots if i is not None and self._scheduler.is_parked(i)]
+        return parked + [i for i in self._conversations.asked if i not in parked]
+
+    @property
+    def queued(self) -> list[int]:
+        """Samples without a slot, in the order in which they will get one."""
+        return self._scheduler.waiting
+
+    @property
+    def free_slots(self) -> int:
+        """Number of further samples that could run; 0 after the run's budget is spent."""
+        return 0 if self._run.is_stopped else self._scheduler.num_free
+
+    def read_cache(self, index: int, begin: int, end: int) -> Tensor:
+        """Return the keys and values of these positions of a running sample, as (bytes,) uint8."""
+        return self._runner.cache.read(self._scheduler.slots.index(index), begin, end)
+
+    def describe_cache(self) -> list[LayerShape]:
+        """Return the shapes of the cache's layers."""
+        return self._runner.cache.describe()
+
+    def remove(self, index: int) -> None:
+        """Stop a running or queued sample here. Its entry in ``samples`` stays."""
+        if index in self._scheduler.slots:
+            self._scheduler.finish(self._scheduler.slots.index(index))
+        else:
+            self._scheduler.withdraw({index})
+
+    def add(self, sample: Sample) -> int:
+        """Take in another rank's sample; return its index. It begins with :meth:`resume` or :meth:`queue`."""
+        self.samples.append(sample)
+        self._runner.may_need(len(sample.prompt) + sample.max_new_tokens)
+        return len(self.samples) - 1
+
+    def resume(
+        self, index: int, spans: Sequence[tuple[int, int, Tensor]] = (), shapes: Sequence[LayerShape] = ()
+    ) -> None:
+        """Continue a sample that has tokens, from its keys and values or, without any, by reading it again.
+
+        Args:
+            index: The sample.
+            spans: (begin, end, content) of positions, as :meth:`read_cache` returned them.
+            shapes: Layers' shapes where they were read.
+        """
+        sample = self.samples[index]
+        if self._run.is_stopped:
+            sample.finish_reason = "unfinished"
+            return
+        resident = own_prompt_number(index)
+        slot = self._scheduler.seat(index, resident) if spans else None
+        if slot is None:
+            sample.num_read = 0
+            self._scheduler.add(Prompt(resident, sample.position, (index,)))
+            return
+        self._runner.write(slot, spans, shapes)
+        self._on_admitted([slot])
+        self._scheduler.read(index, sample.num_read, sample.position)
+
+    def queue(self, indices: Sequence[int]) -> None:
+        """Let samples of one prompt that have no token yet wait for slots."""
+        if self._run.is_stopped:
+            for index in indices:
+                self.samples[index].finish_reason = "unfinished"
+        else:
+            position = self.samples[indices[0]].position
+            self._scheduler.add(Prompt(own_prompt_number(indices[0]), position, tuple(indices)))
+
+
+def own_prompt_number(index: int) -> int:
+    """Return a prompt number for samples that arrived together, which no other sample shares.
+
+    A call's own prompts count from 0; `foreign_prompt_number` lies below all numbers of this kind.
+    """
+    return -1 - index
+
+
+def foreign_prompt_number(rank: int, number: int) -> int:
+    """Return the number that samples of another rank's prompt share on this rank."""
+    return -((rank + 1) << 32) - number

@@ -1,0 +1,252 @@
+"""Measured speed of a rank, and lengths of earlier responses: the inputs of its load reports.
+
+The numbers outlive a call, as the engine does. Ranks that share a tensor-parallel model report those of the first one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import log2
+
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.loop.run import GenerationRun
+from lightning_realloc.generation.rebalance.load import StepCurve
+from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
+
+Agree = Callable[[Sequence[float]], Sequence[float]]
+"""Given one rank's numbers, returns those of the first rank of its tensor-parallel group."""
+
+LEARNING_RATE = 0.1
+"""Weight of one observation in a mean. Raise it to follow a machine whose speed changes, at the price of noise."""
+MAX_SLOWDOWN = 1.5
+"""One step counts as at most this many times slower than the mean: a hiccup says little about the next step."""
+MAX_SILENT_CALLS = 8
+"""Short calls in a row without reports. Raise it to save messages, at the price of noticing longer responses later."""
+MAX_LENGTHS_PER_PROMPT = 8
+"""Responses to a prompt whose lengths are kept. Raise it where lengths hardly change over epochs."""
+MAX_KNOWN_PROMPTS = 65_536
+"""Prompts whose lengths are kept; bounds memory."""
+
+
+class StepTimes:
+    """Exponentially weighted mean of a step's seconds, by its rows in buckets of a quarter octave."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, tuple[float, float, int]] = {}
+        """Bucket -> mean rows, mean seconds, number of steps."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was observed."""
+        return bool(self._buckets)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn from one step. A coarse clock may not have moved, so no step counts as free."""
+        bucket, seconds = round(4 * log2(rows)), max(seconds, 1e-9)
+        known = self._buckets.get(bucket)
+        if known is None:  # a hiccup in the first step of a bucket is limited by the other buckets
+            limit_s = 2.0 * self.curve().seconds(rows) if self.is_known and rows < self.knots()[-1][0] else seconds
+            self._buckets[bucket] = (float(rows), min(seconds, limit_s), 1)
+            return
+        mean_rows, mean_s, count = known
+        rate = max(1 / (count + 1), LEARNING_RATE)
+        if count == 1 and seconds < mean_s:  # the first step of a bucket also paid for one-time setup
+            mean_s = seconds
+        else:
+            mean_s += rate * (min(seconds, MAX_SLOWDOWN * mean_s) - mean_s)
+        self._buckets[bucket] = (mean_rows + rate * (rows - mean_rows), mean_s, count + 1)
+
+    def knots(self) -> list[tuple[float, float]]:
+        """Return (mean rows, mean seconds) of each bucket, rows ascending."""
+        return sorted((rows, seconds) for rows, seconds, _ in self._buckets.values())
+
+    def curve(self) -> StepCurve:
+        """Return the curve through the running maximum of the knots; at least one step was observed."""
+        rows, seconds = zip(*self.knots(), strict=True)
+        return StepCurve(tuple(zip(rows, accumulate(seconds, max), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class PaceReport:
+    """A rank's speed, as it reports it."""
+
+    knots: tuple[tuple[float, float], ...]
+    """(rows, seconds) of its steps; empty before the first one."""
+    tokens_per_row_step: float
+    bytes_per_s: float
+    prefill_tokens_per_s: float
+    stall_s: float
+    step_s: float = 0.0
+    """Mean seconds of the steps since the last report, prefills included; 0 without any."""
+
+
+class PaceEstimator:
+    """Learns seconds of steps, transfers and handovers as they happen. Starts from guesses."""
+
+    def __init__(self) -> None:
+        self.steps = StepTimes()
+        """Steps that read no prompts; drafting is included."""
+        self.tokens_per_row_step = 1.0
+        self.bytes_per_s = 1e9
+        self.prefill_tokens_per_s = 1e4
+        self.stall_s = 1e-3
+        """Seconds per moved running sample in which its rank does not decode."""
+        self._num_steps, self._steps_s = 0, 0.0
+        """Since the last report."""
+
+    def record_step(self, *, rows: int, read: int, generated: int, seconds: float) -> None:
+        """Learn from a step that gave ``rows`` samples ``generated`` tokens and read ``read`` tokens of others."""
+        self._num_steps += 1
+        self._steps_s += seconds
+        if rows:
+            self.tokens_per_row_step += LEARNING_RATE / 2 * (generated / rows - self.tokens_per_row_step)
+        if rows and not read:
+            self.steps.observe(rows, seconds)
+        elif read:
+            decoding_s = self.steps.curve().seconds(rows) if rows and self.steps.is_known else 0.0
+            reading_s = max(seconds - decoding_s, seconds / 4, 1e-9)
+            self.prefill_tokens_per_s += LEARNING_RATE * (read / reading_s - self.prefill_tokens_per_s)
+
+    def record_transfer(self, *, in_time: bool) -> None:
+        """Learn whether keys and values had arrived when they were expected: if so, the link is faster than assumed."""
+        self.bytes_per_s *= 1.05 if in_time else 0.7
+
+    def record_stall(self, seconds: float) -> None:
+        """Learn the seconds for which packing or unpacking one sample kept this rank from decoding."""
+        self.stall_s += LEARNING_RATE * (seconds - self.stall_s)
+
+    def report(self, agree: Agree | None) -> PaceReport:
+        """Return the current speed; ``agree`` makes the ranks of a tensor-parallel group report the same."""
+        knots = self.steps.knots()
+        step_s = self._steps_s / self._num_steps if self._num_steps else 0.0
+        self._num_steps, self._steps_s = 0, 0.0
+        numbers = [self.bytes_per_s, self.prefill_tokens_per_s, self.stall_s, step_s, *(s for _, s in knots)]
+        bytes_per_s, prefill, stall_s, step_s, *seconds = numbers if agree is None else agree(numbers)
+        agreed = tuple((rows, s) for (rows, _), s in zip(knots, seconds, strict=True))
+        return PaceReport(agreed, self.tokens_per_row_step, bytes_per_s, prefill, stall_s, step_s)
+
+
+class LengthHistory:
+    """Lengths of the last responses to each prompt, over all calls of an engine."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[tuple[int, ...], deque[int]] = {}
+
+    def record(self, sample: Sample) -> None:
+        """Keep the length of a finished response."""
+        prompt = tuple(sample.prompt)
+        kept = self._lengths.pop(prompt, None)
+        kept = deque(maxlen=MAX_LENGTHS_PER_PROMPT) if kept is None else kept
+        kept.append(len(sample.token_ids))
+        self._lengths[prompt] = kept  # at the end: least recently seen prompts are dropped first
+        if len(self._lengths) > MAX_KNOWN_PROMPTS:
+            del self._lengths[next(iter(self._lengths))]
+
+    def predictor(self, samples: Sequence[Sample], hints: Mapping[int, int]) -> LengthPredictor:
+        """Return a predictor for a call's samples; ``hints`` maps prompts to expected lengths and takes precedence."""
+        history: dict[int, Sequence[int]] = {}
+        for sample in samples:
+            index = sample.prompt_number
+            if index not in history:
+                known = self._lengths.get(tuple(sample.prompt), ())
+                history[index] = [hints[index]] if hints.get(index) else list(known)
+        return LengthPredictor({index: lengths for index, lengths in history.items() if lengths}, is_shared=True)
+
+
+class StepRecorder:
+    """Makes a run's steps, and learns from them when the rank reports.
+
+    Learning from many steps at once is cheaper: right after a forward the caches are full of weights, and the same work
+    takes twice as long.
+
+    Args:
+        run: Samples of this rank.
+        pace: Learns the seconds of steps.
+        history: Learns the lengths of finished responses, for later calls.
+        lengths: Learns the same for this call.
+        clock: Returns seconds.
+        on_step: Called after every step with all samples that finished here so far.
+    """
+
+    def __init__(
+        self,
+        run: GenerationRun,
+        pace: PaceEstimator,
+        history: LengthHistory,
+        lengths: LengthPredictor,
+        *,
+        clock: Callable[[], float],
+        on_step: Callable[[Sequence[Sample]], None] | None,
+    ) -> None:
+        self._run = run
+        self._pace = pace
+        self._history = history
+        self._lengths = lengths
+        self._clock = clock
+        self._on_step = on_step
+        self._steps = [(run.counts, 0.0)]
+        """Counts after each step and its seconds, from the last learnt step on."""
+        self._num_ended = 0
+        self.steps_s = 0.0
+        """Seconds of all reported steps."""
+
+    def step(self) -> bool:
+        """Make one step; return whether any sample advanced."""
+        run, (before, _) = self._run, self._steps[-1]
+        begin = self._clock()
+        run.step()
+        after = run.counts
+        self._steps.append((after, self._clock() - begin))
+        if self._on_step is not None:
+            self._on_step(run.ended)
+        return after != before
+
+    def learn(self) -> int:
+        """Learn from the steps since the last time, and return their number."""
+        ended = self._run.ended
+        for sample in ended[self._num_ended :]:
+            self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
+            self._history.record(sample)
+        self._num_ended = len(ended)
+        for (before, _), (after, seconds) in pairwise(self._steps):
+            rows, read, generated = (now - then for now, then in zip(after, before, strict=True))
+            self._pace.record_step(rows=rows, read=read, generated=generated, seconds=seconds)
+        num_steps = len(self._steps) - 1
+        del self._steps[:-1]
+        return num_steps
+
+    def report(self, agree: Agree | None) -> PaceReport:
+        """Learn, and return the rank's speed; see `PaceEstimator.report`."""
+        num_steps = self.learn()
+        pace = self._pace.report(agree)
+        self.steps_s += num_steps * pace.step_s
+        return pace
+
+
+class ShortCallPredictor:
+    """Predicts which calls end before a move could pay, so that ranks exchange no report in them.
+
+    A report costs up to a millisecond, which is much for a call of a tenth of a second. After a short call the next one
+    of its kind is predicted to be short, after another one the next two, then four, then eight. All ranks observe the
+    same and so agree.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[Hashable, int] = {}
+        """Calls predicted to be short after the last observed one, by kind."""
+        self._left: dict[Hashable, int] = {}
+        """Calls left of these."""
+
+    def predict(self, kind: Hashable) -> bool:
+        """Return whether the call that begins now is predicted to be short."""
+        left = self._left.get(kind, 0)
+        self._left[kind] = max(left - 1, 0)
+        return left > 0
+
+    def observe(self, kind: Hashable, *, was_short: bool) -> None:
+        """Learn from a call that was not predicted to be short."""
+        in_a_row = min(2 * self._in_a_row.get(kind, 0) or 1, MAX_SILENT_CALLS) if was_short else 0
+        self._in_a_row[kind] = self._left[kind] = in_a_row
