@@ -36,7 +36,8 @@ from lightning_realloc.generation.core.sample import Completion
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter
-from lightning_realloc.generation.speculative.drafting import Drafter, HistoryDrafter, NgramDrafter
+from lightning_realloc.generation.speculative.drafter import Drafter
+from lightning_realloc.generation.speculative.lookup import HistoryDrafter, NgramDrafter
 
 PROMPT_TOKENS = 32
 DRAFTERS = ("ngram", "history", "model", "blocks")
@@ -120,7 +121,7 @@ class Arm:
         self._prompts = prompts
         self.drafter = models.make_drafter(drafter)
         self._engine = GenerationEngine(
-            models.target, max_slots=len(prompts), drafter=self.drafter, lockstep=goes_on,
+            models.target, max_slots=len(prompts), drafter=self.drafter, lockstep=goes_on, clock=time.thread_time,
             speculation=Speculation(drafter="none", num_draft_tokens=depth),
         )  # fmt: skip
         self.turns: list[tuple[Completion, ...]] = []

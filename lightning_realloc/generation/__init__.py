@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_realloc.generation.core.sample import Completion
 from lightning_realloc.generation.core.sampling import SamplingParams
 from lightning_realloc.generation.engine import GenerationEngine
@@ -9,7 +11,9 @@ from lightning_realloc.generation.hf_engine import HFEngine
 from lightning_realloc.generation.loop.environment import Conversation, Environment, Turn
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.schedule.budget import RolloutBudget
-from lightning_realloc.generation.speculative.config import Speculation
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation.speculative.config import Speculation
 
 __all__ = [
     "Completion",
@@ -23,3 +27,12 @@ __all__ = [
     "Speculation",
     "Turn",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Speculation` on first use: plain decoding needs nothing of that package."""
+    if name != "Speculation":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_realloc.generation.speculative.config import Speculation
+
+    return Speculation

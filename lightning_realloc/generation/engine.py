@@ -20,6 +20,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.cache.prefix_index import SampleLengths, longest_of
+from lightning_realloc.generation.core.decoding import Decoding
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
 from lightning_realloc.generation.core.sample import Completion, Sample
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
@@ -42,17 +43,15 @@ from lightning_realloc.generation.loop.streaming import CompletionNotifier, Part
 from lightning_realloc.generation.schedule.budget import Budget
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
-from lightning_realloc.generation.speculative.config import Speculation
-from lightning_realloc.generation.speculative.drafters import build_drafter
-from lightning_realloc.generation.speculative.drafting import Drafter
-from lightning_realloc.generation.speculative.speculator import Speculator
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
 from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
 
-if TYPE_CHECKING:  # loaded only where there are peers
+if TYPE_CHECKING:  # loaded only where they are used
     from lightning_realloc.generation.rebalance.handover import MigrationStats
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.rebalance.protocol import Rebalancer, WaitingCalls
+    from lightning_realloc.generation.speculative.config import Speculation
+    from lightning_realloc.generation.speculative.drafter import Drafter
 
 _log = logging.getLogger(__name__)
 
@@ -141,11 +140,9 @@ class GenerationEngine:
         if cuda_graphs and lockstep is None and isinstance(self._cache, SlotCache):
             self._graphs = StepGraphs(model, self._cache)
         self._pack_weights = pack_weights
-        speculation = speculation or Speculation(drafter="none", num_draft_tokens=None if _drafts(drafter) else 0)
-        self._most_ahead = speculation.most_ahead
-        drafter = drafter or build_drafter(speculation, model)
-        drafter.cuda_graphs = cuda_graphs and lockstep is None
-        self._speculator = Speculator(speculation, drafter, agree=agree, clock=clock, vocabulary=vocabulary_of(model))
+        self._decoding = Decoding()
+        if speculation is not None or drafter is not None:
+            self._decoding = self._speculator(speculation, drafter, cuda_graphs=cuda_graphs, clock=clock)
         self._stats = GenerationStats()
         self.partial_results: PartialResults | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
@@ -154,6 +151,28 @@ class GenerationEngine:
         if agree is None:
             self._check_agreement(peers)
         self._rebalancer = _make_rebalancer(peers, agree, clock) if peers is not None and peers.others else None
+
+    def _speculator(
+        self,
+        speculation: Speculation | None,
+        drafter: Drafter | None,
+        *,
+        cuda_graphs: bool,
+        clock: Callable[[], float],
+    ) -> Decoding:
+        """Return speculative decoding; imported here, since plain decoding needs none of it."""
+        from lightning_realloc.generation.speculative.config import Speculation
+        from lightning_realloc.generation.speculative.drafter import Drafter
+        from lightning_realloc.generation.speculative.registry import build_drafter
+        from lightning_realloc.generation.speculative.speculator import Speculator
+
+        if speculation is None:
+            proposes = drafter is not None and type(drafter).propose is not Drafter.propose
+            speculation = Speculation(drafter="none", num_draft_tokens=None if proposes else 0)
+        drafter = drafter or build_drafter(speculation, self._model)
+        drafter.cuda_graphs = cuda_graphs and self._lockstep is None
+        vocabulary = vocabulary_of(self._model)
+        return Speculator(speculation, drafter, agree=self._agree, clock=clock, vocabulary=vocabulary)
 
     @property
     def stats(self) -> GenerationStats:
@@ -259,11 +278,11 @@ class GenerationEngine:
         )
         scheduler = self._scheduler(waiting, samples, runner, num_slots)
         run = GenerationRun(
-            runner, scheduler, samples, requests.params, stop, self._speculator, conversations, budget,
+            runner, scheduler, samples, requests.params, stop, self._decoding, conversations, budget,
             num_slots=num_slots, may_pause=self._lockstep is None,
             longest_pause_s=math.inf if self._rebalancer is None else self._rebalancer.max_pause_s,
         )  # fmt: skip
-        return run, SampleAccess(run, runner, scheduler, conversations, self._speculator.drafter.admitted)
+        return run, SampleAccess(run, runner, scheduler, conversations, self._decoding.admitted)
 
     def _carry_out(
         self, run: GenerationRun, access: SampleAccess, notifier: CompletionNotifier, requests: Requests
@@ -297,22 +316,22 @@ class GenerationEngine:
     def _scheduler(
         self, waiting: Sequence[Prompt], samples: Sequence[Sample], runner: ModelRunner, num_slots: int
     ) -> Scheduler:
-        cache, most, drafter = self._cache, self._max_prefill_tokens, self._speculator.drafter
+        cache, most = self._cache, self._max_prefill_tokens
         if isinstance(cache, SlotCache):
-            drafter.share_cache(cache)
+            self._decoding.share_cache(cache)
             return Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=most)
         cache.forget_shapes()
         if self._lockstep is not None:
             self._lockstep(True)  # this forward, too, is every rank's, unless one of them has failed
         with slot_attention(self._model):
             runner.forward([], [])  # one token: what layers bring is known before any long work
-        drafter.share_cache(cache)
+        self._decoding.share_cache(cache)
         tables = cache.lay_out(
             [longest_of(sample) for sample in samples], num_slots=num_slots, may_grow=self._rebalancer is not None
         )
         return PagedScheduler(
             waiting, lengths=SampleLengths(samples, cache.page_size), tables=tables, num_slots=num_slots,
-            num_ahead=self._most_ahead, max_prefill_tokens=most,
+            num_ahead=self._decoding.max_ahead, max_prefill_tokens=most,
         )  # fmt: skip
 
     def _anybody_has_work(self, has_work: bool) -> bool:
@@ -348,7 +367,7 @@ class GenerationEngine:
 
     def _check_agreement(self, peers: Peers | None) -> None:
         """Raise GenerationError where other ranks would decide otherwise about what they do together."""
-        if self._is_tensor_parallel and (self._speculator.adapts or peers is not None):
+        if self._is_tensor_parallel and (self._decoding.adapts or peers is not None):
             raise GenerationError(
                 "ranks in tensor parallelism have to decide alike how much to draft, and which samples move, and each "
                 "would go by its own clock; pass GenerationEngine(agree=...), which gives all ranks one rank's "
@@ -365,11 +384,6 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
         )  # fmt: skip
 
 
-def _drafts(drafter: Drafter | None) -> bool:
-    """Return whether it ever proposes anything."""
-    return drafter is not None and type(drafter).propose is not Drafter.propose
-
-
 def _make_rebalancer(
     peers: Peers, agree: Callable[[Sequence[float]], Sequence[float]] | None, clock: Callable[[], float]
 ) -> Rebalancer:
@@ -384,20 +398,32 @@ def _check_parts(speculation: object, drafter: object, peers: object, lockstep: 
 
     YAML takes a mapping for a dataclass, Python does not.
     """
-    kinds: list[tuple[str, object, type]] = [("speculation", speculation, Speculation)]
+    if speculation is not None or drafter is not None:
+        _check_drafting(speculation, drafter)
     if peers is not None:
         from lightning_realloc.generation.rebalance.peers import Peers
 
-        kinds.append(("peers", peers, Peers))
-    for name, given, kind in kinds:
-        if given is not None and not isinstance(given, kind):
-            raise GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind.__name__}(...)")
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise GenerationError(
-            f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
-        )
+        if not isinstance(peers, Peers):
+            raise _of_another_kind("peers", peers, "Peers")
     if peers is not None and lockstep is not None:
         raise GenerationError(
             "ranks whose forwards wait for each other make every step together, so moving samples between them "
             "gains nothing; leave peers or lockstep out"
         )
+
+
+def _check_drafting(speculation: object, drafter: object) -> None:
+    """Raise GenerationError where one is given and is something else."""
+    from lightning_realloc.generation.speculative.config import Speculation
+    from lightning_realloc.generation.speculative.drafter import Drafter
+
+    if speculation is not None and not isinstance(speculation, Speculation):
+        raise _of_another_kind("speculation", speculation, "Speculation")
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise GenerationError(
+            f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
+        )
+
+
+def _of_another_kind(name: str, given: object, kind: str) -> GenerationError:
+    return GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind}(...)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from lightning_realloc.generation import (
     SamplingParams,
     Speculation,
 )
+from lightning_realloc.generation.core.decoding import Decoding
 from tests.models import FAMILIES, SCORING_FAMILIES, SIZES, byte_tokenizer, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -368,3 +371,14 @@ def test_a_window_of_no_tokens_is_none() -> None:
     prompts = draw_prompts(3)
     for prompt, completion in zip(prompts, GenerationEngine(model).generate(prompts, GREEDY), strict=True):
         assert list(completion.token_ids) == reference_greedy(model, prompt)
+
+
+def test_plain_generation_imports_nothing_of_speculative_decoding() -> None:
+    code = (
+        "import sys, lightning_realloc.generation.engine as engine, lightning_realloc.generation.loop.run\n"
+        "print([name for name in sys.modules if 'generation.speculative' in name])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+    engine = GenerationEngine(tiny_model("llama"))
+    assert type(engine._decoding) is Decoding

@@ -21,8 +21,8 @@ from transformers import (
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.speculative.drafting import Chance, Drafter, HistoryDrafter
-from lightning_realloc.generation.speculative.verify import Draft
+from lightning_realloc.generation.speculative.drafter import Draft, Drafter
+from lightning_realloc.generation.speculative.lookup import HistoryDrafter
 from tests.models import SIZES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -252,9 +252,7 @@ class Proposing(Drafter):
     def __init__(self, draft: Any, *, missing: int = 0) -> None:
         self._draft, self._missing = draft, missing
 
-    def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
-    ) -> list[Draft]:
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
         return [self._draft] * (len(running) - self._missing)
 
 
@@ -291,8 +289,6 @@ class Forgetful(Drafter):
 def test_what_a_drafter_may_not_propose_is_named(
     drafter: Drafter, verification: Any, message: str, num_draft_tokens: int | None
 ) -> None:
-    if verification == "reject" and num_draft_tokens is None:
-        message = "estimates of Proposing do"
     speculation = Speculation(drafter="none", num_draft_tokens=num_draft_tokens, verification=verification)
     engine = GenerationEngine(tiny_model("llama"), drafter=drafter, speculation=speculation)
     with pytest.raises(GenerationError, match=message):
@@ -303,9 +299,11 @@ def test_a_drafter_is_used_without_a_word_on_how() -> None:
     engine = GenerationEngine(tiny_model("llama"), drafter=HistoryDrafter(), pack_weights=False)
     params = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
     plain = [made.token_ids for made in GenerationEngine(tiny_model("llama")).generate([[5], [6]], params)]
-    for _ in range(2):
+    drafted = 0
+    for _ in range(4):  # on a busy machine a call may find that drafting does not pay
         assert [made.token_ids for made in engine.generate([[5], [6]], params)] == plain
-    assert engine.stats.drafted_tokens > 0
+        drafted += engine.stats.drafted_tokens
+    assert drafted > 0
 
 
 def test_what_is_no_drafter_or_no_version_is_refused() -> None:

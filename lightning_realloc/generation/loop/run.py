@@ -1,8 +1,8 @@
-"""One call of the engine, step by step.
+"""The generation loop of one call of the engine.
 
-Every step is one forward of one packed row: tokens of prompts, and of environments' answers, one token of each running
-sample and those drafted to follow it. The scheduler says who runs where, the runner holds keys and values, the
-speculator drafts, verification picks tokens, environments say what follows a turn; this module connects them.
+Every step is one forward of one packed row: tokens of prompts and of environments' answers, one token of each running
+sample and those drafted to follow it. The scheduler assigns slots, the runner holds keys and values, `Decoding` drafts
+and picks tokens, environments continue a turn; this module connects them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.decoding import Decoding, Emitted
 from lightning_realloc.generation.core.sample import FinishReason, Sample
 from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.core.stopping import StopRule
@@ -22,8 +23,6 @@ from lightning_realloc.generation.loop.environment import Conversations
 from lightning_realloc.generation.schedule.admission import PrefillBatching
 from lightning_realloc.generation.schedule.budget import Budget
 from lightning_realloc.generation.schedule.scheduler import Move, Prompt, Scheduler, Step, Swap
-from lightning_realloc.generation.speculative.speculator import Speculator
-from lightning_realloc.generation.speculative.verify import Draft, Emitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,15 @@ class GenerationStats:
     """Those that the model chose in this call."""
     cache_bytes: int = 0
     drafted_tokens: int = 0
+    """Tokens that the drafter proposed."""
     verified_tokens: int = 0
     """Drafted tokens that the model read."""
     accepted_tokens: int = 0
-    """Of these, those that stood."""
+    """Drafted tokens that the model accepted."""
     drafting_s: float = 0.0
+    """Seconds of drafting."""
     planning_s: float = 0.0
+    """Seconds of choosing how many tokens to draft."""
     num_preemptions: int = 0
     """Samples that gave their pages back, to be read again; they are part of ``prefill_tokens`` each time."""
     shared_prefill_tokens: int = 0
@@ -65,7 +67,7 @@ class GenerationRun:
         samples: list[Sample],
         params: SamplingParams,
         stop: StopRule,
-        speculator: Speculator,
+        decoding: Decoding,
         conversations: Conversations,
         budget: Budget,
         *,
@@ -83,7 +85,7 @@ class GenerationRun:
         self._samples = samples
         self._params = params
         self._stop = stop
-        self._speculator = speculator
+        self._decoding = decoding
         self._conversations = conversations
         self._budget = budget
         self._num_slots = num_slots
@@ -98,7 +100,7 @@ class GenerationRun:
         self._num_preemptions = self._shared_prefill_tokens = 0
 
     def __enter__(self) -> None:
-        self._verification = self._speculator.begin(self._samples, self._params, self._num_slots)
+        self._decoding.begin(self._samples, self._params, self._num_slots)
         for index, sample in enumerate(self._samples):  # of those that are resumed, whose turn had just ended
             if sample.finish_reason == "stop" and self._conversations.goes_on_after(sample):
                 self._ask(index, sample)
@@ -107,7 +109,7 @@ class GenerationRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._conversations.close()
-        self._speculator.end(has_failed=error is not None)
+        self._decoding.end(has_failed=error is not None)
 
     @property
     def has_work(self) -> bool:
@@ -134,20 +136,15 @@ class GenerationRun:
 
     def stats(self) -> GenerationStats:
         """Return the counts so far."""
-        drafting = self._speculator.stats
         return GenerationStats(
             num_steps=self._num_steps,
             row_steps=self._row_steps,
             prefill_tokens=self._prefill_tokens,
             generated_tokens=self._num_generated,
             cache_bytes=self._runner.cache.num_bytes,
-            drafted_tokens=drafting.drafted_tokens,
-            verified_tokens=drafting.verified_tokens,
-            accepted_tokens=drafting.accepted_tokens,
-            drafting_s=drafting.drafting_s,
-            planning_s=drafting.planning_s,
             num_preemptions=self._num_preemptions,
             shared_prefill_tokens=self._shared_prefill_tokens,
+            **self._decoding.counts(),  # type: ignore[arg-type]
         )
 
     @property
@@ -156,22 +153,19 @@ class GenerationRun:
         return self._samples
 
     def _forward(self, prefills: Sequence[PrefillChunk], running: Sequence[Sample]) -> None:
-        is_tail = not self._scheduler.num_waiting
         being_read = {slot for prefill in prefills for slot in prefill.slots}
-        drafts = self._speculator.propose(running, is_tail=is_tail, being_read=being_read) if running else []
-        begin = self._speculator.clock()
-        rows = [DecodeRow((sample.last_token, *draft.tokens), sample.position)
+        is_tail = not self._scheduler.num_waiting
+        drafts = self._decoding.propose(running, being_read, is_tail=is_tail) if running else []
+        rows = [DecodeRow((sample.last_token, *draft), sample.position)
                 for sample, draft in zip(running, drafts, strict=True)]  # fmt: skip
         logits = self._runner.forward(prefills, rows)
         self._num_steps += 1
         self._row_steps += len(running)
         if not running:
             return
-        emitted = self._verification.emit(logits, running, drafts, self._forbidden(running, drafts))
+        emitted = self._decoding.emit(logits, running, self._forbidden(running, drafts))
         self._take_tokens(emitted, running)
-        self._speculator.learn(drafts, [tokens for tokens, _ in emitted])
-        if not prefills and self._runner.was_usual:
-            self._speculator.time_step(self._speculator.clock() - begin)
+        self._decoding.end_step(is_typical=not prefills and self._runner.was_usual)
 
     def _hold_back(self) -> None:
         """Let waiting samples wait on where reading few prompts takes as long as reading many."""
@@ -193,12 +187,12 @@ class GenerationRun:
         self._runner.make_room(0, len(self._scheduler.slots))
         for admission in step.admissions:
             targets = [slot for slot in admission.slots if slot != admission.source]
-            self._speculator.drafter.admitted(targets)
+            self._decoding.admitted(targets)
             if admission.source is not None:
                 length = len(self._samples[admission.samples[0]].prompt) - 1
                 self._copy(admission.source, targets, length)
                 if admission.source in admission.slots:
-                    self._speculator.drafter.kept(admission.source, length)
+                    self._decoding.kept(admission.source, length)
             else:
                 length = admission.num_held
                 self._shared_prefill_tokens += length
@@ -218,18 +212,18 @@ class GenerationRun:
 
     def _copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._runner.cache.copy(source, targets, length)
-        self._speculator.drafter.copied(source, targets, length)
+        self._decoding.copied(source, targets, length)
 
     def _move(self, move: Move | Swap) -> None:
         cache, slots = self._runner.cache, self._scheduler.slots
         moved = self._samples[slots[move.target]]  # type: ignore[index]
         if isinstance(move, Move):
-            self._speculator.drafter.copied(move.source, [move.target], moved.num_read)
+            self._decoding.copied(move.source, [move.target], moved.num_read)
             cache.move(move.source, move.target, moved.num_read)
         else:
             other = self._samples[slots[move.source]]  # type: ignore[index]
             cache.swap(move.source, move.target, max(moved.num_read, other.num_read))
-            self._speculator.drafter.swapped(move.source, move.target)
+            self._decoding.swapped(move.source, move.target)
 
     def _take_tokens(self, emitted: Sequence[Emitted], running: Sequence[Sample]) -> None:
         if not math.isfinite(sum(sum(logprobs) for _, logprobs in emitted)):
@@ -281,7 +275,7 @@ class GenerationRun:
 
     def _end(self, sample: Sample) -> None:
         self.ended.append(sample)
-        self._speculator.finished(sample)
+        self._decoding.finished(sample)
 
     def _stop_all(self) -> None:
         """Leave what is not finished as it is."""
@@ -292,7 +286,7 @@ class GenerationRun:
         self._scheduler.clear()
         self._conversations.close()
 
-    def _forbidden(self, running: Sequence[Sample], drafts: Sequence[Draft]) -> Forbidden | None:
+    def _forbidden(self, running: Sequence[Sample], drafts: Sequence[Sequence[int]]) -> Forbidden | None:
         """Return where stop tokens may not come yet, among the rows of the logits."""
         least = self._params.min_new_tokens
         if not least or not self._stop.token_ids:

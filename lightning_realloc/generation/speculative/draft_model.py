@@ -1,24 +1,25 @@
 """Drafts by a model: another one with the same vocabulary, or the target's own first blocks.
 
-Another model has a cache of its own, whose slots follow the target's; where that is paged, a part of every page. It is
-filled when a draft is made: what the target took since the last draft is read in one forward, then every drafted token
-costs one more.
+A draft model has a cache of its own, whose slots follow the target's. In a paged cache it uses a part of each page.
+Drafting begins with one forward over the tokens that the target emitted since the last draft. Each further place of the
+drafts costs one forward more.
 
-The first blocks compute what the target computes there, from the same tokens by the same weights. So their keys and
-values are in the target's cache: nothing is read twice, nothing is missed while drafting rests, and what is drafted is
-written where the target will write when it verifies.
+First blocks compute the same keys and values as the target, from the same tokens and weights. So they read the target's
+cache: they read no token twice and miss none, and verification overwrites the drafted places.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, SlotCache
@@ -29,21 +30,20 @@ from lightning_realloc.generation.forward.attention import check_supported, slot
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
-from lightning_realloc.generation.speculative.draft_distillation import Distillation
-from lightning_realloc.generation.speculative.drafting import Chance, Drafter, Exchange
-from lightning_realloc.generation.speculative.verify import Draft, Verification
+from lightning_realloc.generation.speculative.distillation import Distillation
+from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange
+from lightning_realloc.generation.speculative.verify import Verification
 from lightning_realloc.runtime.model.structure import find_blocks
 
 _SHORT = 16
-"""Tokens of a sample that are read as a row rather than as a prompt."""
+"""Most unread tokens of a sample that are read as a row; more are read as a prompt."""
 _MOST_READ = 8192
-"""Tokens of prompts that are read in one forward: what a draft model missed while it rested may be much."""
+"""Most tokens of prompts in one forward: a draft model that rested for long may have missed many."""
 
 
 class _DrawingDrafter(Drafter, ABC):
-    """Draws drafts from the logits of a causal language model, with the noise that the target will draw with."""
+    """Draws drafts from the logits of a causal language model, with the random numbers of the target's draws."""
 
-    anticipates = False
     costs_a_forward = True
 
     _cache: KVCache
@@ -60,43 +60,38 @@ class _DrawingDrafter(Drafter, ABC):
         graphs = self._graphs if self.cuda_graphs else None
         self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest, graphs=graphs)
 
-    def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
-    ) -> list[Draft]:
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
         room = [min(limit, self._context - sample.position - 1) for limit, sample in zip(limits, running, strict=True)]
-        drafts = [_Draft(limit, least) for limit, least in zip(room, least_survivals, strict=True)]
-        if not any(draft.grows for draft in drafts):
-            return [draft.made() for draft in drafts]
-        begin = self.clock()
-        logits = self._read_what_is_new(running)
+        drafts: list[list[int]] = [[] for _ in room]
+        laws: list[list[Tensor]] = [[] for _ in room]
+        if max(room) <= 0:
+            return [NO_DRAFT] * len(room)
+        logits = self._read_new_tokens(running)
         for offset in range(max(room)):
+            if offset:
+                logits = self._read_drafted(running, drafts)
             drawn = self._verification.draw_drafts(logits, running, offset)
             for slot, draft in enumerate(drafts):
-                if draft.grows:
-                    kind = ("model", _eighths(drawn.confidences[slot]))
-                    law = () if drawn.laws is None else (drawn.laws[slot],)
-                    draft.add(drawn.tokens[slot], kind, chance(kind), law)
-            if not offset:
-                self.first_s = self.clock() - begin
-            if not any(draft.grows for draft in drafts):
-                break
-            logits = self._read_drafted(running, drafts)
-        return [draft.made() for draft in drafts]
+                if offset < room[slot]:
+                    draft.append(drawn.tokens[slot])
+                    if drawn.laws is not None:
+                        laws[slot].append(drawn.laws[slot])
+        return [Draft(draft, laws=own) for draft, own in zip(drafts, laws, strict=True)]
 
     @abstractmethod
-    def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
-        """Return the logits (B, V) behind each sample's last token."""
+    def _read_new_tokens(self, running: Sequence[Sample]) -> Tensor:
+        """Return the logits (B, V) after each sample's last token."""
 
-    def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[_Draft]) -> Tensor:
-        """Return the logits (B, V) behind each draft's newest token; a draft that is done reads it once more."""
+    def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits (B, V) after each draft's last token; a draft at its limit reads that token again."""
         rows = []
         for sample, draft in zip(running, drafts, strict=True):
-            newest = draft.tokens[-1] if draft.tokens else sample.last_token
-            rows.append(self._row((newest,), sample.position + len(draft.tokens)))
+            newest = draft[-1] if draft else sample.last_token
+            rows.append(self._row((newest,), sample.position + len(draft)))
         return self._runner.forward([], rows)
 
     def _row(self, tokens: Sequence[int], position: int) -> DecodeRow:
-        """Return a row to read; of a sample beyond the drafter's context one that is read for nothing."""
+        """Return a row to read; a sample beyond the drafter's context reads one whose logits are not used."""
         return DecodeRow(tokens, position) if position < self._context else DecodeRow(tokens[-1:], self._context - 1)
 
 
@@ -121,7 +116,7 @@ class BlocksDrafter(_DrawingDrafter):
         if self._graphs is None and isinstance(cache, SlotCache):
             self._graphs = StepGraphs(self.model, cache)
 
-    def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
+    def _read_new_tokens(self, running: Sequence[Sample]) -> Tensor:
         return self._runner.forward([], [DecodeRow((sample.last_token,), sample.position) for sample in running])
 
 
@@ -154,9 +149,9 @@ class ModelDrafter(_DrawingDrafter):
         self._finished: list[Exchange] = []
         self._session = ExitStack()
         self._filled: list[int] = []
-        """Positions of each slot whose keys and values are those of its sample."""
+        """Slot -> number of positions whose keys and values belong to its sample."""
         self._ahead: list[list[int]] = []
-        """Drafted tokens of each slot that were read behind them."""
+        """Slot -> drafted tokens that were read after these positions."""
 
     def share_cache(self, cache: KVCache) -> None:
         if isinstance(cache, PagedCache):
@@ -196,12 +191,10 @@ class ModelDrafter(_DrawingDrafter):
         filled = self._filled
         return sum(sample.position - filled[slot] for slot, sample in enumerate(running) if self._reaches(sample))
 
-    def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
-    ) -> list[Draft]:
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
         for slot, sample in enumerate(running):
-            self._keep_what_stood(slot, sample)
-        return super().propose(running, limits, chance, least_survivals)
+            self._keep_accepted(slot, sample)
+        return super().propose(running, limits)
 
     def finished(self, sample: Sample) -> None:
         if self._distillation is not None:
@@ -215,11 +208,11 @@ class ModelDrafter(_DrawingDrafter):
             self._distillation.learn(finished)
 
     def _reaches(self, sample: Sample) -> bool:
-        """Whether the drafter's context holds what the sample has so far; behind it nothing is drafted any more."""
+        """Whether the sample fits in the drafter's context; beyond it nothing is drafted."""
         return sample.position < self._context
 
-    def _keep_what_stood(self, slot: int, sample: Sample) -> None:
-        """Count drafted tokens that the target took, too, as filled: their keys and values are there."""
+    def _keep_accepted(self, slot: int, sample: Sample) -> None:
+        """Count accepted drafted tokens as filled: their keys and values are in the cache."""
         filled = self._filled[slot]
         for token in self._ahead[slot]:
             if filled > sample.position or sample.token_at(filled) != token:
@@ -228,7 +221,7 @@ class ModelDrafter(_DrawingDrafter):
         self._filled[slot] = min(filled, sample.position)  # the last token is read again, for its logits
         self._ahead[slot] = []
 
-    def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
+    def _read_new_tokens(self, running: Sequence[Sample]) -> Tensor:
         prompts: dict[tuple[int, ...], list[int]] = {}
         prefills, rows = [], []
         for slot, sample in enumerate(running):
@@ -252,13 +245,13 @@ class ModelDrafter(_DrawingDrafter):
         logits = self._runner.forward(last, rows)
         return logits[[end - 1 for end in accumulate(len(row.tokens) for row in rows)]]
 
-    def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[_Draft]) -> Tensor:
-        self._ahead[: len(drafts)] = [list(draft.tokens) for draft in drafts]
+    def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[Sequence[int]]) -> Tensor:
+        self._ahead[: len(drafts)] = [list(draft) for draft in drafts]
         return super()._read_drafted(running, drafts)
 
 
 def _in_pieces(prefills: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-    """Return what is to be read, one piece at least, each of a bounded number of tokens."""
+    """Return the prefills in pieces of at most `_MOST_READ` tokens, at least one piece."""
     pieces: list[list[PrefillChunk]] = [[]]
     room = _MOST_READ
     for prefill in prefills:
@@ -274,38 +267,8 @@ def _in_pieces(prefills: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
     return pieces
 
 
-class _Draft:
-    """One sample's draft while it grows."""
-
-    def __init__(self, limit: int, least_survival: float) -> None:
-        self.tokens: list[int] = []
-        self._kinds: list[object] = []
-        self._laws: list[Tensor] = []
-        self._limit = limit
-        self._least_survival = least_survival
-        self._survival = 1.0
-
-    @property
-    def grows(self) -> bool:
-        return len(self.tokens) < self._limit and self._survival >= self._least_survival
-
-    def add(self, token: int, kind: object, chance: float, law: Sequence[Tensor]) -> None:
-        self.tokens.append(token)
-        self._kinds.append(kind)
-        self._laws.extend(law)
-        self._survival *= chance
-
-    def made(self) -> Draft:
-        return Draft(self.tokens, self._kinds, self._laws)
-
-
-def _eighths(confidence: float) -> int:
-    """Return a probability in eighths; 0 where a draft model that diverged says none."""
-    return 0 if math.isnan(confidence) else int(8 * confidence)
-
-
 def first_blocks(model: nn.Module, count: int) -> nn.Module:
-    """Return a model of the first blocks of ``model``, its embedding, last norm and head: no weight of its own.
+    """Return a model of the first blocks of ``model``, its embedding, last norm and head; it shares the weights.
 
     Raises:
         GenerationError: where the model has no more blocks than that.
@@ -336,3 +299,54 @@ def _with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
     copied._modules = dict(module._modules)
     copied._modules[name] = child
     return copied
+
+
+def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
+    """Return a draft model on the meta device, from its configuration alone; a loaded model is returned as it is.
+
+    Raises:
+        GenerationError: for a configuration that cannot be read.
+    """
+    if isinstance(source, nn.Module):
+        return source
+    name = _name_or_folder(source)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(name, error) from error
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def load_draft_model(source: str | Path) -> nn.Module:
+    """Return the draft model with this name or in this folder.
+
+    Raises:
+        GenerationError: for a model that cannot be loaded.
+    """
+    name = _name_or_folder(source)
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(name, error) from error
+    return model
+
+
+def _name_or_folder(source: str | Path) -> str:
+    """Return a name or folder for Transformers; refuse a missing folder, which they would look for on the hub."""
+    name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+    # A name of the hub has one slash at most.
+    if (name.startswith((".", "/")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise GenerationError(
+            f"draft_model={name!r}: there is no such folder; give a Hugging Face name, a folder with config.json and "
+            f"weights, or the model itself"
+        )
+    return name
+
+
+def _not_loaded(name: str, error: Exception) -> GenerationError:
+    return GenerationError(
+        f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, a folder with config.json and "
+        f"weights, or the model itself"
+    )

@@ -1,8 +1,8 @@
-"""Which of the drafted tokens stand, and which token comes after them.
+"""Verification of drafted tokens: which of them are accepted, and which token comes next.
 
-Whatever was drafted, the responses follow the target's distribution. `KeyedDraws` goes further: the target draws every
-token with the noise of its place, so a response is the same, token for token, with any drafts and with none. A draft
-stands where it names the token that the target drew.
+Whatever was drafted, responses follow the target's distribution. Under `KeyedDraws` the target draws every token with
+the random number of its place, and accepts a draft where it names that token. So a response is the same, token for
+token, with any drafts and with none.
 """
 
 from __future__ import annotations
@@ -14,49 +14,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_realloc.generation.core.decoding import Emitted, KeyedSampler
 from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, keyed_uniforms, stream_key
 from lightning_realloc.generation.core.repetition import HeldTokens, Repeated
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import (
     Forbidden,
     SamplingParams,
-    Scratch,
     draw_gumbel,
     draw_weights,
-    sample_tokens,
     sampling_weights,
     token_logprobs,
 )
+from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft
 
-Emitted = tuple[list[int], list[float]]
-"""Tokens of one sample, and their log-probabilities."""
-_ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # streams of a sample beside its own, for a rule that needs several numbers a token
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens proposed to follow a sample's last one."""
-
-    tokens: Sequence[int] = ()
-    kinds: Sequence[object] = ()
-    """What each token's chance to stand is told by: tokens of one kind share an estimate."""
-    laws: Sequence[Tensor | tuple[int, ...]] = ()
-    """What each token was drawn from, where the rule does not anticipate: a distribution (V,), or tokens that count the
-    same."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def cut(self, length: int) -> Draft:
-        """Return the first ``length`` tokens."""
-        return Draft(self.tokens[:length], self.kinds[:length], self.laws[:length])
-
-    def without_laws(self) -> Draft:
-        """Return the tokens and their kinds alone: distributions over the vocabulary are too large to keep."""
-        return Draft(self.tokens, self.kinds) if self.laws else self
-
-
-NO_DRAFT = Draft()
+_ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # random streams of a sample, for a rule that needs several numbers for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +36,21 @@ class DrawnDrafts:
     """One drafted token per row, drawn from a drafter's logits."""
 
     tokens: list[int]
-    confidences: list[float]
-    """What the drafter gives the token, or, where that would anticipate it, its likeliest one."""
     laws: Tensor | None = None
-    """(B, V) what the tokens were drawn from, where verification needs it."""
+    """Probabilities (B, V) that the tokens were drawn from; None where verification needs no laws."""
 
 
 class Verification(ABC):
-    """A rule that turns the target's logits behind a draft into tokens."""
+    """A rule that turns the target's logits behind drafts into tokens."""
 
-    anticipates: bool = True
-    """Whether how much of a draft is verified may depend on the very tokens that are left out. Where it may not,
-    drafts say what they were drawn from."""
+    needs_laws: bool = False
+    """Whether drafts must carry the distribution that each token was drawn from."""
 
     @abstractmethod
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
     ) -> list[Emitted]:
-        """Return each sample's next tokens, one at least and at most one more than were drafted.
+        """Return each sample's next tokens: at least one, at most one more than were drafted.
 
         ``logits`` (N, V) holds for every sample those behind its last token and behind each drafted one.
         """
@@ -90,37 +59,30 @@ class Verification(ABC):
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
         """Return the index of one of ``followers``, sorted, to be drafted ``offset`` tokens ahead.
 
-        Each of them counts the same: a token that followed twice is there twice.
+        A token that followed twice is there twice.
         """
 
     @abstractmethod
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
         """Return a token per row of a drafter's logits (B, V), to be drafted ``offset`` tokens ahead.
 
-        A repetition penalty counts what the samples hold, without the tokens drafted before this one: what is drafted
-        is a guess, and what stands is decided by the target's own law.
+        A repetition penalty does not count the tokens drafted before this one: a draft is a guess, and the target
+        applies the exact penalty.
         """
 
 
-class KeyedDraws(Verification):
-    """The target draws with the noise of each place by inverse distribution; a draft stands where it is what was drawn.
+class KeyedDraws(KeyedSampler, Verification):
+    """The target draws with the random number of each place, and accepts a draft that names the token drawn.
 
-    A drafter draws with the same noise from what it takes for the distribution: where that is the target's own, every
-    draft stands.
+    A drafter draws with the same numbers: where its distribution is the target's own, every draft is accepted.
     """
-
-    def __init__(self, params: SamplingParams) -> None:
-        """Draw as ``params`` say."""
-        self._params = params
-        self._scratch = Scratch()
-        self._held = HeldTokens() if params.penalizes else None
 
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
     ) -> list[Emitted]:
         keys, places = _places(samples, drafts)
-        repeated = _repeated(self._held, samples, drafts, logits.device)
-        drawn, of_drawn = self._draw(logits, keys, places, forbidden, repeated)
+        repeated = self.repeated(samples, [draft.tokens for draft in drafts], logits.device)
+        drawn, of_drawn = self.draw(logits, keys, places, forbidden, repeated)
         return _while_equal(drawn.tolist(), of_drawn.tolist(), drafts)
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
@@ -130,29 +92,15 @@ class KeyedDraws(Verification):
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
         keys, places = [sample.key for sample in samples], [len(sample.token_ids) + offset for sample in samples]
-        repeated = _repeated(self._held, samples, [NO_DRAFT] * len(samples), logits.device)
-        tokens, logprobs = self._draw(logits, keys, places, None, repeated)
-        return DrawnDrafts(tokens.tolist(), logprobs.exp().tolist())
-
-    def _draw(
-        self,
-        logits: Tensor,
-        keys: Sequence[int],
-        places: Sequence[int],
-        forbidden: Forbidden | None,
-        repeated: Repeated | None,
-    ) -> tuple[Tensor, Tensor]:
-        uniforms = torch.tensor(keyed_uniforms(keys, places), dtype=torch.float64, device=logits.device)
-        return sample_tokens(
-            logits, uniforms, self._params, forbidden=forbidden, repeated=repeated, scratch=self._scratch
-        )
+        repeated = self.repeated(samples, [()] * len(samples), logits.device)
+        return DrawnDrafts(self.draw(logits, keys, places, None, repeated)[0].tolist())
 
 
 class GumbelDraws(KeyedDraws):
-    """As `KeyedDraws`, with one number for every place and token: the largest sum of log-probability and noise wins.
+    """As `KeyedDraws`, with one number for each place and token: the largest sum of log-probability and noise wins.
 
-    Where drafter and target differ by a total variation of d, a draft stands with a probability of at least
-    (1 - d) / (1 + d), however the vocabulary is ordered. Source: Daliri et al., arXiv:2408.07978, theorem 3.
+    Where drafter and target differ by a total variation of d, a draft is accepted with a probability of at least
+    (1 - d) / (1 + d), in any order of the vocabulary. Source: Daliri et al., arXiv:2408.07978, theorem 3.
     """
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
@@ -162,13 +110,13 @@ class GumbelDraws(KeyedDraws):
         noise = gumbel_noise([sample.key], [len(sample.token_ids) + offset], tokens[None])[0]
         return followers.index(int(tokens[(counts.double().log() + noise).argmax()]))
 
-    def _draw(
+    def draw(
         self,
         logits: Tensor,
         keys: Sequence[int],
         places: Sequence[int],
-        forbidden: Forbidden | None,
-        repeated: Repeated | None,
+        forbidden: Forbidden | None = None,
+        repeated: Repeated | None = None,
     ) -> tuple[Tensor, Tensor]:
         weights = sampling_weights(logits, self._params, forbidden=forbidden, repeated=repeated)
         tokens = draw_gumbel(weights, keys, places)
@@ -177,14 +125,16 @@ class GumbelDraws(KeyedDraws):
 
 @dataclass
 class Rejection(Verification):
-    """A draft stands with probability ``min(1, target / drafter)``; what replaces the first that falls is drawn from
-    what the target has more of. Responses follow the target's distribution, but change with the drafts.
+    """Rejection sampling: a drafted token is accepted with probability ``min(1, target / drafter)``.
+
+    The token in place of the first rejected one is drawn from the positive part of ``target - drafter``. Responses
+    follow the target's distribution, but change with the drafts.
 
     Source: Leviathan et al., arXiv:2211.17192, algorithm 1.
     """
 
     params: SamplingParams
-    anticipates: bool = field(default=False, init=False)
+    needs_laws: bool = field(default=True, init=False)
     _held: HeldTokens | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -196,9 +146,9 @@ class Rejection(Verification):
         repeated = _repeated(self._held, samples, drafts, logits.device)
         weights = sampling_weights(logits, self.params, forbidden=forbidden, repeated=repeated)
         starts = _starts(drafts)
-        standing = self._standing(weights, starts, samples, drafts)
-        finals = self._finals(weights, starts, samples, drafts, standing)
-        tokens = [[*draft.tokens[:n], final] for draft, n, final in zip(drafts, standing, finals, strict=True)]
+        accepted = self._num_accepted(weights, starts, samples, drafts)
+        finals = self._finals(weights, starts, samples, drafts, accepted)
+        tokens = [[*draft.tokens[:n], final] for draft, n, final in zip(drafts, accepted, finals, strict=True)]
         rows = torch.tensor([start + j for start, own in zip(starts, tokens, strict=True) for j in range(len(own))])
         flat = torch.tensor([token for own in tokens for token in own], device=logits.device)
         logprobs = iter(token_logprobs(logits[rows.to(logits.device)], flat, self.params).tolist())
@@ -213,12 +163,12 @@ class Rejection(Verification):
         laws = sampling_weights(logits, self.params, repeated=repeated)
         places = [len(sample.token_ids) + offset for sample in samples]
         tokens = draw_weights(laws, _uniforms(samples, _DRAFT, places, laws.device))
-        return DrawnDrafts(tokens.tolist(), laws.amax(-1).tolist(), laws)
+        return DrawnDrafts(tokens.tolist(), laws)
 
-    def _standing(
+    def _num_accepted(
         self, weights: Tensor, starts: Sequence[int], samples: Sequence[Sample], drafts: Sequence[Draft]
     ) -> list[int]:
-        """Return how many tokens of each draft stand."""
+        """Return how many tokens of each draft are accepted."""
         drafted = [(start + j, token) for start, draft in zip(starts, drafts, strict=True)
                    for j, token in enumerate(draft.tokens)]  # fmt: skip
         if not drafted:
@@ -231,8 +181,8 @@ class Rejection(Verification):
         places = [len(sample.token_ids) + j for sample, draft in zip(samples, drafts, strict=True)
                   for j in range(len(draft))]  # fmt: skip
         uniforms = _uniforms(owners, _ACCEPT, places, weights.device)
-        stands = iter((uniforms * drafter < target).tolist())
-        verdicts = [[next(stands) for _ in draft.tokens] for draft in drafts]
+        are_accepted = iter((uniforms * drafter < target).tolist())
+        verdicts = [[next(are_accepted) for _ in draft.tokens] for draft in drafts]
         return [own.index(False) if False in own else len(own) for own in verdicts]
 
     def _finals(
@@ -241,15 +191,15 @@ class Rejection(Verification):
         starts: Sequence[int],
         samples: Sequence[Sample],
         drafts: Sequence[Draft],
-        standing: Sequence[int],
+        accepted: Sequence[int],
     ) -> list[int]:
-        """Return the token after each draft's last standing one."""
-        rows = torch.tensor([start + n for start, n in zip(starts, standing, strict=True)], device=weights.device)
+        """Return the token after the last accepted one of each draft."""
+        rows = torch.tensor([start + n for start, n in zip(starts, accepted, strict=True)], device=weights.device)
         left = weights[rows]
-        for index, (draft, n) in enumerate(zip(drafts, standing, strict=True)):
+        for index, (draft, n) in enumerate(zip(drafts, accepted, strict=True)):
             if n < len(draft):
                 left[index] = (left[index] - _dense(draft.laws[n], left[index])).clamp_min_(0.0)
-        places = [len(sample.token_ids) + n for sample, n in zip(samples, standing, strict=True)]
+        places = [len(sample.token_ids) + n for sample, n in zip(samples, accepted, strict=True)]
         tokens: list[int] = draw_weights(left, _uniforms(samples, _FINAL, places, left.device)).tolist()
         return tokens
 
@@ -261,7 +211,7 @@ def _repeated(
 
 
 def _while_equal(drawn: Sequence[int], logprobs: Sequence[float], drafts: Sequence[Draft]) -> list[Emitted]:
-    """Return per sample what was drawn up to and with the first token that its draft does not name."""
+    """Return the tokens drawn for each sample, up to and with the first one that its draft does not name."""
     emitted, start = [], 0
     for draft in drafts:
         stop = start

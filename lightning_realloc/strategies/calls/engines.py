@@ -25,8 +25,8 @@ from lightning_realloc.generation import GenerationEngine, HFEngine
 from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.generation.rebalance.protocol import WaitingCalls
-from lightning_realloc.generation.speculative.drafters import build_drafter
-from lightning_realloc.generation.speculative.drafting import Drafter, Exchange
+from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
+from lightning_realloc.generation.speculative.registry import build_drafter
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.lockstep import Lockstep
@@ -202,6 +202,7 @@ class EnginePool:
         if replica.is_sharded:
             group = self._pool.meshes.group(layout, "dp", "fsdp")
             lockstep = None if group is None else Lockstep(group, self._device)
+        speculation = self._algorithm.speculation
         drafter = self._build_drafter(replica)
         drafter.has_listeners = bool(peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
@@ -213,8 +214,8 @@ class EnginePool:
             tokenizer=tokenizer,
             max_slots=max_slots,
             lockstep=lockstep,
-            speculation=self._algorithm.speculation,
-            drafter=drafter,
+            speculation=speculation,
+            drafter=None if speculation is None else drafter,
             max_cache_bytes=self._algorithm.max_cache_bytes,
             agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
             peers=moves,

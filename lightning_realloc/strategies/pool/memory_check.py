@@ -18,7 +18,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.forward.packed_linear import packs
-from lightning_realloc.generation.speculative.drafters import describe_draft_model
+from lightning_realloc.generation.speculative.draft_model import describe_draft_model
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle

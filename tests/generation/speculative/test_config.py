@@ -23,11 +23,12 @@ from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.forward.packed_rows import PrefillChunk
 from lightning_realloc.generation.speculative import config as speculation
 from lightning_realloc.generation.speculative import draft_model
-from lightning_realloc.generation.speculative.draft_distillation import Distillation
+from lightning_realloc.generation.speculative.distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter, first_blocks
-from lightning_realloc.generation.speculative.drafting import Chance, Drafter, HistoryDrafter, NgramDrafter
+from lightning_realloc.generation.speculative.drafter import Draft, Drafter
+from lightning_realloc.generation.speculative.lookup import HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.speculative.speculator import Speculator
-from lightning_realloc.generation.speculative.verify import Draft, Rejection
+from lightning_realloc.generation.speculative.verify import KeyedDraws, Rejection
 from tests.generation.markov import VOCABULARY, drafter_model, markov_text, target
 from tests.models import byte_tokenizer, tiny_model
 
@@ -35,15 +36,11 @@ from tests.models import byte_tokenizer, tiny_model
 class RandomDrafter(Drafter):
     """Drafts anything, of any length within the limits: no output may depend on it."""
 
-    anticipates = False
-
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self._rng = random.Random(seed)
         self._vocabulary = vocabulary
 
-    def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
-    ) -> list[Draft]:
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
         drafts = []
         for limit in limits:
             length = self._rng.randint(0, max(limit, 0))
@@ -275,8 +272,8 @@ class KeepsTheTarget(Rejection):
 class Lenient(Rejection):
     """A wrong rule: drafts stand more often than their ratio says."""
 
-    def _standing(self, weights: Any, starts: Any, samples: Any, drafts: Any) -> list[int]:
-        return super()._standing(1.65 * weights, starts, samples, drafts)
+    def _num_accepted(self, weights: Any, starts: Any, samples: Any, drafts: Any) -> list[int]:
+        return super()._num_accepted(1.65 * weights, starts, samples, drafts)
 
 
 @pytest.mark.parametrize("wrong", [KeepsTheTarget, Lenient])
@@ -301,14 +298,19 @@ def test_rejection_is_biased_where_a_draft_is_dropped_for_its_own_token() -> Non
         assert abs(firsts.count(0) / count - expected) < 4 * 0.5 / count**0.5
 
 
-def test_adaptive_rejection_refuses_a_drafter_whose_estimates_tell_of_the_token() -> None:
-    class Anticipating(RandomDrafter):
-        anticipates = True
+def test_a_drafter_written_for_earlier_releases_drafts_the_same_and_warns() -> None:
+    class Earlier(Drafter):
+        def propose(self, running: Any, limits: Any, chance: Any, least_survivals: Any) -> list[Draft]:  # type: ignore[override]
+            assert chance(("any", 1)) == 1.0 and list(least_survivals) == [0.0] * len(limits)
+            return [Draft([5], [("any", 1)]).cut(limit) for limit in limits]
 
-    adaptive = Speculation(drafter="none", verification="reject")
-    engine = GenerationEngine(target(), speculation=adaptive, drafter=Anticipating(VOCABULARY))
-    with pytest.raises(GenerationError, match="the estimates of Anticipating do; use verification='match'"):
-        engine.generate([[5]])
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    fixed = Speculation(drafter="none", num_draft_tokens=2)
+    with pytest.warns(DeprecationWarning, match=r"Earlier.propose takes chance .* propose\(self, running"):
+        engine = GenerationEngine(target(), speculation=fixed, drafter=Earlier())
+    plain = GenerationEngine(target())
+    assert tokens_of(engine.generate(prompts_of(3), params)) == tokens_of(plain.generate(prompts_of(3), params))
+    assert engine.stats.drafted_tokens > 0
 
 
 def test_adaptive_rejection_without_a_drafter_draws_as_with_no_drafts() -> None:
@@ -329,28 +331,35 @@ def test_a_clock_that_stands_still_stops_no_generation() -> None:
 
 
 def test_drafting_is_tried_in_steps_that_read_no_prompts_until_it_pays() -> None:
-    # Others tell nothing of what drafting costs: with a queue, a trial in vain would last as long as that does.
-    clock = itertools.count()
-    speculator = Speculator(Speculation(drafter="none"), RandomDrafter(VOCABULARY), clock=lambda: float(next(clock)))
+    # Others are not measured: with a queue, drafting in vain would last as long as that does.
+    now_s = 0.0
+    speculator = Speculator(Speculation(drafter="none"), RandomDrafter(VOCABULARY), clock=lambda: now_s)
     samples = [Sample(i, i, [5], 10_000, sample_key(0, i)) for i in range(4)]
     speculator.begin(samples, SamplingParams(), 4)
 
-    def num_drafted(being_read: set[int], *, stands: bool) -> int:
-        drafts = speculator.propose(samples, being_read=being_read)
-        speculator.learn(drafts, [[*draft.tokens, 1] if stands else [1] for draft in drafts])
-        if not being_read:
-            speculator.time_step(10.0)
+    class AllAccepted(KeyedDraws):
+        def emit(self, logits: Any, samples: Any, drafts: Any, forbidden: Any) -> Any:
+            return [([*draft.tokens, 1], [0.0] * (len(draft) + 1)) for draft in drafts]
+
+    speculator._rule = AllAccepted(SamplingParams())
+
+    def num_drafted(being_read: set[int]) -> int:
+        nonlocal now_s
+        drafts = speculator.propose(samples, being_read, is_tail=True)
+        now_s += 10.0
+        speculator.emit(torch.empty(0), samples, None)
+        speculator.end_step(is_typical=not being_read)
         return sum(map(len, drafts))
 
-    assert not any(num_drafted(set(), stands=False) for _ in range(12))
-    assert not any(num_drafted({3}, stands=False) for _ in range(100))
-    assert sum(num_drafted(set(), stands=True) for _ in range(40))
-    assert sum(num_drafted({3}, stands=True) for _ in range(40))
+    assert not any(num_drafted(set()) for _ in range(7))
+    assert not any(num_drafted({3}) for _ in range(100))
+    assert sum(num_drafted(set()) for _ in range(40))
+    assert sum(num_drafted({3}) for _ in range(40))
 
 
 @pytest.mark.parametrize("drafter", ["model", "history"])
 def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> None:
-    # Every step takes a tick, whatever it reads: after a first dozen of plain steps drafts pay.
+    # Every step takes a tick, whatever it reads: after the first plain steps drafts pay.
     engine = speculating(target(), drafter, None, "reject", clock=itertools.count().__next__)
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     completions = engine.generate(prompts_of(6), params)
@@ -430,11 +439,9 @@ def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_reaches() -> N
 class Watched(ModelDrafter):
     """Looks whether it holds no more of a sample than there is."""
 
-    def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
-    ) -> list[Draft]:
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
         assert all(0 <= filled <= sample.position for filled, sample in zip(self._filled, running, strict=False))
-        return super().propose(running, limits, chance, least_survivals)
+        return super().propose(running, limits)
 
 
 def test_a_draft_model_forgets_a_response_whose_slot_another_one_takes_over() -> None:
@@ -529,7 +536,7 @@ def test_a_draft_model_learns_though_all_goes_on_in_inference_mode() -> None:
     with torch.inference_mode():
         engine = GenerationEngine(target(), speculation=learning)
         engine.generate(prompts_of(3), SamplingParams(max_new_tokens=6))
-    learnt: Any = engine._speculator.drafter
+    learnt: Any = engine._decoding.drafter
     assert any(not torch.equal(weight, small.state_dict()[name]) for name, weight in learnt.model.state_dict().items())
 
 
@@ -537,7 +544,7 @@ def test_nothing_is_learnt_from_a_generation_that_failed() -> None:
     small = tiny_model("llama", vocab_size=VOCABULARY)
     learning = Speculation(drafter="model", draft_model=small, draft_learning_rate=1e-2, num_draft_tokens=2)
     engine = GenerationEngine(target(), max_slots=1, speculation=learning)
-    learnt: Any = engine._speculator.drafter
+    learnt: Any = engine._decoding.drafter
     before = {name: weight.clone() for name, weight in learnt.model.state_dict().items()}
 
     def fail(_: Completion) -> None:
@@ -568,11 +575,11 @@ def test_history_knows_whether_most_prompts_were_met_before() -> None:
     def samples(*prompts: tuple[int, ...]) -> list[Sample]:
         return [Sample(2 * i + j, i, prompt, 8, key=0) for i, prompt in enumerate(prompts) for j in range(2)]
 
-    assert drafter.is_acquainted(samples((5, 6, 7), (5, 6)))
-    assert drafter.is_acquainted(samples((5, 6, 7), (5, 6), (5,)))
-    assert not drafter.is_acquainted(samples((5, 6, 7), (5,)))
-    assert not drafter.is_acquainted([])
-    assert not NgramDrafter().is_acquainted(samples((5, 6, 7)))
+    assert drafter.has_seen_prompts(samples((5, 6, 7), (5, 6)))
+    assert drafter.has_seen_prompts(samples((5, 6, 7), (5, 6), (5,)))
+    assert not drafter.has_seen_prompts(samples((5, 6, 7), (5,)))
+    assert not drafter.has_seen_prompts([])
+    assert not NgramDrafter().has_seen_prompts(samples((5, 6, 7)))
 
 
 def test_a_draft_model_that_learns_drafts_better_and_changes_no_token() -> None:

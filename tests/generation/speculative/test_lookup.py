@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.speculative.recurrences import (
+from lightning_realloc.generation.speculative.lookup import (
     NO_TOKEN,
     ORDERS,
     Branch,

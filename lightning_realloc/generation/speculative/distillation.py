@@ -1,6 +1,6 @@
-"""A draft model that learns from what the target answered: the policy moves while it trains, and drafts must follow.
+"""Distillation of a draft model: it learns from the target's responses, so that drafts follow a policy that trains.
 
-How well it learns decides how many drafts stand, never which tokens come out.
+How well it learns decides how many drafts are accepted, never which tokens a response gets.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_realloc.generation.core.model_config import text_config_of
-from lightning_realloc.generation.speculative.drafting import Exchange
+from lightning_realloc.generation.speculative.drafter import Exchange
 from lightning_realloc.limits import DISTILLATION_TOKENS
 
 _MOST_GRADIENT = 1.0
 
 
 class Distillation:
-    """Trains a draft model on responses by cross-entropy, which is the divergence of its law from the target's.
+    """Trains a draft model on responses by cross-entropy.
 
-    Every rank learns from its own responses. Ranks that share a tensor-parallel target see the same ones in the same
-    order, and must draft alike: ``spread`` gives all of them one rank's weights, which rounding would drive apart.
+    Every rank learns from its own responses. Ranks that share a tensor-parallel target see the same responses in the
+    same order and must draft alike. ``spread`` copies one rank's weights to all of them, since rounding would differ.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Distillation:
         most_tokens: int = 65_536,
         spread: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        """Train with AdamW; of each generation at most ``most_tokens`` tokens of responses, those finished last.
+        """Train with AdamW, on at most ``most_tokens`` tokens of the responses of a generation, those finished last.
 
-        What lies beyond the model's own context is left out, and so is a step whose gradient is not finite.
+        Tokens beyond the model's own context are left out. A step without a finite gradient is skipped.
         """
         self._model = model.requires_grad_(True)
         self._context: int | None = getattr(text_config_of(model), "max_position_embeddings", None)
@@ -44,7 +44,7 @@ class Distillation:
         self._most_tokens = most_tokens
 
     def learn(self, exchanges: Sequence[Exchange]) -> float | None:
-        """Take one pass over the responses and return the mean loss per token, None without any."""
+        """Train for one pass over the responses; return the mean loss per token, None without responses."""
         total, count = 0.0, 0
         # Callers may generate in inference mode, whose tensors cannot be learnt from.
         with torch.inference_mode(False), torch.enable_grad():
@@ -64,9 +64,9 @@ class Distillation:
         return total / count if count else None
 
     def _batches(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield tokens (B, S) and where they are a response's, of about the same length within a batch.
+        """Yield tokens (B, S) and the mask of responses, of about the same length within a batch.
 
-        Rows are filled up behind their ends, where causal attention does not look.
+        Rows are padded at their ends, which causal attention ignores.
         """
         recent: list[Exchange] = []
         num_tokens = 0

@@ -1,0 +1,203 @@
+"""The drafter's interface, the drafts that it proposes, and their check.
+
+A drafter's proposals decide how many steps a response takes, never which tokens it gets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.core.sampling import is_of_kind
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation.cache.kv_cache import KVCache
+    from lightning_realloc.generation.speculative.verify import Verification
+
+Exchange = tuple[tuple[int, ...], tuple[int, ...]]
+"""A prompt and one response to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed to follow a sample's last one."""
+
+    tokens: Sequence[int] = ()
+    kinds: Sequence[object] = ()
+    """Ignored. Drafters written for earlier releases pass it; it goes with the next release."""
+    laws: Sequence[Tensor | tuple[int, ...]] = ()
+    """Distribution that each token was drawn from, where `Verification.needs_laws`: probabilities (V,), or tokens that
+    are equally likely."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, length: int) -> Draft:
+        """Return the first ``length`` tokens."""
+        return Draft(self.tokens[:length], laws=self.laws[:length])
+
+
+NO_DRAFT = Draft()
+
+Propose = Callable[[Sequence[Sample], Sequence[int]], Sequence[Draft]]
+"""As `Drafter.propose`."""
+
+
+class Drafter:
+    """Base class of drafters: this one proposes nothing, others override the methods that they need."""
+
+    costs_a_forward: bool = False
+    """Whether every place of the drafts costs one forward of a model, for all samples together."""
+    exchanges: bool = False
+    """Whether responses of other ranks help."""
+    has_listeners: bool = False
+    """Whether other ranks ask for `news`, which are kept until then."""
+    reads_target_cache: bool = False
+    """Whether drafting reads the target's keys and values: no draft for samples whose prompts are being read."""
+    cuda_graphs: bool = True
+    """Whether forwards of a draft model may be captured and replayed."""
+
+    def share_cache(self, cache: KVCache) -> None:
+        """Take the cache of the target's keys and values for the next generation.
+
+        A drafter with keys and values of its own keeps them in the cache's pages, if it has pages. It describes their
+        shapes to the cache in this call.
+        """
+
+    def has_seen_prompts(self, samples: Sequence[Sample]) -> bool:
+        """Return whether most prompts of these samples came before, which makes drafts better all at once."""
+        return False
+
+    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
+        """Start a generation of these samples."""
+
+    def copied(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Take that the first ``length`` positions of slot ``source`` were copied to others."""
+
+    def kept(self, slot: int, length: int) -> None:
+        """Take that another sample of the same prompt continues a slot from ``length`` on."""
+
+    def swapped(self, first: int, second: int) -> None:
+        """Take that two slots exchanged their content."""
+
+    def admitted(self, slots: Sequence[int]) -> None:
+        """Take that new samples are in these slots."""
+
+    def prepare(self, running: Sequence[Sample]) -> None:
+        """Prepare new samples once, before the first draft for them."""
+
+    def num_unread(self, running: Sequence[Sample]) -> int:
+        """Return the number of tokens that have to be read before the next draft."""
+        return 0
+
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
+        """Return a draft for each running sample, in the order of slots, of at most ``limits`` tokens."""
+        return [NO_DRAFT] * len(running)
+
+    def finished(self, sample: Sample) -> None:
+        """Take a sample that has its last token."""
+
+    def end(self, *, has_failed: bool = False) -> None:
+        """End the generation; ``has_failed``: it stopped with an error."""
+
+    def news(self) -> list[Exchange]:
+        """Return the prompts and responses that finished here since the last call."""
+        return []
+
+    def hear(self, news: Sequence[Exchange]) -> None:
+        """Take prompts and responses of other ranks."""
+
+
+def checked_propose(drafter: Drafter, *, vocabulary: int | None, need_laws: Callable[[], bool]) -> Propose:
+    """Return the `propose` of a drafter with its results checked; the package's own drafters are not.
+
+    Args:
+        drafter: Whose method it is.
+        vocabulary: Number of tokens; None: unknown.
+        need_laws: Whether the verification rule of this generation needs distributions.
+    """
+    if type(drafter).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return drafter.propose
+    propose = _with_two_arguments(drafter)
+
+    def propose_checked(running: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
+        drafts = propose(running, limits)
+        check_drafts(drafts, limits, drafter, vocabulary=vocabulary, need_laws=need_laws())
+        return drafts
+
+    return propose_checked
+
+
+def _with_two_arguments(drafter: Drafter) -> Propose:
+    """Return the `propose` of a drafter; ``chance`` and ``least_survivals`` of an older one get neutral values."""
+    propose: Callable[..., Sequence[Draft]] = drafter.propose
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [own for own in inspect.signature(propose).parameters.values()
+              if own.kind in kinds and own.default is inspect.Parameter.empty]  # fmt: skip
+    if len(needed) != 4:
+        return propose
+    warnings.warn(
+        f"{type(drafter).__name__}.propose takes chance and least_survivals, which go with the next release; write "
+        f"propose(self, running, limits)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return lambda running, limits: propose(running, limits, lambda kind: 1.0, [0.0] * len(limits))
+
+
+def check_drafts(
+    drafts: Sequence[Draft], limits: Sequence[int], drafter: Drafter, *, vocabulary: int | None, need_laws: bool
+) -> None:
+    """Raise GenerationError for the first proposal that cannot be verified; nothing checks drafts after this.
+
+    Args:
+        drafts: The drafter's proposals.
+        limits: Most tokens of each draft.
+        drafter: Named in errors.
+        vocabulary: Number of tokens; None: unknown.
+        need_laws: Whether the verification rule needs the distribution of each token.
+    """
+    name = type(drafter).__name__
+    if not isinstance(drafts, Sequence):
+        raise GenerationError(
+            f"{name}.propose returned a {type(drafts).__name__}; return a list with a Draft for each running sample"
+        )
+    if len(drafts) != len(limits):
+        raise GenerationError(
+            f"{name}.propose returned {len(drafts)} drafts for {len(limits)} running samples; return one for each, "
+            "Draft() where nothing is proposed"
+        )
+    for row, (draft, limit) in enumerate(zip(drafts, limits, strict=True)):
+        if draft is NO_DRAFT:
+            continue
+        if not isinstance(draft, Draft):
+            raise GenerationError(
+                f"{name}.propose returned a {type(draft).__name__} for sample {row}; return Draft(tokens) for each"
+            )
+        tokens = draft.tokens
+        if len(tokens) > limit:
+            raise GenerationError(
+                f"{name}.propose returned {len(tokens)} tokens for sample {row}, whose limit is {limit}; return "
+                "draft.cut(limit)"
+            )
+        if not all(is_of_kind(token, Integral) for token in tokens):
+            raise GenerationError(f"{name}.propose returned {list(tokens)[:8]} for sample {row}; return token ids")
+        if vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise GenerationError(
+                f"{name}.propose returned tokens {min(tokens)} to {max(tokens)} for sample {row}, and the vocabulary "
+                f"has {vocabulary}; draft with the target's own tokenizer"
+            )
+        if need_laws and len(draft.laws) != len(tokens):
+            raise GenerationError(
+                f"verification='reject' has to know what each drafted token was drawn from, and {name}.propose gave "
+                f"{len(draft.laws)} laws for {len(tokens)} tokens; return Draft(tokens, laws=laws), or use "
+                "verification='match'"
+            )
