@@ -83,9 +83,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         speculation: Speculative decoding: draft several tokens, verify them at once; None: one token at a time.
         max_cache_bytes: Bound on the bytes of keys and values per rank; further samples wait. None: room for
             ``max_slots`` of the longest sample.
-        sample_reallocation: Whether samples move between data-parallel ranks so that all finish together. True or
-            ``"queued"``: samples that wait for a slot; ``"all"``: running ones as well. Tokens stay the same;
-            log-probabilities are rounded as in the other rank's batches.
+        sample_reallocation: Samples that move between data-parallel ranks so that all finish together. True or
+            ``"queued"``: those that wait for a slot; ``"all"``: running ones too. Tokens stay the same.
         peft_config: Adapters to train: a ``LoraConfig``, a mapping with ``peft_type: LORA``, or a folder of saved ones,
             for every trained role; or role -> one of these.
         allow_missing: Whether a model's folder may lack weights of its config (then random) or hold more. A new head
