@@ -20,8 +20,8 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.cache.prefix_index import SampleLengths, longest_of
-from lightning_realloc.generation.core.decoding import Decoding
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
+from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import Completion, Sample
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
 from lightning_realloc.generation.core.stopping import (

@@ -24,7 +24,7 @@ from lightning_realloc.generation import (
     SamplingParams,
     Speculation,
 )
-from lightning_realloc.generation.core.decoding import Decoding
+from lightning_realloc.generation.core.plain_decoding import Decoding
 from tests.models import FAMILIES, SCORING_FAMILIES, SIZES, byte_tokenizer, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.core.decoding import Decoding, Emitted
+from lightning_realloc.generation.core.plain_decoding import Decoding, Emitted
 from lightning_realloc.generation.core.sample import FinishReason, Sample
 from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.core.stopping import StopRule

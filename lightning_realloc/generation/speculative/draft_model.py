@@ -30,7 +30,7 @@ from lightning_realloc.generation.forward.attention import check_supported, slot
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
-from lightning_realloc.generation.speculative.distillation import Distillation
+from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange
 from lightning_realloc.generation.speculative.verify import Verification
 from lightning_realloc.runtime.model.structure import find_blocks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.generation.forward.attention import check_loaded
 from lightning_realloc.generation.speculative.config import Speculation
-from lightning_realloc.generation.speculative.distillation import Distillation
+from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter, load_draft_model
 from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.lookup import HistoryDrafter, NgramDrafter

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_realloc.generation.cache.kv_cache import KVCache
-from lightning_realloc.generation.core.decoding import Decoding, Emitted
+from lightning_realloc.generation.core.plain_decoding import Decoding, Emitted
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor

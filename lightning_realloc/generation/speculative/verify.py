@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_realloc.generation.core.decoding import Emitted, KeyedSampler
 from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, keyed_uniforms, stream_key
+from lightning_realloc.generation.core.plain_decoding import Emitted, KeyedSampler
 from lightning_realloc.generation.core.repetition import HeldTokens, Repeated
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import (

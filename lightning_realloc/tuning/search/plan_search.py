@@ -97,8 +97,7 @@ def search_plan(
         >>> cluster, actor = ClusterSpec.parse("h100:1x8"), find_known_model("Qwen2.5-0.5B").role()
         >>> load = Workload(num_sequences=64, prompt_tokens=256, response_tokens=512)
         >>> estimator = RooflineEstimator(flow, cluster, {"actor": actor}, MemorySettings(), load)
-        >>> result = search_plan(flow, {"actor": actor.model}, cluster, estimator, seed=0, seconds=2.0)
-        >>> result.plan.layout("actor.train").ranks
+        >>> search_plan(flow, {"actor": actor.model}, cluster, estimator, seed=0, seconds=2.0).plan.layouts[0].ranks
         (0, 1, 2, 3, 4, 5, 6, 7)
     """
     if seconds <= 0:

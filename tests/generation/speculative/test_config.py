@@ -23,7 +23,7 @@ from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.forward.packed_rows import PrefillChunk
 from lightning_realloc.generation.speculative import config as speculation
 from lightning_realloc.generation.speculative import draft_model
-from lightning_realloc.generation.speculative.distillation import Distillation
+from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter, first_blocks
 from lightning_realloc.generation.speculative.drafter import Draft, Drafter
 from lightning_realloc.generation.speculative.lookup import HistoryDrafter, NgramDrafter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc.generation.core.decoding import Emitted
+from lightning_realloc.generation.core.plain_decoding import Emitted
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.speculative.config import Speculation

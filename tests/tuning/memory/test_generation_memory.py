@@ -16,7 +16,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.forward.packed_linear import packed_linears, packs
-from lightning_realloc.generation.speculative.distillation import Distillation
+from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.layout.dims import Layout
