@@ -1,8 +1,7 @@
 """``Trainer(strategy="realloc")``: owns every model of an algorithm and runs each call in the layout of the plan.
 
 A LightningModule that declares a dataflow (see ``algorithms.module``) is run call by call. Any other LightningModule is
-trained data-parallel, like under any strategy. Lightning's life cycle stays as it is; ``docs/lightning.md`` lists what
-is overridden and why.
+trained data-parallel, like under any strategy. ``docs/internals/lightning.md`` lists what is overridden and why.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Group(NamedTuple):
 class Efficiency:
     """Fractions of a device's nominal rates that are reached, and times that its host adds.
 
-    Defaults are for data-centre GPUs and PyTorch's own kernels. ``docs/estimates.md`` lists sources and fits.
+    Defaults are for data-centre GPUs and PyTorch's own kernels. ``docs/internals/estimates.md`` lists sources and fits.
     """
 
     matmul_share: float = 0.67

@@ -1,7 +1,7 @@
 """Sizes of a decoder from which the memory of activations and caches follows. Pure arithmetic.
 
 Activations are those of Llama blocks as transformers computes them; a few fields describe how other families differ.
-``docs/memory.md`` has measurements of how accurate that is.
+``docs/benchmarks/memory.md`` has measurements of how accurate that is.
 """
 
 from __future__ import annotations
