@@ -20,7 +20,7 @@ from lightning_realloc.generation import SamplingParams
 class GRPO(PolicyGradient):
     """Train an actor on rewards, each compared with those of other responses to the same prompt.
 
-    Source: Shao et al., arXiv:2402.03300. Settings that make it Dr. GRPO, DAPO, GSPO or CISPO: docs/policies.md.
+    Source: Shao et al., arXiv:2402.03300. Settings for Dr. GRPO, DAPO, GSPO or CISPO: docs/online-algorithms.md.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.

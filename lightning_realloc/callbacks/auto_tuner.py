@@ -133,7 +133,7 @@ class AutoTuner(Callback):
         if strategy.dataflow is None:
             raise ConfigError(
                 f"AutoTuner tunes the layouts of an algorithm's calls, but {type(pl_module).__name__} declares none; "
-                f"remove the callback, or declare calls as in docs/algorithms.md"
+                f"remove the callback, or declare calls as in docs/own-algorithm.md"
             )
         if strategy.max_staleness:
             raise ConfigError(

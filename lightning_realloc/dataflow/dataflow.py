@@ -63,8 +63,8 @@ class Dataflow:
     Example:
         >>> generate = ModelFunctionCall("actor.generate", "generate", "actor", "rollout", ("batch",), ("rollout",))
         >>> train = ModelFunctionCall("actor.train", "train", "actor", "loss", needs=("rollout",))
-        >>> [call.name for call in Dataflow((train, generate)).calls]
-        ['actor.generate', 'actor.train']
+        >>> print(*(call.name for call in Dataflow((train, generate)).calls))
+        actor.generate actor.train
 
     Raises:
         PlanError: for two calls with one name, two producers of one name, two training calls of one role, a needed

@@ -1,7 +1,7 @@
 """Forecast the bytes that every rank needs in each call of a plan, and while a run changes its plan. Pure arithmetic.
 
 Layouts determine exactly the bytes that stay between calls: weights, optimizer states and replicas. ``call_memory`` has
-the bytes that a call adds. ``callbacks.memory_monitor`` measures the same, and ``docs/benchmarks/memory.md`` compares both.
+the bytes that a call adds. ``callbacks.memory_monitor`` measures the same; ``docs/benchmarks/memory.md`` compares both.
 """
 
 from __future__ import annotations
