@@ -5,10 +5,10 @@ second loss, read off behind those blocks and added to the first; models that we
 hardly draft at all, and the figures of "blocks" are not theirs.
 
 A cell is a model, a batch size and a drafter. Its arms run in one process, a slice of each at a time (see `slices`), by
-CPU time of one thread each; what engines time lies within a slice, and their clock is the usual one, since one of CPU
-time takes a system call. Every turn has a seed of its own, and in a turn every arm has to draw the same tokens.
-Engines are warm, as they are from the second iteration of a training run on: before the first turn each arm generated
-once, by which the planner knows costs. History holds one earlier response to every prompt, drawn with another seed.
+CPU time of one thread each, which is the clock of their engines as well. Every turn has a seed of its own, and in a
+turn every arm has to draw the same tokens. Engines are warm, as they are from the second iteration of a training run
+on: before the first turn each arm generated once, in which the controller measures costs. History holds one earlier
+response to every prompt, drawn with another seed.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Settings:
     least_turns: int = 12
     most_turns: int = 20
     seed: int = 1
+    temperature: float = 1.0
+    """Of sampling. At 5 and above no drafter predicts the text."""
 
     def with_turns(self, times: int) -> Settings:
         """Return the same with so many times the turns of every cell."""
@@ -106,6 +108,8 @@ class Arm:
         depth: int | None,
         prompts: Sequence[Sequence[int]],
         give_way: Callable[[], None] = lambda: None,
+        *,
+        temperature: float = 1.0,
     ) -> None:
         """Draft ``depth`` tokens ahead; None: as many as pay. Models are copied: one engine at a time may use them.
 
@@ -119,6 +123,7 @@ class Arm:
 
         models = copy.deepcopy(models)
         self._prompts = prompts
+        self._temperature = temperature
         self.drafter = models.make_drafter(drafter)
         self._engine = GenerationEngine(
             models.target, max_slots=len(prompts), drafter=self.drafter, lockstep=goes_on, clock=time.thread_time,
@@ -130,7 +135,8 @@ class Arm:
     def generate(self, new_tokens: int, seed: int) -> list[Completion]:
         """Return one response to each prompt."""
         return self._engine.generate(
-            self._prompts, SamplingParams(max_new_tokens=new_tokens, seed=seed, ignore_eos=True)
+            self._prompts,
+            SamplingParams(max_new_tokens=new_tokens, seed=seed, temperature=self._temperature, ignore_eos=True),
         )
 
     def take_turn(self, new_tokens: int, first_seed: int) -> None:
@@ -196,8 +202,10 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
     with SlicedArms(tuple(depths)) as sliced:
         for name, depth in depths.items():
             drafter = NONE if name == NONE else cell.drafter
-            cell.arms[name] = Arm(models, drafter, depth, prompts, sliced.give_way)
-        earlier = Arm(models, NONE, 0, prompts).generate(settings.new_tokens, settings.seed)
+            cell.arms[name] = Arm(models, drafter, depth, prompts, sliced.give_way, temperature=settings.temperature)
+        earlier = Arm(models, NONE, 0, prompts, temperature=settings.temperature).generate(
+            settings.new_tokens, settings.seed
+        )
         warm_up(cell, prompts, earlier, settings, sliced)
         turns: dict[str, Callable[[], object]] = {
             name: lambda arm=arm: arm.take_turn(settings.new_tokens, settings.seed + 2)  # type: ignore[misc]
@@ -319,6 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], help='only cells whose name contains one of these: "3m B=4 history"; or "grpo"'
     )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling; 5: text that no drafter predicts")
     parser.add_argument("--times", type=int, default=1, help="so many times the turns, for cells that are hard to tell")
     parser.add_argument("--quick", action="store_true", help="the small model, batches 1 and 4, few turns")
     options: argparse.Namespace = parser.parse_args(arguments)
@@ -328,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(seed=options.seed)
     if options.quick:
         settings = Settings(seed=options.seed, models=("3m",), batches=(1, 4), new_tokens=48, cell_s=2.0)
-    settings = settings.with_turns(options.times)
+    settings = replace(settings, temperature=options.temperature).with_turns(options.times)
     report = BenchmarkReport("speculative", seeds=(options.seed,), settings={"clock": "CPU time of a thread"})
 
     def keep(cell: Cell) -> None:

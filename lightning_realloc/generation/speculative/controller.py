@@ -96,6 +96,8 @@ class AcceptanceByDepth:
         """Start with the priors for places 1 to ``max_depth``."""
         self._counts = [[0.0] * (max_depth + 1) for _ in range(4)]
         """Number of drafts by their last place: accepted, tried, drafted and allowed."""
+        accepted, tried, _, _ = self._counts  # a prior that fades as drafts do
+        accepted[1], tried[1] = FIRST_ACCEPTANCE * MIN_WEIGHT, MIN_WEIGHT
         self._last_step = 0
         self.tokens: list[float] = []
         """Expected tokens of a sample's step by depth, from 0: those accepted, and one more."""
@@ -110,7 +112,7 @@ class AcceptanceByDepth:
         keep = MEMORY ** (step - self._last_step)
         self._last_step = step
         weight = sum(self._counts[3])
-        keep = max(keep, min(1.0, MIN_WEIGHT / weight)) if weight else 1.0
+        keep = max(keep, min(1.0, 4 * MIN_WEIGHT / weight)) if weight else 1.0  # one draft tells less than one step
         accepted, tried, drafted, allowed = self._counts = [[keep * n for n in own] for own in self._counts]
         for limit, num_drafted, num_accepted in outcomes:
             accepted[num_accepted] += 1.0
@@ -121,10 +123,11 @@ class AcceptanceByDepth:
     def estimate(self) -> None:
         """Compute the expected tokens and lengths of all depths."""
         accepted, tried, drafted, allowed = (list(accumulate(own[:0:-1]))[::-1] for own in self._counts)
-        chance, survival, reach = FIRST_ACCEPTANCE, 1.0, 1.0
+        chance, survival, reach = accepted[0] / tried[0], 1.0, 1.0
         tokens, lengths, squares, spread = [1.0], [0.0], 1.0, [0.0]
         for place in range(len(accepted)):
-            chance = (accepted[place] + MIN_WEIGHT * chance) / (tried[place] + MIN_WEIGHT)
+            if place:
+                chance = (accepted[place] + MIN_WEIGHT * chance) / (tried[place] + MIN_WEIGHT)
             reach = min(reach, (drafted[place] + reach) / (allowed[place] + 1.0))
             survival *= chance
             tokens.append(tokens[-1] + survival)
@@ -265,8 +268,8 @@ class _Choice:
             self.backoff.pop(kind, None)
 
     def wait_factor(self, kind: str) -> float:
-        """Return the factor of the wait before a probe; the first probes come early while drafting."""
-        return self.backoff.get(kind, 1.0 / MAX_BACKOFF if self.depth else 1.0)
+        """Return the factor of the wait before a probe; that of plain steps, seen when all was new, is due early."""
+        return self.backoff.get(kind, 1.0 / MAX_BACKOFF if kind == "plain" else 1.0)
 
 
 class DepthController:
@@ -364,7 +367,9 @@ class DepthController:
         probe = self._due_probe(choice, depths, speeds, steps_s, catch_up_s) if may_probe else None
         if probe is not None:
             return choice.hold(probe, 2)
-        return choice.hold(best, 1 if best and is_new else REVIEW_STEPS)
+        if not best:  # nothing but a probe can change that
+            return choice.hold(0, 4 * REVIEW_STEPS)
+        return choice.hold(best, 1 if is_new else REVIEW_STEPS)
 
     def record(self, step: MeasuredStep) -> None:
         """Learn from a step; steps are recorded in order, and may be left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -66,16 +67,19 @@ class Speculator(Decoding):
         self._clock = clock
         self._propose = checked_propose(drafter, vocabulary=vocabulary, need_laws=lambda: self._rule.needs_laws)
         self._lengths = LengthPredictor()
-        self._limits: Sequence[int] = ()
-        """Limits of this step's drafts; empty in a plain step."""
-        self._drafts: Sequence[Draft] = ()
-        self._step = MeasuredStep(0, 0, 0, 0)
-        """This step, without its seconds."""
+        self._depth = self._num_unread = self._num_drafted = 0
+        """Of this step: the depth, tokens that the drafter missed before, and drafted tokens."""
+        self._drafting_s = 0.0
+        """Seconds of drafting in this step."""
         self._begin_s = 0.0
         """Clock at the begin of this step's forward."""
-        self._unrecorded: list[MeasuredStep] = []
+        self._limits: Sequence[int] = ()
+        """Limits of this step's drafts."""
+        self._drafts: Sequence[Draft] = ()
+        self._outcomes: Sequence[DraftOutcome] = ()
+        self._unrecorded: deque[MeasuredStep] = deque(maxlen=STEPS_PER_AGREEMENT)
         """Steps that the controller has not learnt from. Right after a forward the same code takes twice as long, since
-        the caches are full of weights: many steps are recorded at once."""
+        the caches are full of weights: many steps are recorded at once, and of a long rest the last ones."""
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> None:
         """Start a generation of these samples."""
@@ -94,41 +98,27 @@ class Speculator(Decoding):
         self, running: Sequence[Sample], being_read: Collection[int], *, is_tail: bool
     ) -> Sequence[Sequence[int]]:
         """Return the tokens to verify after each running sample's last one."""
-        num_unread, depth = 0, self._speculation.most_ahead
+        self._depth, self._num_drafted, self._drafting_s = self._speculation.most_ahead, 0, 0.0
+        self._outcomes = ()
         if self.adapts:
             begin = self._clock()
-            num_unread = self._num_unread(running)
-            depth = self._depth(running, num_unread, being_read, is_tail)
+            self._depth = self._choose_depth(running, being_read, is_tail)
             self.stats.planning_s += self._clock() - begin
-        self._drafts, self._limits, drafting_s = [NO_DRAFT] * len(running), (), 0.0
-        if depth:
-            begin = self._clock()
-            self.drafter.prepare(running)
-            self._limits = self._limits_of(running, depth, being_read)
-            self._drafts = self._propose(running, self._limits)
-            drafting_s = self._clock() - begin
-            self.stats.drafting_s += drafting_s
-        num_drafted = sum(map(len, self._drafts))
-        self.stats.drafted_tokens += num_drafted
-        num_read = num_unread if depth else 0
-        self._step = MeasuredStep(
-            self._controller.num_steps, len(running), depth, num_drafted, 0.0, drafting_s, num_read
-        )
+        self._drafts = self._draft(running, being_read) if self._depth else [NO_DRAFT] * len(running)
         self._begin_s = self._clock()
         return [draft.tokens for draft in self._drafts]
 
     def emit(self, logits: Tensor, running: Sequence[Sample], forbidden: Forbidden | None) -> list[Emitted]:
         """Return each sample's accepted tokens and the one after them."""
         emitted = self._rule.emit(logits, running, self._drafts, forbidden)
-        if self._step.num_drafted:
-            self.stats.verified_tokens += self._step.num_drafted
+        if self._num_drafted:
+            self.stats.verified_tokens += self._num_drafted
             self.stats.accepted_tokens += sum(len(tokens) for tokens, _ in emitted) - len(emitted)
-        if self._limits and self.adapts:  # lengths alone: distributions are too large to keep
-            outcomes = [
+        if self._depth and self.adapts:  # lengths alone: distributions are too large to keep
+            self._outcomes = [
                 DraftOutcome(limit, len(draft), len(tokens) - 1)
                 for limit, draft, (tokens, _) in zip(self._limits, self._drafts, emitted, strict=True)
             ]
-            self._step = self._step._replace(outcomes=outcomes)
         return emitted
 
     def end_step(self, *, is_typical: bool) -> None:
@@ -136,7 +126,12 @@ class Speculator(Decoding):
         if not self.adapts:
             return
         now = self._clock()
-        self._unrecorded.append(self._step._replace(seconds=now - self._begin_s, is_measured=is_typical))
+        self._unrecorded.append(
+            MeasuredStep(
+                self._controller.num_steps, len(self._drafts), self._depth, self._num_drafted, now - self._begin_s,
+                self._drafting_s, self._num_unread if self._depth else 0, is_typical, self._outcomes,
+            )
+        )  # fmt: skip
         if self._agree is not None and len(self._unrecorded) >= STEPS_PER_AGREEMENT:
             self._record()
             self.stats.planning_s += self._clock() - now
@@ -170,10 +165,13 @@ class Speculator(Decoding):
         """Tell the drafter of exchanged slots."""
         self.drafter.swapped(first, second)
 
-    def _depth(self, running: Sequence[Sample], num_unread: int, being_read: Collection[int], is_tail: bool) -> int:
+    def _choose_depth(self, running: Sequence[Sample], being_read: Collection[int], is_tail: bool) -> int:
         """Return the controller's depth; a step that reads prompts is not measured, and so never one of a probe."""
         controller, num_rows, may_probe = self._controller, len(running), not being_read
         depth = controller.held_depth(num_rows, may_probe=may_probe)
+        # What the drafter has missed, beyond the tokens that it reads before every draft.
+        most_in_a_step = num_rows * (1 + self._speculation.max_draft_tokens)
+        self._num_unread = 0 if depth == 0 else max(self.drafter.num_unread(running) - most_in_a_step, 0)
         if depth is not None:
             return depth
         if self._agree is None:
@@ -182,16 +180,23 @@ class Speculator(Decoding):
         remaining = self._remaining(longest)
         return controller.decide(
             num_rows,
-            num_unread=num_unread,
+            num_unread=self._num_unread,
             remaining_tokens=remaining,
             horizon=len(longest.token_ids) + remaining if is_tail else math.inf,
             may_probe=may_probe,
         )
 
-    def _num_unread(self, running: Sequence[Sample]) -> int:
-        """Return the tokens that the drafter has missed, beyond those that it reads before every draft."""
-        most_in_a_step = len(running) * (1 + self._speculation.max_draft_tokens)
-        return max(self.drafter.num_unread(running) - most_in_a_step, 0)
+    def _draft(self, running: Sequence[Sample], being_read: Collection[int]) -> Sequence[Draft]:
+        """Return a draft for each running sample."""
+        begin = self._clock()
+        self.drafter.prepare(running)
+        self._limits = self._limits_of(running, self._depth, being_read)
+        drafts = self._propose(running, self._limits)
+        self._drafting_s = self._clock() - begin
+        self._num_drafted = sum(map(len, drafts))
+        self.stats.drafting_s += self._drafting_s
+        self.stats.drafted_tokens += self._num_drafted
+        return drafts
 
     def _remaining(self, sample: Sample) -> float:
         """Return the tokens that a sample is expected to get still."""
@@ -206,9 +211,10 @@ class Speculator(Decoding):
 
     def _record(self) -> None:
         """Let the controller learn from steps. Collective where ranks have to agree on seconds."""
-        steps, self._unrecorded = self._unrecorded, []
-        if not steps:
+        if not self._unrecorded:
             return
+        steps = list(self._unrecorded)
+        self._unrecorded.clear()
         seconds = [value for step in steps for value in (step.seconds, step.drafting_s)]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         for step, step_s, drafting_s in zip(steps, agreed, agreed, strict=True):
