@@ -68,7 +68,7 @@ class Speculator(Decoding):
         self._propose = checked_propose(drafter, vocabulary=vocabulary, need_laws=lambda: self._rule.needs_laws)
         self._lengths = LengthPredictor()
         self._depth = self._num_unread = self._num_drafted = 0
-        """Of this step: the depth, tokens that the drafter missed before, and drafted tokens."""
+        """This step: the depth, tokens that the drafter missed before, and drafted tokens."""
         self._drafting_s = 0.0
         """Seconds of drafting in this step."""
         self._begin_s = 0.0
@@ -128,10 +128,17 @@ class Speculator(Decoding):
         now = self._clock()
         self._unrecorded.append(
             MeasuredStep(
-                self._controller.num_steps, len(self._drafts), self._depth, self._num_drafted, now - self._begin_s,
-                self._drafting_s, self._num_unread if self._depth else 0, is_typical, self._outcomes,
+                self._controller.num_steps,
+                len(self._drafts),
+                self._depth,
+                self._num_drafted,
+                now - self._begin_s,
+                self._drafting_s,
+                self._num_unread if self._depth else 0,
+                is_typical,
+                self._outcomes,
             )
-        )  # fmt: skip
+        )
         if self._agree is not None and len(self._unrecorded) >= STEPS_PER_AGREEMENT:
             self._record()
             self.stats.planning_s += self._clock() - now
