@@ -1,6 +1,7 @@
 """Suggest our setting for an unknown keyword: names of TRL, OpenRLHF and vLLM, and typos.
 
 The tables of other libraries' names are package data, ``setting_hints.yaml``. It is read when a keyword is unknown.
+The algorithms' table is divided into topics.
 """
 
 from __future__ import annotations
@@ -37,9 +38,21 @@ class HintTable(Mapping[str, str]):
 
 @cache
 def _read_tables() -> dict[str, dict[str, str]]:
+    tables = _parse_file()
+    topics = tables["algorithm"].values()
+    return tables | {"algorithm": {name: hint for topic in topics for name, hint in topic.items()}}
+
+
+def algorithm_topics() -> Mapping[str, Mapping[str, str]]:
+    """Return the algorithms' hints by topic, as the documentation shows them."""
+    topics: Mapping[str, Mapping[str, str]] = _parse_file()["algorithm"]
+    return topics
+
+
+def _parse_file() -> dict[str, Any]:
     import yaml  # only for an error message
 
-    tables: dict[str, dict[str, str]] = yaml.safe_load(
+    tables: dict[str, Any] = yaml.safe_load(
         files(__package__).joinpath("setting_hints.yaml").read_text(encoding="utf-8")
     )
     return tables

@@ -1,13 +1,21 @@
 """Unknown settings: names of other libraries lead to ours, and never hide a setting that exists."""
 
+import ast
 import copy
+import dataclasses
+import inspect
 import pickle
+import re
 import subprocess
 import sys
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 
+import lightning_realloc.rewards
 from lightning_realloc import (
     DPO,
     GRPO,
@@ -38,7 +46,9 @@ from lightning_realloc import (
     TrainOptions,
 )
 from lightning_realloc.data.demonstrations import SFTDataModule
+from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.setting_hints import (
     ALGORITHM_HINTS,
     ENGINE_HINTS,
@@ -53,6 +63,7 @@ from lightning_realloc.setting_hints import (
 
 ALGORITHMS = (DPO, GRPO, KTO, ORPO, PPO, RLOO, SFT, BestOfN, OnlineDPO, OnPolicyDistillation, ProcessReward)
 ALGORITHMS += (ReinforcePlusPlus, ReMax, RewardModel)
+DATA_MODULES = (PromptDataModule, PreferenceDataModule, SFTDataModule)
 
 
 def no_reward(completions: list[str], **columns: Any) -> list[float]:
@@ -78,6 +89,10 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: TrainOptions(gradient_accumulation_steps=2), "micro_batch_tokens="),
         (lambda: SFTDataModule([], batch_size=1, eval_dataset=[]), "val_data="),
         (lambda: PromptDataModule([], batch_size=1, max_prompt_length=9), "max_prompt_tokens="),
+        (lambda: PromptDataModule([], batch_size=1, dataloader_drop_last=True), "drop_last="),
+        (lambda: GRPO("x", no_reward, logging_strategy="steps"), "Trainer(log_every_n_steps=...)"),
+        (lambda: GRPO("x", no_reward, label_smoothing=0.1), "label_smoothing= of DPO"),
+        (lambda: DPO("x", adam_beta2=0.95), "optimizer=partial(torch.optim.AdamW"),
     ],
 )
 def test_another_librarys_name_is_answered_with_ours(make: Any, hint: str) -> None:
@@ -136,6 +151,36 @@ def test_every_hint_of_options_names_a_field() -> None:
         hint.partition("=")[0] for hint in ALGORITHM_HINTS.values() if "=" in hint and " " not in hint.split("=")[0]
     }
     assert {name for name in named if "(" not in name} <= known
+
+
+def test_every_name_in_a_hint_of_the_algorithms_exists() -> None:
+    of_algorithms = set().union(*map(settings_of, ALGORITHMS))
+    of_data = {"data"}.union(*map(settings_of, DATA_MODULES))
+    for hint in ALGORITHM_HINTS.values():
+        for call in re.findall(CALL, hint):
+            for node in ast.walk(ast.parse(call, mode="eval")):
+                if isinstance(node, ast.Call) and not is_checked_by_hand(node):
+                    taken = inspect.signature(class_named(ast.unparse(node.func))).parameters
+                    assert {str(keyword.arg) for keyword in node.keywords} <= taken.keys(), hint
+        assert set(re.findall(r"(\w+)=", re.sub(CALL, "", hint))) <= of_algorithms, hint
+        assert set(re.findall(r"data module's (\w+)", hint)) <= of_data, hint
+        options = re.findall(r"(\w+)(?:: true)? of the \w+ call in the plan", hint)
+        assert set(options) <= {field.name for field in dataclasses.fields(CallPlan)} | {"layout"}, hint
+
+
+CALL = r"\b[\w.]+\((?:[^()]|\([^()]*\))*\)"
+
+
+def is_checked_by_hand(call: ast.Call) -> bool:
+    """Return whether a call is of a function or method; partial is given another one's arguments."""
+    return ast.unparse(call.func).rpartition(".")[2][0].islower()
+
+
+def class_named(name: str) -> Any:
+    """Return a class of ours or of Lightning that a hint names."""
+    of_lightning = {"Trainer": L.Trainer, "ModelCheckpoint": ModelCheckpoint, "WandbLogger": WandbLogger}
+    ours = lightning_realloc if hasattr(lightning_realloc, name) else lightning_realloc.rewards
+    return of_lightning[name] if name in of_lightning else getattr(ours, name)
 
 
 def test_a_class_of_ones_own_may_take_such_a_name() -> None:

@@ -1,0 +1,18 @@
+"""Every key of TRL's configurations is answered, and the documentation shows the answers."""
+
+import pytest
+
+from lightning_realloc.setting_hints import ALGORITHM_HINTS
+
+pytest.importorskip("trl", reason="needs TRL: pip install 'lightning-realloc[parity]'")
+
+from tests.parity import trl_settings
+
+
+def test_every_key_of_trl_is_answered() -> None:
+    assert sorted(trl_settings.keys().keys() - ALGORITHM_HINTS.keys()) == []
+
+
+def test_the_page_shows_the_answers() -> None:
+    page = trl_settings.PAGE.read_text()
+    assert page == trl_settings.page_with_tables(page), "run: python -m tests.parity.trl_settings"
