@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from copy import deepcopy
@@ -296,14 +297,14 @@ def test_what_a_drafter_may_not_propose_is_named(
 
 
 def test_a_drafter_is_used_without_a_word_on_how() -> None:
-    engine = GenerationEngine(tiny_model("llama"), drafter=HistoryDrafter(), pack_weights=False)
+    # A clock that goes on by one at each look: steps of all sizes take as long, on a busy machine as well.
+    clock = map(float, itertools.count()).__next__
+    engine = GenerationEngine(tiny_model("llama"), drafter=HistoryDrafter(), pack_weights=False, clock=clock)
     params = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
     plain = [made.token_ids for made in GenerationEngine(tiny_model("llama")).generate([[5], [6]], params)]
-    drafted = 0
-    for _ in range(4):  # on a busy machine a call may find that drafting does not pay
+    for _ in range(2):
         assert [made.token_ids for made in engine.generate([[5], [6]], params)] == plain
-        drafted += engine.stats.drafted_tokens
-    assert drafted > 0
+    assert engine.stats.drafted_tokens > 0
 
 
 def test_what_is_no_drafter_or_no_version_is_refused() -> None:

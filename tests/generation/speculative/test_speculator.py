@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -302,12 +303,27 @@ def test_where_costs_leap_between_two_depths_the_shallower_one_is_found(costs_a_
     pretence = Pretence(drafter, leap, num_samples=32)
     plain_s = NEW_TOKENS * leap(32)
     assert pretence.generate()[0] < 1.1 * plain_s
-    assert min(pretence.generate()[0] for _ in range(2)) < share * plain_s  # one of them holds a probe of four tokens
+    assert pretence.generate()[0] < share * plain_s
+
+
+CHARGED = pytest.mark.xfail(
+    strict=True,
+    reason="two drafted tokens would be 1.2 times as fast here, where all samples end together; SPREAD_OF_LAST takes "
+    "the last of 16 samples to be behind, and leaves gains of about a tenth alone, after fast first steps as well",
+)
 
 
 @pytest.mark.parametrize(
     ("costs_a_forward", "right", "slowness"),
-    [(False, 0.9, 2.0), (True, 0.85, 1.9), (True, 0.85, 2.1), (True, 0.9, 2.1), (True, 0.9, 2.2)],
+    [
+        (False, 0.9, 2.0),
+        pytest.param(True, 0.8, 1.9, marks=CHARGED),
+        pytest.param(True, 0.8, 2.1, marks=CHARGED),
+        (True, 0.85, 1.9),
+        (True, 0.85, 2.1),
+        (True, 0.9, 2.1),
+        (True, 0.9, 2.2),
+    ],
 )
 def test_drafts_that_pay_are_found_though_steps_that_verified_some_were_slow_at_first(
     costs_a_forward: bool, right: float, slowness: float
@@ -376,3 +392,30 @@ def test_a_draft_model_that_has_got_better_drafts_deeper(right: float) -> None:
     assert pretence.generate()[1] < 2.0
     drafter.right = 1.0
     assert max(pretence.generate()[1] for _ in range(12)) > 6.0
+
+
+class Lawgiver(Foreteller):
+    """Gives the distributions of its tokens, and counts how many of them are kept at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = 1.0
+        self.kept: WeakSet[Tensor] = WeakSet()
+        self.most_kept = 0
+
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
+        drafts = []
+        for draft in super().propose(running, limits):
+            laws = [torch.zeros(2) for _ in draft.tokens]
+            self.kept.update(laws)
+            drafts.append(Draft(draft.tokens, laws=laws))
+        self.most_kept = max(self.most_kept, len(self.kept))
+        return drafts
+
+
+def test_learning_keeps_no_distributions() -> None:
+    drafter = Lawgiver()
+    pretence = Pretence(drafter, flat)
+    pretence.generate()
+    assert pretence.generate()[1] > 4.0
+    assert 0 < drafter.most_kept <= 3 * 4 * 8  # three steps of 4 samples with 8 tokens each
