@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import doctest
 import importlib
 import os
 import re
@@ -45,16 +44,6 @@ def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     entries = re.findall(r"^::: lightning_realloc\.(?:rewards\.)?(\w+)$", pages, flags=re.MULTILINE)
     assert sorted(entries) == sorted({*lightning_realloc.__all__, *lightning_realloc.rewards.__all__})
-
-
-@pytest.mark.parametrize("package", ["layout", "realloc"])
-def test_examples_in_docstrings_print_what_they_show(package: str) -> None:
-    attempted = 0
-    for file in sorted((ROOT / "lightning_realloc" / package).glob("*.py")):
-        result = doctest.testmod(importlib.import_module(f"lightning_realloc.{package}.{file.stem}"))
-        assert not result.failed, file.name
-        attempted += result.attempted
-    assert attempted
 
 
 def test_the_first_example_of_the_readme_is_the_script_in_examples() -> None:

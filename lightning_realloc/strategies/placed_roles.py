@@ -152,7 +152,7 @@ class PlacedRoles:
         """Announce a call to callbacks, and yield the replica that it works on."""
         trainer = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
         assert self._offloader is not None
-        self._offloader.begin(call, self._strategy.optimizers)
+        self._offloader.begin(call, self._strategy.optimizers_by_role())
         dispatch(trainer, "on_phase_start", call)
         replica = self.pool.active(call)
         yield replica

@@ -49,6 +49,7 @@ from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.timeline.simulator import Overlap
+from lightning_realloc_autoload import STRATEGIES
 
 
 @suggest_settings(STRATEGY_HINTS)
@@ -441,19 +442,10 @@ class ReallocStrategy(DataParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names that ``Trainer(strategy=...)`` understands."""
-        for name, options in REGISTERED_NAMES.items():
+        for name, options in STRATEGIES.items():
             strategy_registry.register(name, cls, override=True, description=cls.__doc__.split("\n")[0], **options)  # type: ignore[union-attr]
 
 
 def _warn_of_former_name(former: str, name: str, *, stacklevel: int) -> None:
     message = f"{former} is now {name}; the former name goes with the next release"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
-
-
-REGISTERED_NAMES: dict[str, dict[str, Any]] = {
-    "realloc": {},
-    "realloc-static": {"plan": "static"},
-    "realloc_spawn": {"start_method": "spawn"},
-    "realloc_fork": {"start_method": "fork"},
-}
-"""Name -> arguments of :class:`ReallocStrategy`."""

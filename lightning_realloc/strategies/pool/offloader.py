@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,12 +41,12 @@ class Offloader:
             if role in self._parts:
                 self._guard(role, pool.home(role).model)
 
-    def begin(self, call: str, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def begin(self, call: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Wait for the parts that a call needs, start to fetch those of the next call, and offload the rest."""
         if not self._parts:
             return
         begin = time.perf_counter()
-        self._optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in optimizers}
+        self._optimizers = optimizers
         needed, ahead = (
             kept & self._parts.keys() for kept in (self._schedule.needed(call), self._schedule.prefetched(call))
         )
