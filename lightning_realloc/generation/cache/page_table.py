@@ -1,8 +1,8 @@
-"""Which pages of the cache hold which sequence? Pure: it counts pages and knows their names, never a token.
+"""Tables of the cache's pages: the pages of each slot's sequence. Pure: page numbers and prefix ids, no tokens.
 
-Invariants, held by a property test: a page is free or in a table, never both; two tables share a page only where both
-sequences are equal up to its end, and nobody writes into it any more; a partly filled page is in one table alone; what
-a name finds is a page that still holds what the name stands for.
+A property test holds four invariants. A page is free or in a table, never both. Two tables share a page only if both
+sequences are equal up to its end and nobody writes into it any more. A partly filled page is in one table only. A
+prefix id finds a page that still holds this prefix.
 """
 
 from __future__ import annotations

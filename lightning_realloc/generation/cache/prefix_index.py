@@ -1,4 +1,4 @@
-"""Which pages hold the same? Pages of tokens get names, by what they and all pages before them in a sequence hold."""
+"""Index of prefixes: pages get equal ids if they, and all pages before them in a sequence, hold equal tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which tokens do top-k, top-p and min-p keep?
+"""Filter tokens by top-k, top-p and min-p.
 
-Sorting a vocabulary with its tokens costs ten times the rest of a step. So weights are ranked without their tokens, and
-no more of them than hold the nucleus; the token is looked up by its weight. Equal weights rank by their tokens.
+To sort a vocabulary with its tokens costs ten times the rest of a step. So only weights are ranked, as many as hold the
+nucleus, and the token is looked up by its weight. Equal weights rank by their tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens does each sequence hold already? What a repetition penalty counts, behind drafted tokens, too."""
+"""Tokens that each sequence holds already, for the repetition penalty; drafted tokens count for those after them."""
 
 from __future__ import annotations
 

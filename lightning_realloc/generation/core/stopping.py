@@ -1,4 +1,4 @@
-"""When is a turn over?"""
+"""Stop rules: the tokens and strings that end a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are these token ids, and of this model's vocabulary? Asked of prompts, environments' answers and data alike."""
+"""Check token ids and their range, for prompts, answers of environments, and data."""
 
 from __future__ import annotations
 

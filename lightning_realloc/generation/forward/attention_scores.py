@@ -1,4 +1,4 @@
-"""How do scores become weights? By a softmax, which some families change: torch's fused attention does not know how."""
+"""Turn attention scores into weights for families whose softmax torch's fused attention does not have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What comes after the model's turn? An environment says, in its own time; the batch goes on meanwhile.
+"""Conversations: an environment answers each turn of the model, while the batch goes on.
 
-Every question has a thread of its own, since a tool that hangs can neither be stopped nor be given a place in a pool
-that others wait for. There are at most as many as samples that wait. Threads are daemons: none keeps the process alive.
+Every answer is computed in a thread of its own: a tool that hangs cannot be stopped, and must not block a pool that
+others wait for. There are at most as many threads as samples that wait for an answer. Threads are daemons, so none
+keeps the process alive.
 """
 
 from __future__ import annotations

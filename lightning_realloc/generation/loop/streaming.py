@@ -1,4 +1,4 @@
-"""How do finished responses leave a generation that is not over? In portions of about the same number of samples."""
+"""Stream finished responses out of a running generation, in chunks of about the same number of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When do samples that wait get the slots that are free?"""
+"""Delay prefills until several slots are free, where a step that reads prompts is much slower than a plain one."""
 
 from __future__ import annotations
 

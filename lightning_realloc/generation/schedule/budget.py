@@ -1,4 +1,4 @@
-"""How much may one call spend before it returns what it has? And how much an iteration, before it goes on to learn?"""
+"""Budgets of tokens and seconds, for one generation call and for the rollout of one iteration."""
 
 from __future__ import annotations
 

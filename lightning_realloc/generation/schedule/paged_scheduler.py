@@ -1,9 +1,9 @@
-"""Which sample runs in which slot where slots share a bounded number of pages? Pure, as the scheduler it builds on.
+"""Schedule samples into slots that share a bounded number of cache pages. Pure, like `Scheduler`, which it extends.
 
-Pages are given out as sequences grow. When there are none left, the sample admitted last gives its pages back and
-waits at the head of the queue, to be read again. Of all samples that hold a slot, the one admitted first always gets
-what it needs, so every sample comes to its end; and nobody is admitted who would take the pages that those who run need
-within their next steps, or samples would push each other out in turn.
+Sequences get pages as they grow. If none is left, the sample that was admitted last is preempted: it returns its pages
+and waits at the head of the queue, to be read again. The sample that was admitted first always gets its pages, so every
+sample finishes. A sample is not admitted if it would take pages that running samples need within their next steps;
+otherwise samples would preempt each other in turn.
 """
 
 from __future__ import annotations
