@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 import lightning_realloc.rewards
 from lightning_realloc import (
@@ -179,6 +179,7 @@ def is_checked_by_hand(call: ast.Call) -> bool:
 def class_named(name: str) -> Any:
     """Return a class of ours or of Lightning that a hint names."""
     of_lightning = {"Trainer": L.Trainer, "ModelCheckpoint": ModelCheckpoint, "WandbLogger": WandbLogger}
+    of_lightning["TensorBoardLogger"] = TensorBoardLogger
     ours = lightning_realloc if hasattr(lightning_realloc, name) else lightning_realloc.rewards
     return of_lightning[name] if name in of_lightning else getattr(ours, name)
 

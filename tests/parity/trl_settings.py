@@ -1,6 +1,6 @@
-"""Write the tables of docs/coming-from-trl.md: ``python -m tests.parity.trl_settings``.
+"""Write the tables of docs/coming-from-trl.md and coming-from-openrlhf.md: ``python -m tests.parity.trl_settings``.
 
-The keys are those of TRL's ``GRPOConfig`` and ``DPOConfig``, the answers those of ``setting_hints.yaml``.
+Keys and answers are those of ``setting_hints.yaml``; TRL says which of its trainers has a key.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from trl import DPOConfig, GRPOConfig
 
 from lightning_realloc.setting_hints import algorithm_topics
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-trl.md"
+DOCS = Path(__file__).parents[2] / "docs"
 START, END = "<!-- tables: start -->\n", "<!-- tables: end -->"
-OTHER = frozenset({"OpenRLHF"})
-"""Topics of other libraries."""
+OPENRLHF = "OpenRLHF"
+"""Topic with that library's flags, which has a page of its own."""
+PAGES = ("coming-from-trl.md", "coming-from-openrlhf.md")
 _ARGUMENTS = r"\((?:[^()]|\([^()]*\))*\)"
 _CODE = re.compile(
     r"`[^`]*`"  # marked already
     rf"|(?:\w+=)?[\w.]+{_ARGUMENTS}(?:\.\w+{_ARGUMENTS})?"  # a call
-    r"|\b\w+=(?:\[[^]]*\]|'[^']*'|\w+)?"  # a keyword
-    r"|\b\w+: true|(?<=module's )\w+|'[^' ]+'"
+    r"|\b\w+=(?:\[[^]]*\]|\{[^}]*\}|'[^']*'|\w+)?"  # a keyword
+    r"|\b\w+: (?:true\b|\[[^]]*\])|(?<=module's )\w+|'[^' ]+'"
     r"|\b[a-zA-Z0-9]+(?:_[a-zA-Z0-9]+)+\b|\b[A-Z][a-zA-Z]*[a-z][A-Z]\w+\b"  # snake case, camel case
     r"|\bactor\.\w+|\b(?:fsdp|dp)\d+(?:\.tp\d+)?\b"
 )
@@ -39,22 +40,23 @@ def keys() -> Mapping[str, str]:
     return {key: names[0] if len(names) == 1 else "both" for key, names in found.items()}
 
 
-def tables() -> str:
-    """Return the tables of all topics."""
-    topics = algorithm_topics().items()
-    return "\n".join(line for topic, hints in topics if topic not in OTHER for line in _table(topic, hints))
+def tables(page: str) -> str:
+    """Return the tables of a page."""
+    topics = algorithm_topics()
+    if page == "coming-from-openrlhf.md":
+        return "\n".join(_table(OPENRLHF, topics[OPENRLHF])) + "\n"
+    trl = {topic: ["", f"### {topic}", *_table("TRL", hints)] for topic, hints in topics.items() if topic != OPENRLHF}
+    return "\n".join(line for lines in trl.values() for line in lines).lstrip("\n") + "\n"
 
 
-def _table(topic: str, hints: Mapping[str, str]) -> Iterator[str]:
+def _table(library: str, hints: Mapping[str, str]) -> Iterator[str]:
     trainers = keys()
-    has_trainers = any(key in trainers for key in hints)
-    yield f"### {topic}"
-    yield "| TRL | trainer | here |" if has_trainers else "| TRL | here |"
+    has_trainers = library == "TRL" and any(key in trainers for key in hints)
+    yield f"| {library} | trainer | here |" if has_trainers else f"| {library} | here |"
     yield "|---|---|---|" if has_trainers else "|---|---|"
     for key, hint in hints.items():
-        cells = [f"`{key}`", *([trainers.get(key, "")] if has_trainers else []), _marked(hint)]
-        yield f"| {' | '.join(cells)} |"
-    yield ""
+        name = f"`--{key}`" if library == OPENRLHF else f"`{key}`"
+        yield f"| {' | '.join([name, *([trainers.get(key, '')] if has_trainers else []), _marked(hint)])} |"
 
 
 def _marked(hint: str) -> str:
@@ -68,10 +70,11 @@ def _marked(hint: str) -> str:
 
 
 def page_with_tables(page: str) -> str:
-    """Return the page with its tables written anew."""
-    before, _, rest = page.partition(START)
-    return f"{before}{START}{tables()}{END}{rest.partition(END)[2]}"
+    """Return a page with its tables written anew."""
+    before, _, rest = (DOCS / page).read_text().partition(START)
+    return f"{before}{START}{tables(page)}{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with_tables(PAGE.read_text()))
+    for name in PAGES:
+        (DOCS / name).write_text(page_with_tables(name))
