@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what was imported out of every later garbage collection."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """Destroy the process group that a fit in pytest's own process leaves behind; other tests make their own."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
