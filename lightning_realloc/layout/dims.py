@@ -1,38 +1,42 @@
 """Degrees of parallelism, and the ranks that fill them.
 
-``ParallelDims`` holds the degrees; ``Layout`` adds the ordered ranks. How the degrees cut a parameter is in
-``sharding`` and ``model``.
+``ParallelDims`` holds the degrees; ``Layout`` adds the ordered ranks. ``sharding`` and ``model`` cut parameters. To add
+an axis, give `Coordinate` and `ParallelDims` a field, and let `ModelLayout` cut parameters along it or refuse it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_realloc.errors import LayoutError
 
-AXES = ("pp", "dp", "fsdp", "tp")
-"""The mesh axes, outermost first. Neighbours along the last axis are adjacent ranks."""
-
-_DEGREE = re.compile(r"([a-z]+)([0-9]+)")
-_HINT = 'write degrees as in "fsdp2.tp2", axes in the order pp, dp, fsdp, tp'
-
 
 class Coordinate(NamedTuple):
     """Position of a rank along every axis."""
 
-    pp: int
-    dp: int
-    fsdp: int
-    tp: int
+    pp: int = 0
+    dp: int = 0
+    fsdp: int = 0
+    tp: int = 0
+
+
+AXES = Coordinate._fields
+"""The mesh axes, outermost first. Neighbours along the last axis are adjacent ranks."""
+
+_degrees_of: Callable[[ParallelDims], tuple[int, ...]] = operator.attrgetter(*AXES)
+_DEGREE = re.compile(r"([a-z]+)([0-9]+)")
+_HINT = f'write degrees as in "fsdp2.tp2", axes in the order {", ".join(AXES)}'
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Degree of parallelism along every axis.
+    """Degree of parallelism along every axis, in the order of ``AXES``.
 
     >>> ParallelDims.parse("dp2.tp4").size
     8
@@ -56,12 +60,12 @@ class ParallelDims:
     @property
     def size(self) -> int:
         """Number of ranks: the product of the degrees."""
-        return self.pp * self.dp * self.fsdp * self.tp
+        return math.prod(self.degrees)
 
     @property
-    def degrees(self) -> tuple[int, int, int, int]:
+    def degrees(self) -> tuple[int, ...]:
         """The degrees in the order of ``AXES``."""
-        return (self.pp, self.dp, self.fsdp, self.tp)
+        return _degrees_of(self)
 
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
@@ -158,10 +162,11 @@ class Layout:
         if rank not in self._position:
             raise LayoutError(f"rank {rank} is not part of layout {self}; pass one of its ranks")
         index = self._position[rank]
-        index, tp = divmod(index, self.dims.tp)
-        index, fsdp = divmod(index, self.dims.fsdp)
-        pp, dp = divmod(index, self.dims.dp)
-        return Coordinate(pp, dp, fsdp, tp)
+        positions = []
+        for degree in reversed(self.dims.degrees):
+            index, position = divmod(index, degree)
+            positions.append(position)
+        return Coordinate(*reversed(positions))
 
     def rank_at(self, coordinate: Coordinate) -> int:
         """Return the rank at ``coordinate``. Raises LayoutError when a component is outside its degree."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import Coordinate, Layout, ParallelDims, format_ranks, parse_ranks
+from lightning_realloc.layout import AXES, Coordinate, Layout, ParallelDims, format_ranks, parse_ranks
 from tests.layout.examples import layouts
 
 
@@ -23,6 +26,12 @@ def test_any_layout_survives_text_and_pickle(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
     assert pickle.loads(pickle.dumps(layout)) == layout
     assert hash(Layout.parse(str(layout))) == hash(layout)
+
+
+def test_degrees_and_coordinates_have_the_same_axes_and_the_guide_explains_each() -> None:
+    guide = (Path(__file__).parents[2] / "docs/layouts-and-plans.md").read_text()
+    assert tuple(field.name for field in fields(ParallelDims)) == AXES
+    assert tuple(re.findall(r"(?m)^\| `(\w+)` \|", guide.partition("| axis |")[2].partition("\n\n")[0])) == AXES
 
 
 @settings(max_examples=50, deadline=None)
@@ -42,13 +51,13 @@ def test_without_ranks_a_layout_takes_the_first_ones() -> None:
 def test_tensor_parallel_neighbours_are_adjacent_in_the_list_of_ranks() -> None:
     # pp2.dp2.tp2 over 0..7: rank = 4 * pp + 2 * dp + tp.
     layout = Layout.parse("pp2.dp2.tp2")
-    assert layout.coordinate(6) == Coordinate(pp=1, dp=1, fsdp=0, tp=0)
+    assert layout.coordinate(6) == Coordinate(pp=1, dp=1)
     assert layout.group(6, "tp") == (6, 7)
     assert layout.group(6, "dp", "fsdp") == (4, 6)
     assert layout.group(6, "pp") == (2, 6)
     assert layout.group(6) == (6,)
     assert layout.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert layout.groups("pp", "dp", "fsdp", "tp") == (tuple(range(8)),)
+    assert layout.groups(*AXES) == (tuple(range(8)),)
 
 
 def test_groups_follow_the_order_of_the_ranks() -> None:
@@ -70,7 +79,7 @@ def test_ranks_print_as_runs_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "words"),
     [
-        ("zero3", None, ["unknown layout 'zero3'", "pp, dp, fsdp, tp", "fsdp2.tp2"]),
+        ("zero3", None, ["unknown layout 'zero3'", ", ".join(AXES), "fsdp2.tp2"]),
         ("fsdp", None, ["unknown layout", "'fsdp'", "write degrees"]),
         ("", None, ["unknown layout ''", "write degrees"]),
         ("tp2.tp2", None, ["tp twice"]),
@@ -101,7 +110,7 @@ def test_asking_about_a_foreign_rank_or_axis_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"unknown axis 'ep'"):
         layout.group(2, "ep")
     with pytest.raises(LayoutError, match=r"tp=2 is outside"):
-        layout.rank_at(Coordinate(0, 0, 0, 2))
+        layout.rank_at(Coordinate(tp=2))
     with pytest.raises(LayoutError, match=r"0 or more"):
         Layout(ParallelDims(), (-1,))
 

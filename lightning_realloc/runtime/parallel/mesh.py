@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import AXES, Coordinate, Layout
+from lightning_realloc.layout import AXES, Layout
 from lightning_realloc.runtime.messages.objects import gather_objects
 
-_GROUPED_AXES = (("pp",), ("dp",), ("fsdp",), ("tp",), ("dp", "fsdp"), AXES)
+_GROUPED_AXES = (*((axis,) for axis in AXES), ("dp", "fsdp"), AXES)
 _Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
 _groups_by_world: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 """Default group -> ordered ranks -> group, without groups of all ranks. The key of the host group is ``_HOST``."""
@@ -92,8 +92,7 @@ class MeshRegistry:
         if layout.data_parallel_size == 1:
             raise LayoutError(f"layout {layout} has dp=1 and fsdp=1, so there is nothing to shard; do not wrap it")
         rows = tuple(
-            tuple(layout.rank_at(Coordinate(own.pp, dp, fsdp, own.tp)) for fsdp in range(dims.fsdp))
-            for dp in range(dims.dp)
+            tuple(layout.rank_at(own._replace(dp=dp, fsdp=fsdp)) for fsdp in range(dims.fsdp)) for dp in range(dims.dp)
         )
         if rows not in self._meshes:
             self._meshes[rows] = self._new_mesh(layout, rows)

@@ -223,7 +223,7 @@ class RooflineEstimator:
         if (role, dims) not in self._sizes:
             stages = sorted({0, dims.pp - 1})
             self._sizes[role, dims] = tuple(
-                self._elements[role].at_coordinate(dims, Coordinate(at, 0, 0, 0)) for at in stages
+                self._elements[role].at_coordinate(dims, Coordinate(pp=at)) for at in stages
             )
         return self._sizes[role, dims]
 

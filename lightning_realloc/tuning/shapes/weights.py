@@ -176,7 +176,7 @@ class _Mesh:
         index = np.arange(len(self.ranks))
         self.tp = index % dims.tp
         self.fsdp = index // dims.tp % dims.fsdp
-        self.pp = index // (dims.tp * dims.fsdp * dims.dp)
+        self.pp = index // (dims.size // dims.pp)
         runs = stage_blocks(num_blocks, dims.pp)
         self.begin = np.array([run.start for run in runs])[self.pp]
         self.end = np.array([run.stop for run in runs])[self.pp]
