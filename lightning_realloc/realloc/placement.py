@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_realloc.layout import AXES, ClusterSpec, Layout, ModelLayout, ParallelDims
+from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ParallelDims
 from lightning_realloc.realloc.families import match_families
 
 ENUMERATED_RANKS = 8
-"""Largest number of ranks for which every permitted order is tried. Raising it costs factorial time."""
+"""Largest number of ranks for which every order is tried. Raising it costs factorial time."""
 
 ASSIGNED_RANKS = 64
 """Largest assignment problem, in ranks or tensor-parallel groups. Raising it costs cubic time."""
@@ -28,47 +28,36 @@ Order = tuple[int, ...]
 
 
 def choose_rank_order(
-    source: ModelLayout,
-    dims: ParallelDims,
-    ranks: Sequence[int],
-    cluster: ClusterSpec | None = None,
-    *,
-    ascending_axes: tuple[str, ...] = (),
+    source: ModelLayout, dims: ParallelDims, ranks: Sequence[int], cluster: ClusterSpec | None = None
 ) -> Layout:
     """Return a layout of ``dims`` over ``ranks`` in the order that moves the fewest bytes from ``source``.
 
     Orders are compared by the node borders that tensor-parallel groups cross, then by the bytes that move. The given
-    order wins ties. With ``ascending_axes`` only orders with ``Layout.is_ascending(*ascending_axes)`` are considered,
-    as process groups with sorted ranks require.
+    order wins ties. The result is optimal for up to ``ENUMERATED_RANKS`` ranks, and on one node for up to
+    ``ASSIGNED_RANKS``. Otherwise it is the best of several candidates after local search.
 
-    The result is optimal for up to ``ENUMERATED_RANKS`` ranks. Up to ``ASSIGNED_RANKS`` it is optimal wherever the
-    unconstrained optimum is permitted, as on one node without ``ascending_axes``. Otherwise it is the best of several
-    candidates after local search. Raises LayoutError when the degrees do not multiply to the number of ranks or do
-    not fit the model.
+    Raises LayoutError when the degrees do not multiply to the number of ranks or do not fit the model.
     """
     given = Layout(dims, tuple(ranks))
     node_of = {rank: 0 if cluster is None else cluster.node_of(rank) for rank in ranks}
     gains = _overlaps(source, ModelLayout(source.model, given))
-    problem = _Problem(dims, gains, node_of, ascending_axes)
-    candidates = list(dict.fromkeys(map(problem.sort_lines, _candidates(source.layout, given.ranks, problem))))
-    if problem.permits(given.ranks):
-        candidates.insert(0, given.ranks)
+    problem = _Problem(dims, gains, node_of)
+    candidates = list(dict.fromkeys(_candidates(source.layout, given.ranks, problem)))
     if len(ranks) <= ENUMERATED_RANKS and min(map(problem.cost, candidates)) > problem.bound():
-        candidates.extend(problem.permitted_orders())
-    candidates.sort(key=problem.cost)  # stable: the given order wins ties
+        candidates.extend(itertools.permutations(ranks))
+    candidates.sort(key=problem.cost)  # stable: the given order, which comes first, wins ties
     improved = [_improved(order, problem) for order in candidates[:IMPROVED_CANDIDATES]]
     return Layout(dims, min((*candidates[:1], *improved), key=problem.cost))
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Costs and constraints of rank orders."""
+    """Costs of rank orders."""
 
     dims: ParallelDims
     gains: Mapping[int, Sequence[int]]
     """Rank -> number of elements that it holds of each coordinate's shards, in row-major order of coordinates."""
     node_of: Mapping[int, int]
-    ascending_axes: tuple[str, ...]
 
     def bound(self) -> tuple[int, int]:
         """Return a lower bound on the cost of every order, which ignores node borders."""
@@ -80,44 +69,6 @@ class _Problem:
         groups = (order[start : start + self.dims.tp] for start in range(0, len(order), self.dims.tp))
         crossings = sum(len({self.node_of[rank] for rank in group}) - 1 for group in groups)
         return crossings, -sum(self.gains[rank][index] for index, rank in enumerate(order))
-
-    def lines(self) -> Iterator[range]:
-        """Yield the positions of every group along an ascending axis."""
-        for axis in self.ascending_axes:
-            degree, stride = getattr(self.dims, axis), math.prod(self.dims.degrees[AXES.index(axis) + 1 :])
-            for start in range(self.dims.size if degree > 1 else 0):
-                if start // stride % degree == 0:
-                    yield range(start, start + degree * stride, stride)
-
-    def permits(self, order: Order) -> bool:
-        """Return whether the order is ascending along every line."""
-        return all(order[i] < order[j] for line in self.lines() for i, j in itertools.pairwise(line))
-
-    def sort_lines(self, order: Order) -> Order:
-        """Return the order sorted along one axis after the other; sorting along one leaves the others sorted."""
-        ranks = list(order)
-        for line in self.lines():
-            for index, rank in zip(line, sorted(ranks[index] for index in line), strict=True):
-                ranks[index] = rank
-        return tuple(ranks)
-
-    def permitted_orders(self) -> Iterator[Order]:
-        """Yield every permitted order, by depth-first search over positions."""
-        before: dict[int, list[int]] = {}
-        for line in self.lines():
-            for i, j in itertools.pairwise(line):
-                before.setdefault(j, []).append(i)
-
-        def extend(order: Order) -> Iterator[Order]:
-            if len(order) == self.dims.size:
-                yield order
-                return
-            lowest = max((order[index] for index in before.get(len(order), ())), default=-1)
-            for rank in self.gains:
-                if rank > lowest and rank not in order:
-                    yield from extend((*order, rank))
-
-        return extend(())
 
 
 def _overlaps(source: ModelLayout, target: ModelLayout) -> dict[int, list[int]]:
@@ -135,7 +86,7 @@ def _overlaps(source: ModelLayout, target: ModelLayout) -> dict[int, list[int]]:
 
 
 def _candidates(source: Layout, ranks: Order, problem: _Problem) -> Iterator[Order]:
-    """Yield natural orders of both layouts' axes, and the optimum of the problem without its constraints."""
+    """Yield the given order, natural orders of both layouts' axes, and the optimum without regard to nodes."""
     packed = _packed(ranks, problem)
     bases = [ranks, packed]
     if set(source.ranks) == set(ranks):
@@ -199,7 +150,7 @@ def _assigned_by_group(packed: Order, problem: _Problem) -> Order:
 
 def _improved(order: Order, problem: _Problem) -> Order:
     """Solve the assignment inside every node exactly, then swap pairs of ranks while that lowers the cost."""
-    best = min((order, problem.sort_lines(_improved_inside_nodes(order, problem))), key=problem.cost)
+    best = min((order, _improved_inside_nodes(order, problem)), key=problem.cost)
     if len(order) > ASSIGNED_RANKS:
         return best
     gains, improving = problem.gains, True
@@ -210,13 +161,13 @@ def _improved(order: Order, problem: _Problem) -> Order:
             if gains[a][j] + gains[b][i] <= gains[a][i] + gains[b][j]:
                 continue
             swapped = (*best[:i], b, *best[i + 1 : j], a, *best[j + 1 :])
-            if problem.cost(swapped) < problem.cost(best) and problem.permits(swapped):
+            if problem.cost(swapped) < problem.cost(best):
                 best, improving = swapped, True
     return best
 
 
 def _improved_inside_nodes(order: Order, problem: _Problem) -> Order:
-    """Return the best order that leaves every coordinate on its node, permitted or not."""
+    """Return the best order that leaves every coordinate on its node."""
     places: dict[int, list[int]] = {}
     for index, rank in enumerate(order):
         places.setdefault(problem.node_of[rank], []).append(index)
