@@ -250,7 +250,7 @@ def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
     for padding in (0, width - len(prompt)):
         ids = torch.tensor([[prompt[0]] * padding + list(prompt)], device=device)
         mask = torch.tensor([[0] * padding + [1] * len(prompt)], device=device)
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
+        config = GenerationConfig(
             max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
         )
         with _in_place_of_own(model, config):
@@ -310,7 +310,7 @@ def _config(params: SamplingParams, samples: Sequence[Sample], stop: StopRule) -
             "min_p": params.min_p or None,
         }  # fmt: skip
     early = sorted(stop.token_ids) if params.min_new_tokens else []
-    return GenerationConfig(  # type: ignore[no-untyped-call]
+    return GenerationConfig(
         max_new_tokens=max(sample.max_new_tokens for sample in samples),
         min_new_tokens=params.min_new_tokens if early else None,
         # Only what may not come early is named: rows end by the criterion, which knows of stop strings and limits too.

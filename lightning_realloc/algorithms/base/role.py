@@ -271,7 +271,7 @@ class Role:
         if self.task != "causal_lm":
             config = copy.deepcopy(config)
             config.num_labels = 1
-        return _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return, no-untyped-call]
+        return _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
     def _copied(self, module: nn.Module) -> nn.Module:
         unwrap: Callable[[], nn.Module] = getattr(module, "get_base_model", lambda: module)
@@ -347,7 +347,7 @@ class Role:
             )
 
     def _require_output(self, model: PreTrainedModel, missing: Iterable[str]) -> None:
-        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head = model.get_output_embeddings()
         outputs = tuple(f"{name}." for name, module in model.named_modules() if module is head)
         if random := sorted(name for name in missing if name.startswith(outputs)):
             raise ConfigError(

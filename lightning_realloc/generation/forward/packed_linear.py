@@ -65,7 +65,7 @@ def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[None]:
 @cache
 def packs(dtype: torch.dtype) -> bool:
     """Return whether this torch on this processor multiplies with packed weights of ``dtype`` as `linear` does."""
-    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     weight, rows = torch.eye(16, 32, dtype=dtype), torch.arange(64.0).to(dtype).view(2, 32)
     try:

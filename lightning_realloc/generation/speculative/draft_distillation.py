@@ -52,7 +52,7 @@ class Distillation:
                 logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1]
                 targets, learnt = tokens[:, 1:], is_response[:, 1:]
                 loss = cross_entropy(logits[learnt].float(), targets[learnt])
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 norm = nn.utils.clip_grad_norm_(self._model.parameters(), _MOST_GRADIENT)
                 if torch.isfinite(norm):
                     self._optimizer.step()

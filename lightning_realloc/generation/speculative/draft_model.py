@@ -315,7 +315,7 @@ def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
     except (OSError, ValueError) as error:
         raise _not_loaded(name, error) from error
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
 

@@ -7,7 +7,7 @@ its last hidden states and its head, and are never stored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -85,10 +85,7 @@ def vocabulary_divergence(
     """
     assert 0.0 < mix < 1.0, "at mix=0 or mix=1 one of the two terms vanishes"
     values, shard = local_logits(logits)
-    divergences: Tensor = _VocabularyDivergence.apply(  # type: ignore[no-untyped-call]
-        values, teacher, shard, divergence, mix, temperature
-    )
-    return divergences
+    return cast(Tensor, _VocabularyDivergence.apply(values, teacher, shard, divergence, mix, temperature))
 
 
 class _VocabularyDivergence(torch.autograd.Function):

@@ -24,10 +24,7 @@ def use_liger_kernels(model: nn.Module, role: str, device: torch.device) -> None
     if device.type != "cuda":
         raise ConfigError(f"liger_kernels=True needs CUDA, and {role} runs on {device.type}; leave liger_kernels out")
     try:
-        from liger_kernel.transformers.monkey_patch import (  # type: ignore[import-not-found, unused-ignore]
-            MODEL_TYPE_TO_APPLY_LIGER_FN,
-            _apply_liger_kernel_to_instance,
-        )
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
     except ImportError as error:
         raise ConfigError(
             f"liger_kernels=True needs the package liger-kernel, which cannot be imported here ({error}); install it, "

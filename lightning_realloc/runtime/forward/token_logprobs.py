@@ -41,7 +41,7 @@ def selected_logprobs(
     reads its own columns. Ranks exchange three numbers per row, and none in the backward pass.
     """
     values, shard = local_logits(logits)
-    logprobs, entropy = _SelectedLogprobs.apply(values, tokens, shard, temperature, with_entropy)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _SelectedLogprobs.apply(values, tokens, shard, temperature, with_entropy)
     return TokenStatistics(logprobs, entropy if with_entropy else None)
 
 

@@ -6,7 +6,7 @@ gradient. All ranks add in the same order, so replicated values stay bitwise equ
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,20 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import chunk_bounds
 from lightning_realloc.runtime.compat import all_gather_single
+
+if TYPE_CHECKING:
+    from lightning_realloc.runtime.transfer.collectives import SharedMemoryAllReduce
 
 _GATHERED_SUM_BYTES = 256 * 1024
 """Bytes up to which CPU tensors are summed by gather and add: gloo's all-reduce takes twice as long as its gather."""
-
-
-class FastSum(Protocol):
-    """A faster sum of small tensors over the same ranks, such as `SharedMemoryAllReduce`."""
-
-    def accepts(self, tensor: Tensor) -> bool:
-        """Return whether ``sum_`` accepts this tensor; every rank returns the same."""
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Replace ``tensor`` by the sum over the ranks; the result is bitwise equal on every rank."""
 
 
 class TensorParallelGroup:
@@ -42,8 +36,8 @@ class TensorParallelGroup:
         self.process_group = process_group
         self.size = len(ranks)
         self.index = ranks.index(rank)
-        self.inference_sum: FastSum | None = None
-        """Sum used without gradients, for the tensors that it accepts. Set it on all ranks or on none."""
+        self.inference_sum: SharedMemoryAllReduce | None = None
+        """Faster sum without gradients, for the tensors that it accepts. Set it on all ranks or on none."""
         self.shared_copy: tuple[Tensor, int, Tensor] | None = None
         """Last activation given to a column-cut layer, its version, and its copy; None if there is none."""
 
@@ -76,9 +70,8 @@ class TensorParallelGroup:
 
     def local_slice(self, width: int) -> tuple[int, int]:
         """Return start and length of this rank's chunk of ``width``, as ``torch.chunk`` cuts."""
-        chunk = -(-width // self.size)
-        start = min(width, self.index * chunk)
-        return start, min(width, start + chunk) - start
+        start, stop = chunk_bounds(width, self.size, self.index)
+        return start, stop - start
 
 
 def copy_to_ranks(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
@@ -92,7 +85,7 @@ def copy_to_ranks(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     shared = group.shared_copy
     if shared is not None and shared[0] is tensor and shared[1] == tensor._version:
         return shared[2]
-    copy: Tensor = _SumGradient.apply(tensor, group, 0, group.size)  # type: ignore[no-untyped-call]
+    copy: Tensor = _SumGradient.apply(tensor, group, 0, group.size)
     group.shared_copy = (tensor, tensor._version, copy)
     return copy
 
@@ -102,7 +95,7 @@ def sum_gradient_over(tensor: Tensor, group: TensorParallelGroup, first: int, co
 
     Collective over the whole group in the backward pass.
     """
-    return _SumGradient.apply(tensor, group, first, count)  # type: ignore[no-any-return, no-untyped-call]
+    return cast(Tensor, _SumGradient.apply(tensor, group, first, count))
 
 
 def sum_from_ranks(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
@@ -110,7 +103,7 @@ def sum_from_ranks(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     group.shared_copy = None  # the layers that shared it have run: free the graph
     if not torch.is_grad_enabled():
         return group.sum_without_gradient(tensor)
-    return _Sum.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+    return cast(Tensor, _Sum.apply(tensor, group))
 
 
 def gather_last_dim(tensor: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
@@ -119,12 +112,12 @@ def gather_last_dim(tensor: Tensor, group: TensorParallelGroup, width: int) -> T
     The gradient of the result must be the same on every rank, as it is if the following layers are replicated.
     """
     group.shared_copy = None
-    return _GatherLastDim.apply(tensor, group, width)  # type: ignore[no-any-return, no-untyped-call]
+    return cast(Tensor, _GatherLastDim.apply(tensor, group, width))
 
 
 def split_last_dim(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     """Return this rank's slice of the last dim of a replicated activation; the gradient is gathered from all ranks."""
-    return _SplitLastDim.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+    return cast(Tensor, _SplitLastDim.apply(tensor, group))
 
 
 def _concatenate(tensor: Tensor, group: TensorParallelGroup, width: int) -> Tensor:

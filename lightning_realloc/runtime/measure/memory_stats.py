@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
-class MemoryMeter(Protocol):
-    """Counts the bytes of tensors on this rank's device."""
-
-    def start(self) -> None:
-        """Start counting, including the tensors that exist already."""
-
-    def stop(self) -> None:
-        """Stop counting."""
-
-    def take_peak(self) -> int:
-        """Return the peak bytes since the last call or `start`, and reset the peak."""
-
-
-def memory_meter(device: torch.device) -> MemoryMeter:
-    """Return the meter for a device."""
-    return AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
+_STORAGE_CLASS: Any = torch.UntypedStorage  # its resize_ is replaced: no dispatch mode sees it
 
 
 class AllocatorMeter:
@@ -44,20 +28,20 @@ class AllocatorMeter:
         self._device = device
 
     def start(self) -> None:
-        """See `MemoryMeter.start`."""
+        """Reset the peak; the allocator always counts."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def stop(self) -> None:
-        """See `MemoryMeter.stop`."""
+        """Do nothing: the allocator always counts."""
 
     def take_peak(self) -> int:
-        """See `MemoryMeter.take_peak`."""
+        """Return the peak bytes since the last call or `start`, and reset the peak."""
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
 
-class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageMeter(TorchDispatchMode):
     """Bytes of the storages of host tensors; views of one storage count once.
 
     Memory that torch did not allocate (segments that ranks share, buffers of other libraries) is not counted. Neither
@@ -74,7 +58,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize = torch.UntypedStorage.resize_
 
     def start(self) -> None:
-        """See `MemoryMeter.start`."""
+        """Start counting, including the tensors that exist already."""
         gc.collect()
         found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
         found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
@@ -82,16 +66,16 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage in _storages(tensor):
                 self._count(storage)
         self._peak_bytes = self.current_bytes
-        torch.UntypedStorage.resize_ = _counted_resize(self)  # type: ignore[method-assign]
-        self.__enter__()  # type: ignore[no-untyped-call]
+        _STORAGE_CLASS.resize_ = lambda storage, size: self._resized(storage, size)
+        self.__enter__()
 
     def stop(self) -> None:
-        """See `MemoryMeter.stop`."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        """Stop counting."""
+        self.__exit__(None, None, None)
+        _STORAGE_CLASS.resize_ = self._resize
 
     def take_peak(self) -> int:
-        """See `MemoryMeter.take_peak`."""
+        """Return the peak bytes since the last call or `start`, and reset the peak."""
         peak, self._peak_bytes = self._peak_bytes, self.current_bytes
         return peak
 
@@ -107,7 +91,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(storage)
         return result
 
-    def resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         """Resize a storage, as FSDP does to free and restore weights, and count the difference."""
         result: torch.UntypedStorage = self._resize(storage, size)
         if storage.device.type == "cpu":
@@ -127,13 +111,13 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._ends[key]
 
 
-def _counted_resize(meter: StorageMeter) -> Any:
-    """Return a replacement for ``UntypedStorage.resize_``, which is not dispatched."""
+MemoryMeter = AllocatorMeter | StorageMeter
+"""Counts the bytes of tensors on this rank's device."""
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        return meter.resized(storage, size)
 
-    return resize_
+def memory_meter(device: torch.device) -> MemoryMeter:
+    """Return the meter for a device."""
+    return AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
 
 
 def _storages(value: object) -> list[torch.UntypedStorage]:

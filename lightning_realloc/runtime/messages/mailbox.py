@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -210,7 +210,7 @@ class Mailbox:
         header = torch.empty(5, dtype=torch.int64)
         work = dist.irecv(header, group=self._group, tag=_HEADER_TAG)
         self._wait(work, timeout)
-        source = int(work._source_rank())  # type: ignore[union-attr]
+        source = int(cast(dist.Work, work)._source_rank())
         kind, run, call, part, size = header.tolist()
         content = torch.empty(size, dtype=torch.uint8)
         if size:

@@ -52,4 +52,4 @@ def compiled_blocks(model: nn.Module, backend: str | None) -> Iterator[None]:
 
 @functools.cache  # one object: programs are bound to it
 def _uncompiled_attention() -> Any:
-    return torch.compiler.disable(segment_attention)  # type: ignore[no-untyped-call]
+    return torch.compiler.disable(segment_attention)

@@ -95,7 +95,7 @@ def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) ->
     """
     places = packed.predecessors[targets]
     hf_model = transformers_model(model)
-    head: nn.Module | None = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: nn.Module | None = hf_model.get_output_embeddings()
     with packed_attention(model, packed) as inputs, vocab_parallel_output(head):
         if _keeps_logits(hf_model):
             return select_rows(model(**inputs, logits_to_keep=places).logits, 0)
@@ -108,7 +108,7 @@ def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
     The head itself runs on one token only, if the model's class supports ``logits_to_keep``.
     """
     hf_model = transformers_model(model)
-    head: nn.Module = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: nn.Module = hf_model.get_output_embeddings()
     seen: list[Tensor] = []
     read: list[Tensor] = []
     handles = (

@@ -225,17 +225,18 @@ def _gradients_summed(module: nn.Module, group: TensorParallelGroup, first: int,
 
     The sum is part of the graph instead of a parameter hook, so it is correct with gradient accumulation and FSDP.
     """
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    parameters: dict[str, Any] = module._parameters
+    own = {name: parameter for name, parameter in parameters.items() if parameter is not None}
     if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own.values())):
         yield
         return
     for name, parameter in own.items():
         if parameter.requires_grad:
-            module._parameters[name] = sum_gradient_over(parameter, group, first, count)  # type: ignore[assignment]
+            parameters[name] = sum_gradient_over(parameter, group, first, count)
     try:
         yield
     finally:
-        module._parameters.update(own)
+        parameters.update(own)
 
 
 def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan, group: TensorParallelGroup) -> None:

@@ -269,7 +269,7 @@ class Profiler:
             with compiled_blocks(model, subject.compile):
                 with self._machine.forward_context(is_wrapped):
                     loss = subject.forward(model, pack()).float().sum()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             if is_last:
                 model.zero_grad(set_to_none=True)
 

@@ -100,7 +100,7 @@ class Offloader:
                 )
 
         self._hooks.append(model.register_forward_pre_hook(refuse, prepend=True))
-        self._hooks.append(model.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+        self._hooks.append(model.register_state_dict_pre_hook(refuse))
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
