@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import chunk_bounds
-from lightning_realloc.runtime.compat import all_gather_single
 
 if TYPE_CHECKING:
     from lightning_realloc.runtime.transfer.collectives import SharedMemoryAllReduce
 
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers tensors of equal size into one; torch 2.13 deprecates its old name, ``all_gather_into_tensor``."""
 _GATHERED_SUM_BYTES = 256 * 1024
 """Bytes up to which CPU tensors are summed by gather and add: gloo's all-reduce takes twice as long as its gather."""
 
@@ -65,7 +66,7 @@ class TensorParallelGroup:
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, which have one shape, stacked along a new first dim."""
         gathered = tensor.new_empty(self.size * tensor.numel())
-        all_gather_single(gathered, tensor.contiguous().view(-1), group=self.process_group)
+        _all_gather_single(gathered, tensor.contiguous().view(-1), group=self.process_group)
         return gathered.view(self.size, *tensor.shape)
 
     def local_slice(self, width: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Encode samples as bytes, and gather the samples or the exceptions of all ranks.
 
-A column's metadata (name, kind, dtype, shape) is encoded as JSON and its numbers as raw bytes; nothing is pickled.
-Python objects are not sent, because every rank has them from the data loader.
+A column's metadata (name, kind, dtype, shape) is encoded as JSON, and its numbers as raw bytes. Python objects are not
+sent, because every rank has them from the data loader.
 
 If one rank alone raised, the others would wait in the next collective. So it sends its exception in place of its
 samples, and every rank raises it.
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_realloc import errors
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
-from lightning_realloc.errors import DataError, ReallocError
-from lightning_realloc.runtime.compat import all_gather_single
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.messages.failure_store import peer_error
+from lightning_realloc.runtime.messages.objects import gather_objects
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -78,75 +78,33 @@ def decode_message(blob: Tensor) -> tuple[dict[str, Any], dict[str, Samples]]:
     return content["info"], {name: decode(reader.read_bytes(size)) for name, size in content["sizes"].items()}
 
 
-def all_gather_samples(mine: Samples | Exception | None, *, device: torch.device) -> Samples:
+def all_gather_samples(mine: Samples | Exception | None) -> Samples:
     """Return the samples of all ranks on every rank, in ascending order of their ids. Collective over all ranks.
 
     Args:
         mine: Samples of this rank. None if another rank contributes the same samples. An exception if this rank
             failed to make them.
-        device: Device on which the process group communicates.
 
     Raises:
         ReallocError: on every rank if one contributed an exception. The failed rank raises its own. Others raise the
             message of the lowest failed rank, in the same class if this package defines it.
     """
-    mine, blob = _outgoing(mine)
-    blobs = [blob]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        blobs = list(_all_gather_bytes(blob, device))
-    for rank, received in enumerate(blobs):
-        if _is_failure(received):
-            _raise_failure(received, rank, mine if isinstance(mine, Exception) else None)
-    gathered = [decode(received) for received in blobs if received.numel()]
+    own, sent = (mine if isinstance(mine, Exception) else None), None
+    if isinstance(mine, Samples):
+        try:
+            sent = encode(mine).numpy().tobytes()
+        except DataError as error:
+            own = error
+    everyone = gather_objects((None if own is None else (type(own).__name__, str(own)), sent))
+    for rank, (failure, _) in enumerate(everyone):
+        if failure is not None:
+            if own is not None and (len(everyone) == 1 or dist.get_rank() == rank):
+                raise own
+            raise peer_error(rank, *failure) from own
+    gathered = [decode(torch.frombuffer(bytearray(blob), dtype=torch.uint8)) for _, blob in everyone if blob]
     if not gathered:
         raise DataError("no rank contributed samples; a call must run on at least one rank")
     return Samples.concatenate(gathered).sorted_by_id()
-
-
-def _outgoing(mine: Samples | Exception | None) -> tuple[Samples | Exception | None, Tensor]:
-    """Return this rank's contribution and its bytes; samples that cannot be encoded are replaced by the error."""
-    if mine is None:
-        return None, torch.empty(0, dtype=torch.uint8)
-    if isinstance(mine, Samples):
-        try:
-            return mine, encode(mine)
-        except DataError as error:
-            mine = error
-    return mine, _encode_failure(mine)
-
-
-def _encode_failure(error: Exception) -> Tensor:
-    """Return an error's class and message; a negative size distinguishes it from samples."""
-    size, text = _json_bytes({"error": type(error).__name__, "message": str(error)})
-    return torch.cat([_bytes(-size.view(torch.int64)), text])
-
-
-def _is_failure(blob: Tensor) -> bool:
-    return blob.numel() > 0 and int(_Reader(blob).read_tensor(torch.int64, (1,))[0]) < 0
-
-
-def _raise_failure(blob: Tensor, rank: int, own: Exception | None) -> NoReturn:
-    """Raise the exception of rank ``rank``; that rank raises its original object."""
-    if own is not None and (not dist.is_initialized() or dist.get_rank() == rank):
-        raise own
-    content = _Reader(blob).read_json()
-    known = getattr(errors, content["error"], None)
-    if isinstance(known, type) and issubclass(known, ReallocError):
-        raise known(content["message"]) from own
-    raise ReallocError(f"rank {rank} failed with {content['error']}: {content['message']}") from own
-
-
-def _all_gather_bytes(blob: Tensor, device: torch.device) -> Sequence[Tensor]:
-    world = dist.get_world_size()
-    sizes = torch.empty(world, dtype=torch.int64, device=device)
-    all_gather_single(sizes, torch.tensor([blob.numel()], dtype=torch.int64, device=device))
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: blob.numel()] = blob.to(device)
-    gathered = torch.empty(world * longest, dtype=torch.uint8, device=device)
-    all_gather_single(gathered, padded)
-    rows = gathered.cpu().view(world, longest)
-    return [rows[rank, :size] for rank, size in enumerate(sizes.tolist())]
 
 
 def _json_bytes(value: Any) -> tuple[Tensor, Tensor]:
@@ -171,8 +129,8 @@ class _Reader:
         return self._blob[begin : self._position]
 
     def read_json(self) -> Any:
-        """Return the value of a JSON text, which follows its size; a failure's size is negative."""
-        return json.loads(self.read_bytes(abs(int(self.read_tensor(torch.int64, (1,))[0]))).numpy().tobytes())
+        """Return the value of a JSON text, which follows its size."""
+        return json.loads(self.read_bytes(int(self.read_tensor(torch.int64, (1,)))).numpy().tobytes())
 
     def read_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         # A copy, because a view of the blob may not be aligned for its dtype.

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_realloc.errors import RankLost
+from lightning_realloc import errors
+from lightning_realloc.errors import RankLost, ReallocError
 
 _BROKEN = re.compile(r"gloo/transport.*(by peer|broken pipe|time(d )?out|connect)", re.IGNORECASE | re.DOTALL)
 """Messages of the RuntimeErrors that gloo raises when another process has ended."""
@@ -43,6 +44,14 @@ def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
                 name, message = json.loads(store.get(_key(rank)))
                 found[rank] = (name, message)
     return found
+
+
+def peer_error(rank: int, name: str, message: str) -> ReallocError:
+    """Return the error to raise for another rank's: of the same class if this package defines it."""
+    known = getattr(errors, name, None)
+    if isinstance(known, type) and issubclass(known, ReallocError):
+        return known(message)
+    return ReallocError(f"rank {rank} failed with {name}: {message}")
 
 
 def clear_failure(rank: int) -> None:

@@ -23,10 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_realloc import errors
 from lightning_realloc.errors import RankLost, ReallocError
 from lightning_realloc.runtime.messages.bulk_messages import BulkChannel
-from lightning_realloc.runtime.messages.failure_store import is_broken_connection, peer_failures, publish_failure
+from lightning_realloc.runtime.messages.failure_store import (
+    is_broken_connection,
+    peer_error,
+    peer_failures,
+    publish_failure,
+)
 
 FAILURE_DEADLINE_S = 10.0
 """Seconds that a failed rank waits for the failure frames of the others. Ranks in a collective never send one."""
@@ -192,10 +196,7 @@ class Mailbox:
         if own is not None and failed[0] == self._rank:
             raise own
         _, name, message = self._failures[failed[0]]
-        known = getattr(errors, name, None)
-        if isinstance(known, type) and issubclass(known, ReallocError):
-            raise known(message) from own
-        raise ReallocError(f"rank {failed[0]} failed with {name}: {message}") from own
+        raise peer_error(failed[0], name, message) from own
 
     def _start(self, tensor: Tensor, to: int, tag: int, run: int) -> None:
         try:

@@ -89,7 +89,7 @@ class CallRunner:
         self._enter_phase, self._layout_of = phase, layout_of
         self._options, self._frees_copies = options, frees_copies
         self._stop = stop
-        self._device, self._rank = device, rank
+        self._rank = rank
         self._metrics = RunMetrics(mailbox, pool, rank=rank, may_be_late=options.overlap == "iterations")
         self._engines = EnginePool(algorithm, pool, mailbox, device=device, rank=rank)
         self._inference = InferCalls(algorithm, pool, device=device, rank=rank)
@@ -170,7 +170,7 @@ class CallRunner:
                 self._metrics.keep_for_next(report.metrics)
             self._engines.receive_history()
             self._mailbox.release(self._run)
-        return data.gather(self._device)
+        return data.gather()
 
     def can_go_on(self) -> bool:
         """Return whether calls can still be run: no rank failed, and no later runner was made. Collective."""

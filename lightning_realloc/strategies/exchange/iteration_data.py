@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Column, Ragged, Samples
@@ -363,7 +362,7 @@ class IterationData:
             return first
         return first.with_columns(response_ids=report.shown.by_ids(first.ids).ragged("response_ids"))
 
-    def gather(self, device: torch.device) -> Samples:
+    def gather(self) -> Samples:
         """Return the last set of samples with all results of calls on it, on every rank. Collective."""
         last = self._last_table()
         complete = last.known if last is self._batch else None
@@ -371,7 +370,7 @@ class IterationData:
             table = self._generated_table(call) if call.kind == "generate" else self.table(call)
             if call.kind == "train" or table is not last:
                 continue
-            made = all_gather_samples(self._mine.get(call.name), device=device)
+            made = all_gather_samples(self._mine.get(call.name))
             complete = made if complete is None else complete.with_columns(**made.by_ids(complete.ids).columns)
         assert complete is not None
         return complete.with_columns(**last.known.data)

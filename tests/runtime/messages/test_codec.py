@@ -12,8 +12,6 @@ from lightning_realloc.errors import DataError, RewardError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode, encode
 from tests.workers import WorkerPool
 
-CPU = torch.device("cpu")
-
 
 def _samples(ids: list[int]) -> Samples:
     count = len(ids)
@@ -45,16 +43,16 @@ def test_a_column_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(DataError, match=r"column 'phase' has dtype complex64, which cannot be sent; use one of int64"):
         encode(samples)
     with pytest.raises(DataError, match="column 'phase'"):
-        all_gather_samples(samples, device=CPU)
+        all_gather_samples(samples)
 
 
 def test_the_only_rank_keeps_its_samples_in_order_and_raises_its_own_error() -> None:
-    assert all_gather_samples(_samples([3, 1]), device=CPU).ids.tolist() == [1, 3]
+    assert all_gather_samples(_samples([3, 1])).ids.tolist() == [1, 3]
     with pytest.raises(DataError, match="no rank contributed samples"):
-        all_gather_samples(None, device=CPU)
+        all_gather_samples(None)
     error = RuntimeError("mine")
     with pytest.raises(RuntimeError) as caught:
-        all_gather_samples(error, device=CPU)
+        all_gather_samples(error)
     assert caught.value is error
 
 
@@ -62,8 +60,8 @@ def gather_shares() -> list[Samples]:
     """Gather shares of different sizes, one of them empty, and with ranks that contribute nothing."""
     rank = dist.get_rank()
     shares = {0: [5, 2], 1: [], 2: [9, 0, 4], 3: [1]}
-    everything = all_gather_samples(_samples(shares[rank]), device=CPU)
-    only_last = all_gather_samples(_samples([8]) if rank == 3 else None, device=CPU)
+    everything = all_gather_samples(_samples(shares[rank]))
+    only_last = all_gather_samples(_samples([8]) if rank == 3 else None)
     return [everything, only_last]
 
 
@@ -81,12 +79,12 @@ def gather_failures() -> list[str]:
     texts = []
     for failures in ({1: RewardError("bad reward"), 3: DataError("bad data")}, {2: KeyError("typo")}):
         try:
-            all_gather_samples(failures.get(rank, _samples([rank])), device=CPU)
+            all_gather_samples(failures.get(rank, _samples([rank])))
         except Exception as error:
             texts.append(f"{type(error).__name__}: {error}; after {error.__cause__!r}")
     with pytest.raises(DataError, match="no rank contributed samples"):
-        all_gather_samples(None, device=CPU)
-    assert all_gather_samples(_samples([rank]), device=CPU).ids.tolist() == [0, 1, 2, 3]
+        all_gather_samples(None)
+    assert all_gather_samples(_samples([rank])).ids.tolist() == [0, 1, 2, 3]
     return texts
 
 
