@@ -97,18 +97,8 @@ class SharedMemoryAllReduce:
         slots = [slot[:count].view(tensor.shape) for slot in self._slots[tensor.dtype][self._turn]]
         slots[self._index].copy_(tensor)
         self._barrier.wait()
-        return _add_in_order(slots, tensor)
-
-
-def _add_in_order(slots: list[Tensor], out: Tensor) -> Tensor:
-    """Write the sum of ``slots`` into ``out``, from first to last, so that all ranks round alike."""
-    with torch.no_grad():
-        if out.dtype == torch.float32:
-            out.copy_(slots[0])
-            for slot in slots[1:]:
-                out.add_(slot)
-            return out
-        total = slots[0].float()
-        for slot in slots[1:]:
-            total.add_(slot)
-        return out.copy_(total)
+        with torch.no_grad():
+            total = tensor.copy_(slots[0]) if tensor.dtype == torch.float32 else slots[0].float()
+            for slot in slots[1:]:  # from first to last, so that all ranks round alike
+                total.add_(slot)
+            return total if total is tensor else tensor.copy_(total)

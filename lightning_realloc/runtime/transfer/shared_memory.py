@@ -14,7 +14,7 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,50 +234,32 @@ class FlagBarrier:
             return
         for flag, name in self._others:
             if self._words[flag] < self._arrivals:
-                self._wait_for(flag, self._arrivals, name)
+                self._wait_for(flag, name)
 
-    def _wait_for(self, flag: int, turn: int, name: str) -> None:
-        words = self._words
-
-        def raise_if_ended() -> None:
-            pid = words[flag + 1]
-            if pid and not _process_exists(pid):
-                raise ReallocError(f"{name} (process {pid}) ended while this process waited for it; see its own log")
-
-        wait_until(
-            lambda: words[flag] >= turn,
-            deadline_s=self._deadline_s,
-            check=raise_if_ended,
-            waiting_for=name,
-        )
-
-
-def wait_until(ready: Callable[[], bool], *, deadline_s: float, check: Callable[[], None], waiting_for: str) -> None:
-    """Wait until ``ready()``: spin first, then yield the core, then sleep, with backoff up to a millisecond.
-
-    ``check`` is called about once a second and may raise. Raises ReallocError after ``deadline_s`` seconds.
-    """
-    for _ in range(_NUM_SPINS):
-        if ready():
-            return
-    for _ in range(_NUM_YIELDS):
-        os.sched_yield()
-        if ready():
-            return
-    start = time.monotonic()
-    next_check, sleep_s = start + 1.0, 2e-5
-    while not ready():
-        time.sleep(sleep_s)
-        sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
-        now = time.monotonic()
-        if now > next_check:
-            check()
-            next_check = now + 1.0
-        if now > start + deadline_s:
-            raise ReallocError(
-                f"{waiting_for} did not arrive within {deadline_s:g} s; every rank must make the same calls in the "
-                "same order: look for an error in its log, or allow more time with deadline_s"
-            )
+    def _wait_for(self, flag: int, name: str) -> None:
+        """Wait for one process: spin first, then yield the core, then sleep, with backoff up to a millisecond."""
+        words, turn = self._words, self._arrivals
+        for spin in range(_NUM_SPINS + _NUM_YIELDS):
+            if words[flag] >= turn:
+                return
+            if spin >= _NUM_SPINS:
+                os.sched_yield()
+        start = time.monotonic()
+        next_check, sleep_s = start + 1.0, 2e-5
+        while words[flag] < turn:
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
+            now = time.monotonic()
+            if now > next_check:
+                next_check = now + 1.0
+                pid = words[flag + 1]
+                if pid and not _process_exists(pid):
+                    raise ReallocError(f"{name} (process {pid}) ended while this one waited for it; see its own log")
+            if now > start + self._deadline_s:
+                raise ReallocError(
+                    f"{name} did not arrive within {self._deadline_s:g} s; every rank must make the same calls in the "
+                    "same order: look for an error in its log, or allow more time with deadline_s"
+                )
 
 
 def stores_stay_in_order() -> bool:

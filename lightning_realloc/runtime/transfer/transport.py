@@ -67,7 +67,8 @@ class Arena:
         if end > self._storage.nbytes():
             self._storage.resize_(max(end, 2 * self._storage.nbytes()))
         tensor = torch.empty(0, dtype=dtype, device=self._device)
-        tensor.set_(self._storage, self._position // dtype.itemsize, tuple(shape), contiguous_strides(shape))
+        strides = torch.empty(shape, device="meta").stride()
+        tensor.set_(self._storage, self._position // dtype.itemsize, tuple(shape), strides)
         self._position = -(-end // self._alignment_bytes) * self._alignment_bytes
         self.num_bytes = max(self.num_bytes, end)
         return tensor
@@ -222,79 +223,75 @@ class DirectTransport:
         self._is_released = False
 
 
+@dataclass(frozen=True, slots=True)
 class _RoundBinder:
     """Converts transfers to views and messages. Sender and receiver use the same rules, so their messages match."""
 
-    def __init__(
-        self,
-        rank: int,
-        source: Mapping[str, Tensor],
-        target: Mapping[str, Tensor],
-        wire_dtype: torch.dtype,
-        pack_below_bytes: int,
-        wire_device: torch.device,
-        outgoing: Arena,
-        incoming: Arena,
-    ) -> None:
-        self._rank, self._source, self._target = rank, source, target
-        self._dtype, self._pack_below_bytes, self._device = wire_dtype, pack_below_bytes, wire_device
-        self._outgoing, self._incoming = outgoing, incoming
+    rank: int
+    source: Mapping[str, Tensor]
+    target: Mapping[str, Tensor]
+    dtype: torch.dtype
+    pack_below_bytes: int
+    device: torch.device
+    outgoing: Arena
+    incoming: Arena
 
     def bind(self, transfers: Sequence[Transfer]) -> _Round:
-        self._outgoing.rewind()
-        self._incoming.rewind()
+        self.outgoing.rewind()
+        self.incoming.rewind()
         round_ = _Round()
         staged: dict[tuple[object, ...], Tensor] = {}
         small_out: dict[int, list[Tensor]] = {}
         small_in: dict[int, list[Tensor]] = {}
         for transfer in transfers:
-            is_small = math.prod(transfer.shape) * self._dtype.itemsize < self._pack_below_bytes
-            if transfer.sender == self._rank:
-                holder = self._source if transfer.hop == 0 else self._target
+            is_small = transfer.numel * self.dtype.itemsize < self.pack_below_bytes
+            if transfer.sender == self.rank:
+                holder = self.source if transfer.hop == 0 else self.target
                 view = region_view(holder[transfer.param], transfer.sender_offset, transfer.shape)
                 if is_small:
                     small_out.setdefault(transfer.receiver, []).append(view)
                     continue
                 key = (transfer.param, transfer.hop, transfer.sender_offset, transfer.shape)
                 if key not in staged:
-                    staged[key] = self._ready_to_send(view, round_)
+                    staged[key] = self._send_from([view], round_)
                 round_.sends.append((staged[key], transfer.receiver))
             else:
-                view = region_view(self._target[transfer.param], transfer.receiver_offset, transfer.shape)
+                view = region_view(self.target[transfer.param], transfer.receiver_offset, transfer.shape)
                 if is_small:
                     small_in.setdefault(transfer.sender, []).append(view)
                 else:
-                    round_.receives.append((self._place_to_receive(view, round_), transfer.sender))
+                    round_.receives.append((self._receive_into([view], round_), transfer.sender))
         for peer, views in sorted(small_out.items()):
-            round_.sends.append((self._pack(views, round_.before, self._outgoing, sending=True), peer))
+            round_.sends.append((self._send_from(views, round_), peer))
         for peer, views in sorted(small_in.items()):
-            round_.receives.append((self._pack(views, round_.after, self._incoming, sending=False), peer))
+            round_.receives.append((self._receive_into(views, round_), peer))
         return round_
 
-    def _ready_to_send(self, view: Tensor, round_: _Round) -> Tensor:
-        if self._is_wire_ready(view):
-            return view
-        staging = self._outgoing.allocate(view.shape, self._dtype)
-        round_.before.add(staging, view)
-        return staging
-
-    def _place_to_receive(self, view: Tensor, round_: _Round) -> Tensor:
-        if self._is_wire_ready(view):
-            return view
-        staging = self._incoming.allocate(view.shape, self._dtype)
-        round_.after.add(view, staging)
-        return staging
-
-    def _pack(self, views: list[Tensor], copies: CopyList, arena: Arena, *, sending: bool) -> Tensor:
-        message = arena.allocate((sum(view.numel() for view in views),), self._dtype)
-        packed = torch.split(message, [view.numel() for view in views])
-        for view, piece in zip(views, packed, strict=True):
-            staging = piece.view(view.shape)
-            copies.add(staging, view) if sending else copies.add(view, staging)
+    def _send_from(self, views: list[Tensor], round_: _Round) -> Tensor:
+        message, staged = self._message(views, self.outgoing)
+        for view, staging in staged:
+            round_.before.add(staging, view)
         return message
 
-    def _is_wire_ready(self, view: Tensor) -> bool:
-        return view.dtype == self._dtype and view.device.type == self._device.type and view.is_contiguous()
+    def _receive_into(self, views: list[Tensor], round_: _Round) -> Tensor:
+        message, staged = self._message(views, self.incoming)
+        for view, staging in staged:
+            round_.after.add(view, staging)
+        return message
+
+    def _message(self, views: list[Tensor], arena: Arena) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the tensor to send or receive, and the views to copy with their places in it.
+
+        The tensor is a single view itself if it is contiguous in the wire dtype, else staging memory.
+        """
+        first = views[0]
+        is_ready = first.dtype == self.dtype and first.device.type == self.device.type and first.is_contiguous()
+        if len(views) == 1 and is_ready:
+            return first, []
+        sizes = [view.numel() for view in views]
+        message = arena.allocate((sum(sizes),), self.dtype)
+        places = torch.split(message, sizes)
+        return message, [(view, place.view(view.shape)) for view, place in zip(views, places, strict=True)]
 
 
 class PushTransport:
@@ -367,11 +364,6 @@ def region_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> 
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
     return tensor
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor of ``shape``."""
-    return tuple(math.prod(max(1, extent) for extent in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def default_backend(device: torch.device) -> str:

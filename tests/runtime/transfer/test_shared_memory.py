@@ -19,7 +19,6 @@ from lightning_realloc.runtime.transfer.shared_memory import (
     FlagBarrier,
     SharedSegment,
     share_segment,
-    wait_until,
 )
 from tests.workers import WorkerPool
 
@@ -72,8 +71,9 @@ def test_a_recycled_path_is_not_taken_for_the_segment() -> None:
 
 
 def test_waiting_ends_with_an_error_that_says_for_whom() -> None:
+    barrier = FlagBarrier(SharedSegment.create(64, backing="memfd"), 0, ["rank 0", "rank 3"], deadline_s=0.05)
     with pytest.raises(ReallocError, match=r"rank 3 did not arrive within 0\.05 s"):
-        wait_until(lambda: False, deadline_s=0.05, check=lambda: None, waiting_for="rank 3")
+        barrier.wait()
 
 
 def test_a_process_that_has_ended_is_noticed_long_before_the_deadline() -> None:

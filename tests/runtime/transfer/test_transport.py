@@ -10,15 +10,9 @@ from lightning_realloc.runtime.transfer import transport
 from lightning_realloc.runtime.transfer.transport import (
     Arena,
     CopyList,
-    contiguous_strides,
     default_backend,
     region_view,
 )
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
-def test_contiguous_strides_are_those_of_torch(shape: tuple[int, ...]) -> None:
-    assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
 def test_an_arena_gives_its_memory_back_under_the_tensors_and_has_it_again() -> None:
