@@ -48,10 +48,10 @@ from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantage
 from lightning_realloc.algorithms.settings import (
     Unpack,
     check_choice,
-    check_kind,
     check_minibatches,
     check_not_negative,
     check_positive,
+    check_type,
     given,
 )
 from lightning_realloc.batch.packing import PackedBatch
@@ -160,7 +160,7 @@ class PPO(PolicyModule):
         self.return_moments = RunningMoments()
         self.missing_eos_penalty = missing_eos_penalty
         self._check_loss()
-        check_kind(KLOptions, kl=kl)
+        check_type(KLOptions, kl=kl)
         divergence = kl or KLOptions()
         self.kl_estimator = given(divergence.estimator, kl_estimator)
         self.kl_place = given(divergence.place, kl_place)

@@ -57,7 +57,7 @@ def check_share(**settings: float) -> None:
             raise ConfigError(f"{name}={value} must lie between 0 and 1")
 
 
-def check_kind(kind: type, **settings: object) -> None:
+def check_type(kind: type, **settings: object) -> None:
     """Raise ConfigError for the first setting that is given and no ``kind``: YAML takes a mapping, Python does not."""
     for name, value in settings.items():
         if value is not None and not is_of_kind(value, kind):

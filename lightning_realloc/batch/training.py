@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_realloc.batch.packing import PackedBatch, balanced_shares, micro_batches, pack
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.layout.dims import is_count
 from lightning_realloc.setting_hints import TRAIN_OPTIONS_HINTS, suggest_settings
 
 
@@ -100,12 +101,12 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "num_minibatches", "micro_batch_tokens"):
-            if not _is_count(getattr(self, name)):
+            if not is_count(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a whole number, at least 1")
         norm, skipped = self.max_grad_norm, self.max_skipped_steps
         if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not norm > 0):
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number; use None to leave gradients alone")
-        if skipped is not None and not _is_count(skipped):
+        if skipped is not None and not is_count(skipped):
             raise ConfigError(
                 f"max_skipped_steps={skipped!r} must be a whole number, at least 1; use None to never stop the run"
             )
@@ -266,10 +267,6 @@ def _group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
 def _members(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
     """Return the positions of the groups, group by group."""
     return tuple(group * group_size + place for group in groups for place in range(group_size))
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_compile_backend(backend: str) -> None:

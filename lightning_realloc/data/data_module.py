@@ -43,7 +43,7 @@ class TokenLimit:
     """Name of the setting for error messages, such as ``max_prompt_tokens``."""
 
 
-class NothingFitsError(DataError):
+class NoUsableRowsError(DataError):
     """None of the rows can be used."""
 
 
@@ -148,7 +148,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         """Return the rows that fit as samples with ids 0, 1, ...; every rank calls it with the same rows.
 
         Raises:
-            NothingFitsError: if none of them fits.
+            NoUsableRowsError: if none of them fits.
         """
 
     # ---- Lightning's hooks
@@ -378,7 +378,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         def tabulate(block: Sequence[Row]) -> Samples | None:
             try:
                 return self.tabulate(self.shaped(tuple(block)), tokenizer)
-            except NothingFitsError:
+            except NoUsableRowsError:
                 return None  # for this block; the loader raises if no row of the whole stream fits
 
         loader = StreamLoader(
@@ -418,7 +418,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 def make_samples(
     columns: Mapping[str, Column], num_rows: int, item_name: str, data: Mapping[str, tuple[object, ...]] | None = None
 ) -> Samples:
-    """Return the columns as samples with ids 0, 1, ...; NothingFitsError if there are no rows."""
+    """Return the columns as samples with ids 0, 1, ...; NoUsableRowsError if there are no rows."""
     if num_rows == 0:
-        raise NothingFitsError(f"no {item_name} is left to use; raise the token limit or give shorter ones")
+        raise NoUsableRowsError(f"no {item_name} is left to use; raise the token limit or give shorter ones")
     return Samples(torch.arange(num_rows), columns, data or {})

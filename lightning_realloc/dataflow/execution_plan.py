@@ -15,7 +15,7 @@ import yaml
 
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import LayoutError, PlanError
-from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 
 OPTIMIZER_SUFFIX = ".optimizer"
@@ -41,11 +41,11 @@ class CallPlan:
     """Maximum number of sequences that a generation engine decodes at once, per data-parallel rank."""
 
     def __post_init__(self) -> None:
-        if self.micro_batch_tokens is not None and not _is_count(self.micro_batch_tokens):
+        if self.micro_batch_tokens is not None and not is_count(self.micro_batch_tokens):
             raise PlanError(
                 f"micro_batch_tokens={self.micro_batch_tokens!r} must be a whole number, at least 1; or leave it out"
             )
-        if not _is_count(self.max_slots):
+        if not is_count(self.max_slots):
             raise PlanError(
                 f"max_slots={self.max_slots!r} must be a whole number, at least 1: the sequences decoded at once"
             )
@@ -93,10 +93,6 @@ _OPTIONS_OF = {
     "max_slots": ("generate",),
 }
 """Option of a call's plan -> kinds of calls that use it."""
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class _EveryKeyOnce(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types

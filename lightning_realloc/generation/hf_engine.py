@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
 from lightning_realloc.generation.core.sample import Completion, Sample
-from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, token_logprobs
+from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, sampling_logprobs
 from lightning_realloc.generation.core.stopping import (
     StopRule,
     StopStringCheck,
@@ -210,7 +210,7 @@ class HFEngine:
     def _logprobs(self, sample: Sample, response: Sequence[int], params: SamplingParams) -> list[float]:
         ids = torch.tensor([[*sample.prompt, *response]], device=next(self._model.parameters()).device)
         logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
-        values: list[float] = token_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
+        values: list[float] = sampling_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
         return values
 
 

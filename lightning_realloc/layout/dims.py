@@ -54,7 +54,7 @@ class ParallelDims:
     def __post_init__(self) -> None:
         for axis in AXES:
             degree = getattr(self, axis)
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+            if not is_count(degree):
                 raise LayoutError(f"{axis}={degree!r} must be a whole number of at least 1; leave it out for 1")
 
     @property
@@ -237,6 +237,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number of at least 1; True, which Python counts as 1, is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_axes(axes: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from lightning_realloc.report.plan_comparison import (
 )
 from lightning_realloc.report.plan_report import (
     ROOFLINE_NOTE,
-    comparison_table,
+    alternatives_table,
     gap_sentence,
     memory_table,
     plan_table,
@@ -98,7 +98,7 @@ def _search(request: PlanRequest, write: Write) -> bool:
     write(f"\n{seconds}\n{gap_sentence(found)}\n{_cost(best, request)}")
     write(f"\nTimeline of an iteration, in seconds\n{timeline_table(best)}\n")
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
-    write(f"\nCompared with other plans\n{comparison_table(best, pricer.heuristic(), pricer.static())}\n")
+    write(f"\nCompared with other plans\n{alternatives_table(best, pricer.heuristic(), pricer.static())}\n")
     if request.flags.save is not None:
         rejection = "" if best.can_start else "; --check rejects it, since it cannot start on such devices"
         write(f"\nThe plan is in {request.flags.save}{rejection}\n")

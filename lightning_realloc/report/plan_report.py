@@ -156,7 +156,7 @@ def _setup_warning(priced: PricedPlan) -> Iterator[str]:
         yield f"  {setup_shortage(priced)}: a run of this plan cannot start on such devices"
 
 
-def comparison_table(best: PricedPlan, heuristic: PricedPlan, static: Sequence[PricedPlan]) -> str:
+def alternatives_table(best: PricedPlan, heuristic: PricedPlan, static: Sequence[PricedPlan]) -> str:
     """Return a table of seconds and bytes of the plan, the heuristic plan and static plans."""
     fitting = [priced for priced in static if not priced.missing_bytes]
     plans = [("this plan", best), ("heuristic", heuristic)]

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.layout.dims import is_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class TunerSettings:
             value = getattr(self, name)
             if not _is_number(value) and not (name == "drift_threshold" and value is None):
                 raise ConfigError(f"{name}={value!r} must be a number, as in 0.05")
-        if not isinstance(self.max_trials, int) or isinstance(self.max_trials, bool) or self.max_trials < 1:
+        if not is_count(self.max_trials):
             raise ConfigError(f"max_trials={self.max_trials!r} must be a whole number, at least 1; or use no AutoTuner")
         for name in ("max_overhead", "search_seconds", "profile_seconds"):
             value = getattr(self, name)

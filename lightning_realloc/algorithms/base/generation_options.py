@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Literal, get_args
 
-from lightning_realloc.algorithms.settings import check_choice, check_kind
+from lightning_realloc.algorithms.settings import check_choice, check_type
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import RolloutBudget, Speculation
 from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
@@ -43,9 +43,9 @@ class GenerationOptions:
     """Tokens or seconds of an iteration's generation; the rest continues in the next one. None: no bound."""
 
     def __post_init__(self) -> None:
-        check_kind(Speculation, speculation=self.speculation)
-        check_kind(RolloutBudget, rollout_budget=self.rollout_budget)
-        check_kind(Real, max_cache_bytes=self.max_cache_bytes)
+        check_type(Speculation, speculation=self.speculation)
+        check_type(RolloutBudget, rollout_budget=self.rollout_budget)
+        check_type(Real, max_cache_bytes=self.max_cache_bytes)
         _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
         if self.engine == "hf":

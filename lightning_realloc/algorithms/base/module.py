@@ -25,7 +25,7 @@ from lightning_realloc.algorithms.base.optimizers import NoDecay, Parameters, Ro
 from lightning_realloc.algorithms.base.role import ModelSource, Role, without_weights
 from lightning_realloc.algorithms.base.sample_rows import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
-from lightning_realloc.algorithms.settings import check_kind, refuse_contradictions
+from lightning_realloc.algorithms.settings import check_type, refuse_contradictions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.chat import load_tokenizer
@@ -136,9 +136,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        check_kind(TrainOptions, train_options=train_options)
-        check_kind(GenerationOptions, generation=generation)
-        check_kind(bool, allow_missing=allow_missing, liger_kernels=liger_kernels)
+        check_type(TrainOptions, train_options=train_options)
+        check_type(GenerationOptions, generation=generation)
+        check_type(bool, allow_missing=allow_missing, liger_kernels=liger_kernels)
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
         options = GenerationOptions(

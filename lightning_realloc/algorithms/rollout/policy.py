@@ -15,7 +15,7 @@ from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelM
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, Informed, sample_responses
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.rollout.partial_rollouts import PartialRollout, PartialRollouts
-from lightning_realloc.algorithms.settings import Unpack, check_kind
+from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError
@@ -72,11 +72,11 @@ class PolicyModule(MultiModelModule):
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
-        check_kind(SamplingParams, sampling=sampling, evaluation_sampling=evaluation_sampling)
+        check_type(SamplingParams, sampling=sampling, evaluation_sampling=evaluation_sampling)
         if self.generation_options.rollout_budget is None and rollout_budget is not None:
             self._set_generation(replace(self.generation_options, rollout_budget=rollout_budget))
         self.rollout_budget = self.generation_options.rollout_budget
-        check_kind(Conversation, conversation=conversation)
+        check_type(Conversation, conversation=conversation)
         self.sampling = sampling
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
         self.accuracy = accuracy

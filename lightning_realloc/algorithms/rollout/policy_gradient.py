@@ -39,7 +39,7 @@ from lightning_realloc.algorithms.losses.proximal import (
 from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_kind, check_not_negative, given
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_not_negative, check_type, given
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -133,8 +133,8 @@ class PolicyGradient(RewardedModule):
         **settings: Unpack[RewardedSettings],
     ) -> None:
         super().__init__(actor, reward, sampling=sampling, **settings)
-        check_kind(KLOptions, kl=kl)
-        check_kind(PolicyLossOptions, policy_loss=policy_loss)
+        check_type(KLOptions, kl=kl)
+        check_type(PolicyLossOptions, policy_loss=policy_loss)
         divergence, options = kl or KLOptions(), policy_loss or PolicyLossOptions()
         self.kl_coef = given(divergence.coef, kl_coef)
         self.kl_estimator = given(divergence.estimator, kl_estimator)

@@ -196,7 +196,7 @@ def sample_tokens(
     return tokens, _logprobs_of(scaled, tokens)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, params: SamplingParams) -> Tensor:
+def sampling_logprobs(logits: Tensor, tokens: Tensor, params: SamplingParams) -> Tensor:
     """Return what :func:`sample_tokens` reports (N,) for ``tokens`` (N,) of ``logits`` (N, V)."""
     return _logprobs_of(_tempered(logits, params), tokens)
 

@@ -18,7 +18,7 @@ from lightning_realloc.generation.schedule.scheduler import Admission, Prompt, S
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
 
 
-class Lengths(Protocol):
+class RunningLengths(Protocol):
     """What is asked of samples, by their places in the call."""
 
     def position(self, index: int) -> int:
@@ -61,7 +61,7 @@ class PagedScheduler(Scheduler):
         self,
         prompts: Iterable[Prompt],
         *,
-        lengths: Lengths,
+        lengths: RunningLengths,
         tables: PageTables,
         num_slots: int,
         num_ahead: int = 0,

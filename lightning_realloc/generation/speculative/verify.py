@@ -23,8 +23,8 @@ from lightning_realloc.generation.core.sampling import (
     SamplingParams,
     draw_gumbel,
     draw_weights,
+    sampling_logprobs,
     sampling_weights,
-    token_logprobs,
 )
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft
 
@@ -120,7 +120,7 @@ class GumbelDraws(KeyedDraws):
     ) -> tuple[Tensor, Tensor]:
         weights = sampling_weights(logits, self._params, forbidden=forbidden, repeated=repeated)
         tokens = draw_gumbel(weights, keys, places)
-        return tokens, token_logprobs(logits, tokens, self._params)
+        return tokens, sampling_logprobs(logits, tokens, self._params)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Rejection(Verification):
         tokens = [[*draft.tokens[:n], final] for draft, n, final in zip(drafts, accepted, finals, strict=True)]
         rows = torch.tensor([start + j for start, own in zip(starts, tokens, strict=True) for j in range(len(own))])
         flat = torch.tensor([token for own in tokens for token in own], device=logits.device)
-        logprobs = iter(token_logprobs(logits[rows.to(logits.device)], flat, self.params).tolist())
+        logprobs = iter(sampling_logprobs(logits[rows.to(logits.device)], flat, self.params).tolist())
         return [(own, [next(logprobs) for _ in own]) for own in tokens]
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:

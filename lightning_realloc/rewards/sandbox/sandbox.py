@@ -20,9 +20,12 @@ from lightning_realloc.rewards.sandbox.processes import kill_tree
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
 
 _ROOT = str(Path(lightning_realloc.__file__).resolve().parent.parent)
-_SUPERVISE = (
-    f"import sys; sys.path.insert(0, {_ROOT!r}); from lightning_realloc.rewards.sandbox.supervisor import main; main()"
-)
+_SUPERVISE = f"""
+import sys
+sys.path.insert(0, {_ROOT!r})
+from lightning_realloc.rewards.sandbox.supervisor import supervise
+supervise()
+"""
 _SUPERVISOR_GRACE_S = 30.0
 """Extra seconds for the supervisor beyond its program's wall time."""
 

@@ -70,7 +70,7 @@ class ProgramResult:
     """Whether the program ran in its own namespaces."""
 
 
-def main() -> None:
+def supervise() -> None:
     """Run one job from standard input."""
     job: dict[str, Any] = json.load(sys.stdin)
     die_with_parent(job["parent"])
@@ -210,4 +210,4 @@ def _limit(limits: Limits, isolated: bool) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main()
+    supervise()

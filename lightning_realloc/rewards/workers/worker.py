@@ -31,7 +31,7 @@ class WorkerError:
 
 
 def prepare_function(function: RewardFunction) -> bytes:
-    """Serialize a function for :func:`main` in another process.
+    """Serialize a function for :func:`serve` in another process.
 
     Raises:
         RewardError: for a function that exists in this process only.
@@ -52,7 +52,7 @@ def prepare_function(function: RewardFunction) -> bytes:
     return pickle.dumps((surroundings, pickled))
 
 
-def main(descriptor: int, parent: int) -> None:
+def serve(descriptor: int, parent: int) -> None:
     """Serve a connection until its other end closes."""
     die_with_parent(parent)
     adopt_orphans()

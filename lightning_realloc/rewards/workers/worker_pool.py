@@ -23,7 +23,7 @@ Request = Mapping[str, Any]
 
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from lightning_realloc.rewards.workers.worker import main; main({fd}, {parent})"
+    "from lightning_realloc.rewards.workers.worker import serve; serve({fd}, {parent})"
 )
 
 
