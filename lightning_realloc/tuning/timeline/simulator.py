@@ -116,6 +116,9 @@ def simulate(
 ) -> Timeline:
     """Return the timeline of a plan, with the estimator's seconds in every iteration.
 
+    A call of an offloaded role also takes the seconds in which its weights return from the host. In a run they may
+    overlap with the call before. The return of an offloaded optimizer state does not count.
+
     Args:
         iterations: Number of iterations to simulate.
         overlap: Work that may run at the same time on disjoint ranks, as in `ReallocStrategy`.
@@ -169,11 +172,15 @@ class _Tasks:
         self.seconds: list[float] = []
         for call in calls:
             role, chosen = str(call.role), plan.call(call.name)
-            home = plan.layout(dataflow.home_call(estimator.owner(role)).name)
+            owner = estimator.owner(role)
+            home = plan.layout(dataflow.home_call(owner).name)
             self.phases += [MOVE_PREFIX + call.name, call.name]
             self.ranks += [tuple(dict.fromkeys((*home.ranks, *chosen.layout.ranks))), chosen.layout.ranks]
             moved_s = 0.0 if chosen.layout == home else estimator.move_seconds(role, home, chosen.layout)
-            self.seconds += [moved_s, estimator.call_seconds(call.name, chosen).total]
+            seconds = estimator.call_seconds(call.name, chosen).total
+            if owner in plan.offload:
+                seconds += estimator.offload_seconds(estimator.resident_bytes(owner, home, is_home=True))
+            self.seconds += [moved_s, seconds]
 
     def masks(self, moving: Collection[int]) -> list[int]:
         """Return the ranks of every task as bits, 0 for the moves of calls that are not in ``moving``."""

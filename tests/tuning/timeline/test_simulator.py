@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -139,6 +140,24 @@ def test_a_frozen_role_moves_once_and_an_offloaded_one_every_time() -> None:
     freed = simulate(SCORED_TWICE, plan_of(layouts, ("judge",)), answers, iterations=4)
     assert kept.seconds_per_iteration == pytest.approx(3.0)
     assert freed.seconds_per_iteration == pytest.approx(3.5)
+
+
+def test_an_offloaded_role_costs_the_return_of_its_weights() -> None:
+    @dataclass(frozen=True)
+    class Sized(FixedEstimator):
+        def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
+            return 3 << 30 if is_home else 0
+
+        def offload_seconds(self, num_bytes: float) -> float:
+            return num_bytes / 2**31
+
+    layouts = {"judge.infer": "tp2@0-1", "judge.check": "tp2@0-1", "actor.train": "fsdp2@0-1"}
+    prices = Sized(SCORED_TWICE, dict.fromkeys(layouts, 1.0))
+    kept, offloaded = (simulate(SCORED_TWICE, plan_of(layouts, names), prices) for names in ((), ("judge",)))
+    assert kept.seconds_per_iteration == pytest.approx(3.0)
+    assert offloaded.seconds_per_iteration == pytest.approx(3.0 + 2 * 1.5)  # the judge is offloaded after each call
+    optimizer = simulate(SCORED_TWICE, plan_of(layouts, ("actor.optimizer",)), prices)
+    assert optimizer.seconds_per_iteration == pytest.approx(3.0)
 
 
 SCORED_BY_BASE = Dataflow(
