@@ -156,10 +156,10 @@ def _setup_warning(priced: PricedPlan) -> Iterator[str]:
         yield f"  {setup_shortage(priced)}: a run of this plan cannot start on such devices"
 
 
-def alternatives_table(best: PricedPlan, heuristic: PricedPlan, static: Sequence[PricedPlan]) -> str:
-    """Return a table of seconds and bytes of the plan, the heuristic plan and static plans."""
+def alternatives_table(best: PricedPlan, heuristic: Sequence[PricedPlan], static: Sequence[PricedPlan]) -> str:
+    """Return a table of seconds and bytes of the plan, of `PlanPricer.heuristic` and of static plans."""
     fitting = [priced for priced in static if not priced.missing_bytes]
-    plans = [("this plan", best), ("heuristic", heuristic)]
+    plans = [("this plan", best), *zip(("heuristic", "heuristic, divided further"), heuristic, strict=False)]
     plans += [(f"static, {priced.plan.layouts[0].dims}", priced) for priced in fitting[:MAX_STATIC_PLANS]]
     rows = [("", "seconds", "relative", "fullest rank")]
     for name, priced in plans:

@@ -25,7 +25,7 @@ from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.plan_search import search_plan
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
-from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
 from lightning_realloc.tuning.timeline.simulator import simulate
 from lightning_realloc.tuning.tuner_actions import Candidate
@@ -156,7 +156,7 @@ class PlanEvaluator:
                 prices.cluster,
                 world_size=prices.cluster.num_devices,
                 element_bytes=self.settings.copy_bytes,
-                sharers={name: role.shares for name, role in self.roles.items() if role.shares is not None},
+                sharers=sharers_of(self.roles),
             ).completed(self.dataflow)
         except ReallocError:
             return

@@ -20,7 +20,7 @@ from lightning_realloc.tuning.memory.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
-from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 
 SET_UP = "set-up"
 """Name of the phase in which models are built and sharded."""
@@ -145,7 +145,7 @@ class _Forecaster:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
-        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders, self._sharers)
+        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders, sharers_of(self.roles))
         yield PhaseMemory(SET_UP, rank, self._set_up(rank))
         for call in self.dataflow.iteration_calls:
             if call.role is None:
@@ -161,10 +161,6 @@ class _Forecaster:
     @property
     def _leaders(self) -> dict[str, str]:
         return {name: role.follows for name, role in self.roles.items() if role.follows is not None}
-
-    @property
-    def _sharers(self) -> dict[str, str]:
-        return {name: role.shares for name, role in self.roles.items() if role.shares is not None}
 
     def _owner(self, role: str) -> str:
         """Return the role whose replicas a role's calls use."""

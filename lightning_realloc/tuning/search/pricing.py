@@ -7,6 +7,7 @@ rank's memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,12 +24,14 @@ from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims
-from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.timeline.simulator import Timeline, simulate
 
 MAX_SEARCHES = 3
 """Most searches for one plan. A search counts bytes less exactly than the forecast, and is repeated with a smaller
 budget if its plan does not fit."""
+_MEMORY_DIVISORS = (2, 4, 8)
+"""Where the heuristic plan does not fit, it is made again for devices with these fractions of the memory, in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,24 +196,36 @@ class PlanPricer:
         self, best: PricedPlan, search_within: Callable[[int], tuple[PricedPlan, SearchResult]], budget: int
     ) -> PricedPlan | None:
         """Return the fastest plan that can start, of a second search and of the simple plans; None without one."""
-        found = [priced for priced in (self.heuristic(), *self.static()) if priced.can_run]
+        found = [priced for priced in (*self.heuristic(), *self.static()) if priced.can_run]
         if not found:
             return None
         with contextlib.suppress(NothingFitsError):  # a smaller budget shards more of the weights
             found.append(search_within(budget - (best.set_up_bytes - best.memory_budget))[0])
         return min((priced for priced in found if priced.can_run), key=lambda priced: priced.seconds)
 
-    def heuristic(self) -> PricedPlan:
-        """Return the heuristic plan, which a run without a plan uses, with its best options."""
+    def heuristic(self) -> list[PricedPlan]:
+        """Return the heuristic plan, which a run without a plan uses, with its best options.
+
+        If it lacks memory, the heuristic plan for devices with less memory follows: the first one that fits. That plan
+        trains on all ranks, and divides replicas further.
+        """
+        own = self._heuristic_for(1)
+        smaller = map(self._heuristic_for, _MEMORY_DIVISORS) if own.missing_bytes else iter(())
+        return [own, *itertools.islice((priced for priced in smaller if not priced.missing_bytes), 1)]
+
+    def _heuristic_for(self, divisor: int) -> PricedPlan:
+        """Return the heuristic plan for devices with a fraction of the memory."""
         task = self.task
-        layouts = heuristic_plan(
+        memory_bytes = task.cluster.device_memory_bytes // divisor
+        plan = heuristic_plan(
             task.dataflow,
             task.models,
-            task.cluster,
+            replace(task.cluster, device_memory_bytes=memory_bytes),
             world_size=task.cluster.num_devices,
             element_bytes=task.settings.copy_bytes,
+            sharers=sharers_of(task.roles),
         )
-        return self.price(self.with_best_options(layouts))
+        return self.price(self.with_best_options(plan))
 
     def static(self) -> list[PricedPlan]:
         """Return every plan with one layout for all calls on all ranks, ordered by missing bytes, then by seconds."""

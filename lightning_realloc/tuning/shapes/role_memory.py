@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
@@ -36,6 +37,11 @@ class RoleMemory:
         owners = {owner for _, owner in self.model.aliases}
         heads = [param for param in by_token if param.section == "output" or param.name in owners]
         return any(head.tp is not None and head.tp.dim == 0 for head in heads)
+
+
+def sharers_of(roles: Mapping[str, RoleMemory]) -> dict[str, str]:
+    """Return role without weights of its own -> the role whose replicas its calls use."""
+    return {name: role.shares for name, role in roles.items() if role.shares is not None}
 
 
 def is_adapted(param: ParamSpec) -> bool:

@@ -92,10 +92,24 @@ def test_the_found_plan_fits_by_every_ranks_forecast_and_beats_plans_without_a_s
     best, found = bench.search(seed=0, seconds=2, clock=time.process_time)
     assert best.missing_bytes == 0
     assert best.seconds == pytest.approx(found.seconds, rel=0.02)
-    others = [priced.seconds for priced in (bench.heuristic(), *bench.static()) if not priced.missing_bytes]
+    others = [priced.seconds for priced in (*bench.heuristic(), *bench.static()) if not priced.missing_bytes]
     assert best.seconds <= min(others) * 1.001
     with pytest.raises(NothingFitsError, match=r"lacks [0-9,]+ bytes"):
         pricer(100 << 20, cluster="a100-80g:1x2").search(seed=0, seconds=1, clock=time.process_time)
+
+
+def test_a_heuristic_plan_that_lacks_memory_is_followed_by_one_that_divides_more() -> None:
+    roomy = pricer(2000 << 20, cluster="a100-80g:1x8")
+    assert [priced.missing_bytes for priced in roomy.heuristic()] == [0]
+    task = replace(roomy.task, memory_budget=1400 << 20)
+    small = replace(task.cluster, device_memory_bytes=1400 << 20)
+    bench = PlanPricer(
+        replace(task, cluster=small), RooflineEstimator(PPO_FLOW, small, task.roles, task.settings, LOAD)
+    )
+    own, other = bench.heuristic()
+    assert own.missing_bytes and not other.missing_bytes
+    assert [str(one.plan.layout("actor.generate").dims) for one in (own, other)] == ["dp8", "dp4.tp2"]
+    assert [str(one.plan.layout("actor.train").dims) for one in (own, other)] == ["fsdp4", "fsdp8"]
 
 
 def test_building_a_model_is_priced_apart_from_iterations() -> None:
@@ -124,7 +138,7 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     best, found = bench.search(clock=time.process_time, **limits)
     assert best.can_run and refused.seconds <= best.seconds == found.seconds
     assert found.plan == best.plan and found.gap == pytest.approx(1 - found.lower_bound / best.seconds)
-    assert best.seconds <= min(other.seconds for other in (bench.heuristic(), *bench.static()) if other.can_run)
+    assert best.seconds <= min(other.seconds for other in (*bench.heuristic(), *bench.static()) if other.can_run)
 
 
 def test_a_plan_that_is_chosen_leaves_a_tenth_of_a_device_free() -> None:
