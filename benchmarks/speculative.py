@@ -240,7 +240,7 @@ def warm_up(
 
 def remember(drafter: Drafter, prompts: Sequence[Sequence[int]], responses: Sequence[Completion]) -> None:
     """Tell a drafter of responses made elsewhere; one that has no use for them forgets them."""
-    drafter.hear([(tuple(prompts[response.prompt_index]), response.token_ids) for response in responses])
+    drafter.receive_news([(tuple(prompts[response.prompt_index]), response.token_ids) for response in responses])
 
 
 def add_rows(cell: Cell, report: BenchmarkReport) -> None:

@@ -72,10 +72,10 @@ class Speculation:
                 )
 
     def __repr__(self) -> str:
-        """Return what is not as by default, and of a model no more than its class."""
+        """Show settings that differ from their defaults, and a model by its class alone."""
         given = ((own.name, getattr(self, own.name), own.default) for own in fields(self))
-        told = (f"{name}={_shown(value)}" for name, value, default in given if value != default)
-        return f"Speculation({', '.join(told)})"
+        changed = (f"{name}={_shown(value)}" for name, value, default in given if value != default)
+        return f"Speculation({', '.join(changed)})"
 
     @property
     def most_ahead(self) -> int:

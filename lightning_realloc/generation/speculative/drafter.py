@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -51,9 +51,15 @@ Propose = Callable[[Sequence[Sample], Sequence[int]], Sequence[Draft]]
 """As `Drafter.propose`."""
 
 
+_FORMER_NAMES = {"is_acquainted": "has_seen_prompts", "hear": "receive_news"}
+"""Methods of `Drafter` by the names of earlier releases, which go with the next one."""
+
+
 class Drafter:
     """Base class of drafters: this one proposes nothing, others override the methods that they need."""
 
+    anticipates: bool = False
+    """Whether the length of a draft may depend on the tokens that it leaves out. Adaptive ``"reject"`` refuses that."""
     costs_a_forward: bool = False
     """Whether every place of the drafts costs one forward of a model, for all samples together."""
     exchanges: bool = False
@@ -64,6 +70,20 @@ class Drafter:
     """Whether drafting reads the target's keys and values: no draft for samples whose prompts are being read."""
     cuda_graphs: bool = True
     """Whether forwards of a draft model may be captured and replayed."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for former, name in _FORMER_NAMES.items():
+            if former in vars(cls) and name not in vars(cls):
+                warnings.warn(
+                    f"{cls.__name__}.{former} is now called {name}, and the former name goes with the next release; "
+                    f"rename the method",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                setattr(cls, name, vars(cls)[former])
+            elif name in vars(cls):
+                setattr(cls, former, vars(cls)[name])
 
     def share_cache(self, cache: KVCache) -> None:
         """Take the cache of the target's keys and values for the next generation.
@@ -112,8 +132,10 @@ class Drafter:
         """Return the prompts and responses that finished here since the last call."""
         return []
 
-    def hear(self, news: Sequence[Exchange]) -> None:
+    def receive_news(self, news: Sequence[Exchange]) -> None:
         """Take prompts and responses of other ranks."""
+
+    is_acquainted, hear = has_seen_prompts, receive_news
 
 
 def checked_propose(drafter: Drafter, *, vocabulary: int | None, need_laws: Callable[[], bool]) -> Propose:

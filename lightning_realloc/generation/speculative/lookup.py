@@ -313,7 +313,7 @@ class HistoryDrafter(NgramDrafter):
         news, self._news = self._news, []
         return news
 
-    def hear(self, news: Sequence[Exchange]) -> None:
+    def receive_news(self, news: Sequence[Exchange]) -> None:
         for exchange in news:
             self._keep(exchange)
 

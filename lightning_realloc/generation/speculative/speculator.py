@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache
 from lightning_realloc.generation.core.plain_decoding import Decoding, Emitted
 from lightning_realloc.generation.core.sample import Sample
@@ -82,8 +83,18 @@ class Speculator(Decoding):
         the caches are full of weights: many steps are recorded at once, and of a long rest the last ones."""
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> None:
-        """Start a generation of these samples."""
+        """Start a generation of these samples.
+
+        Raises:
+            GenerationError: where the rule needs draft lengths that do not depend on the tokens left out.
+        """
         self._rule = self._speculation.rule(params)
+        if self.adapts and self._rule.needs_laws and self.drafter.anticipates:
+            raise GenerationError(
+                f"verification='reject' keeps the distribution only where a draft's length does not depend on the "
+                f"tokens it leaves out, and that of {type(self.drafter).__name__} may, by anticipates=True; use "
+                f"verification='match', or a fixed num_draft_tokens"
+            )
         self.stats = SpeculationStats()
         self._lengths = self._lengths.decayed()
         self._record()  # of earlier prompts

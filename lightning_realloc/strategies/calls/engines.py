@@ -163,7 +163,7 @@ class EnginePool:
         due = [expected for expected in self._expected if before is None or expected[1] < before]
         for generator, run, index in due:
             for peer in generator.peers:
-                generator.drafter.hear(_unpacked(self._mailbox.receive(FrameKind.HISTORY, run, index, peer)))
+                generator.drafter.receive_news(_unpacked(self._mailbox.receive(FrameKind.HISTORY, run, index, peer)))
         self._expected = self._expected[len(due) :]
 
     def forget(self) -> None:

@@ -313,6 +313,48 @@ def test_a_drafter_written_for_earlier_releases_drafts_the_same_and_warns() -> N
     assert engine.stats.drafted_tokens > 0
 
 
+@pytest.mark.parametrize("base", [Drafter, HistoryDrafter])
+def test_methods_under_the_names_of_earlier_releases_are_called_and_warn(base: type[Drafter]) -> None:
+    with pytest.warns(DeprecationWarning) as warned:
+
+        class Earlier(base):  # type: ignore[misc, valid-type]
+            def is_acquainted(self, samples: Sequence[Sample]) -> bool:
+                assert not super().is_acquainted(samples)
+                return True
+
+            def hear(self, news: Any) -> None:
+                super().hear(news)
+                self.heard = list(news)
+
+    assert [str(each.message).split(",")[0] for each in warned] == [
+        "Earlier.is_acquainted is now called has_seen_prompts",
+        "Earlier.hear is now called receive_news",
+    ]
+    drafter = Earlier()
+    assert drafter.has_seen_prompts([Sample(0, 0, [5], 4, 0)])
+    drafter.receive_news([((5,), (1,))])
+    assert drafter.heard == [((5,), (1,))]
+
+
+def test_methods_under_their_own_names_are_found_by_those_of_earlier_releases() -> None:
+    drafter = HistoryDrafter()
+    drafter.hear([((5,), (1,))])
+    assert drafter.is_acquainted([Sample(0, 0, [5], 4, 0)])
+
+
+def test_adaptive_rejection_refuses_a_drafter_whose_lengths_depend_on_the_tokens_left_out() -> None:
+    class Anticipating(RandomDrafter):
+        anticipates = True
+
+    for depth, verification in ((3, "reject"), (None, "match")):
+        speculation = Speculation(drafter="none", verification=verification, num_draft_tokens=depth)  # type: ignore[arg-type]
+        GenerationEngine(target(), speculation=speculation, drafter=Anticipating(VOCABULARY)).generate([[5]])
+    adaptive = Speculation(drafter="none", verification="reject")
+    engine = GenerationEngine(target(), speculation=adaptive, drafter=Anticipating(VOCABULARY))
+    with pytest.raises(GenerationError, match=r"that of Anticipating may, by anticipates=True; use verification='mat"):
+        engine.generate([[5]])
+
+
 def test_adaptive_rejection_without_a_drafter_draws_as_with_no_drafts() -> None:
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     adaptive, none = (
@@ -570,7 +612,7 @@ def test_responses_are_kept_for_others_only_where_somebody_asks() -> None:
 
 def test_history_knows_whether_most_prompts_were_met_before() -> None:
     drafter = HistoryDrafter()
-    drafter.hear([((5, 6, 7), (1, 2)), ((5, 6), (3,))])
+    drafter.receive_news([((5, 6, 7), (1, 2)), ((5, 6), (3,))])
 
     def samples(*prompts: tuple[int, ...]) -> list[Sample]:
         return [Sample(2 * i + j, i, prompt, 8, key=0) for i, prompt in enumerate(prompts) for j in range(2)]
