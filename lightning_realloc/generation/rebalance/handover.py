@@ -1,12 +1,14 @@
 """Hand samples over between ranks as planned, and bring finished ones back to the rank that asked for them.
 
 Both ranks of a move know of it from the same plan. The tokens of a queued sample travel in one message of about a
-kilobyte. A running sample may send its keys and values ahead; see `KVTransfer`.
+kilobyte. A running sample may move with its keys and values in two stages, so that it decodes while most bytes travel.
+In the round of the plan, the keys and values so far are sent ahead. In the next round the sample leaves, with the
+positions added since.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,9 +16,9 @@ from math import inf
 
 from torch import Tensor
 
+from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.sample_access import SampleAccess, foreign_prompt_number
-from lightning_realloc.generation.rebalance.kv_transfer import KVTransfer
 from lightning_realloc.generation.rebalance.load import LiveSample, SampleMove
 from lightning_realloc.generation.rebalance.migrated_sample import (
     KVSpan,
@@ -48,25 +50,34 @@ class MigrationStats:
 
 
 @dataclass(slots=True)
-class Shipment:
-    """Moves from one rank to another that were planned in one round."""
+class Departure:
+    """Samples that leave this rank for another one, planned in one round."""
 
-    number: int
-    """Number of the message with keys and values; that of the samples is one higher."""
-    moves: tuple[SampleMove, ...]
+    moves: list[SampleMove]
     planned_in: int
     """Round of the plan."""
-    message: PendingReceive | None = None
-    """To this rank: its samples. From this rank: None."""
-    expected: dict[int, LiveSample] = field(default_factory=dict)
-    """To this rank: its samples by id, as reported. Some may stay where they are and come with a later shipment."""
-    sent: set[int] = field(default_factory=set)
-    """From this rank: numbers of the messages that were sent."""
+    owed: deque[int]
+    """Numbers of the messages that the target expects: keys and values, where any are sent, and then the samples."""
+    num_ahead: dict[int, int] = field(default_factory=dict)
+    """Sample id -> number of positions whose keys and values were sent ahead."""
 
-    @property
-    def has_kv(self) -> bool:
-        """Whether keys and values travel."""
-        return any(move.how == "send" for move in self.moves)
+
+@dataclass(slots=True)
+class Arrival:
+    """Samples on their way to this rank, planned in one round."""
+
+    planned_in: int
+    """Round of the plan."""
+    expected: dict[int, LiveSample]
+    """Samples by id, as reported. Some may stay where they are and come with a later arrival."""
+    message: PendingReceive
+    """The samples."""
+    kv_message: PendingReceive | None
+    """Keys and values sent ahead; None: none are."""
+
+    def is_here(self) -> bool:
+        """Return whether all messages have arrived."""
+        return self.message.has_arrived() and (self.kv_message is None or self.kv_message.has_arrived())
 
 
 class SampleHandover:
@@ -88,12 +99,11 @@ class SampleHandover:
         self._pace = pace
         self._agree = agree
         self._clock = clock
-        self._kv = KVTransfer(access, pace)
         self._origins = {i: SampleOrigin(peers.rank, i, s.prompt_number) for i, s in enumerate(access.samples)}
         self._away: set[int] = set()
         """Indices of samples that left and have not returned."""
-        self._arriving: list[Shipment] = []
-        self._leaving: list[Shipment] = []
+        self._arriving: list[Arrival] = []
+        self._leaving: list[Departure] = []
         self._sent: dict[int, deque[tuple[int, PendingSend]]] = {other: deque() for other in peers.others}
         """(planned_in, message) by target. A message holds memory until the target has taken it in."""
         self.moved_in: dict[int, int] = {}
@@ -105,12 +115,12 @@ class SampleHandover:
     @property
     def outgoing(self) -> set[int]:
         """Ids of the samples that are about to leave."""
-        return {move.sample_id for shipment in self._leaving for move in shipment.moves}
+        return {move.sample_id for departure in self._leaving for move in departure.moves}
 
     @property
     def incoming(self) -> dict[int, LiveSample]:
         """Samples on their way to this rank, by id, as reported."""
-        return {sample_id: sample for shipment in self._arriving for sample_id, sample in shipment.expected.items()}
+        return {sample_id: sample for arrival in self._arriving for sample_id, sample in arrival.expected.items()}
 
     @property
     def is_expecting(self) -> bool:
@@ -118,11 +128,11 @@ class SampleHandover:
         return bool(self._arriving)
 
     def expected_since(self, current_round: int) -> int:
-        """Return the round of the oldest shipment on its way to this rank; the next round if there is none."""
-        return min((shipment.planned_in for shipment in self._arriving), default=current_round + 1)
+        """Return the round that planned the oldest arrival; the next round if there is none."""
+        return min((arrival.planned_in for arrival in self._arriving), default=current_round + 1)
 
     def release(self, expected_since: Mapping[int, float]) -> None:
-        """Free the messages that have arrived: those planned before the rounds from which on the targets expect some.
+        """Free messages that have arrived: those planned before the round since which their target expects some.
 
         Waiting for any other message could deadlock: taking it in may need a target that waits for this rank.
         """
@@ -141,109 +151,116 @@ class SampleHandover:
             current_round: Number of the round.
         """
         known = {sample.sample_id: sample for sample in reported}
-        groups: dict[tuple[int, int], list[SampleMove]] = {}
         self.any_moves |= bool(moves)
+        groups: defaultdict[tuple[int, int], list[SampleMove]] = defaultdict(list)
         for move in moves:
-            groups.setdefault((move.source, move.target), []).append(move)
+            groups[move.source, move.target].append(move)
+        receive = self._peers.mailbox.bulk_channel.receive
         for (source, target), group in groups.items():
-            shipment = Shipment(self._peers.next_shipment_number(), tuple(group), current_round)
+            number = self._peers.next_shipment_number()
+            has_kv = any(move.how == "send" for move in group)
             if source == self._peers.rank:
-                self._begin_to_send(shipment)
+                owed = deque([number, number + 1] if has_kv else [number + 1])
+                self._begin_to_send(Departure(group, current_round, owed))
             elif target == self._peers.rank:
-                shipment.expected = {move.sample_id: known[move.sample_id] for move in group}
-                self._begin_to_receive(shipment, source)
+                expected = {move.sample_id: known[move.sample_id] for move in group}
+                kv_message = receive(source, number) if has_kv else None
+                self._arriving.append(Arrival(current_round, expected, receive(source, number + 1), kv_message))
 
-    def _begin_to_send(self, shipment: Shipment) -> None:
-        self._leaving.append(shipment)
-        if not shipment.has_kv:
-            self._hand_over(shipment)
+    def _begin_to_send(self, departure: Departure) -> None:
+        self._leaving.append(departure)
+        if len(departure.owed) == 1:
+            self._hand_over(departure)
             return
-        begin = self._clock()
-        self._send(shipment, shipment.number, self._kv.send_ahead(shipment.number, shipment.moves))
+        begin, access = self._clock(), self._access
+        index_of = self._by_id(access.running)
+        spans = []
+        for move in departure.moves:
+            if move.how == "send" and move.sample_id in index_of:
+                spans.append(self._read_from(index_of[move.sample_id], 0))
+                departure.num_ahead[move.sample_id] = spans[-1].end
+        self._send(departure, pack_samples(spans=spans, shapes=access.describe_cache()))
         self.stats.stall_s += self._clock() - begin
 
-    def _begin_to_receive(self, shipment: Shipment, source: int) -> None:
-        channel = self._peers.mailbox.bulk_channel
-        if shipment.has_kv:
-            self._kv.expect(shipment.number, channel.receive(source, shipment.number))
-        shipment.message = channel.receive(source, shipment.number + 1)
-        self._arriving.append(shipment)
-
     def take_in_arrived(self) -> None:
-        """Take in the shipments that are here, waiting for none."""
-        shipments = list(self._arriving)
-        ready = [float(self._has_arrived(shipment)) for shipment in shipments]
-        if ready and self._agree is not None:
-            ready = list(self._agree(ready))
-        for shipment, is_ready in zip(shipments, ready, strict=True):
-            if is_ready:
-                self._take_in(shipment)
-
-    def _has_arrived(self, shipment: Shipment) -> bool:
-        assert shipment.message is not None, "a shipment to this rank"
-        return shipment.message.has_arrived() and self._kv.has_arrived(shipment.number)
+        """Take in the samples that are here, waiting for none."""
+        arriving = list(self._arriving)
+        are_here = [float(arrival.is_here()) for arrival in arriving]
+        if arriving and self._agree is not None:
+            are_here = list(self._agree(are_here))
+        for arrival, is_here in zip(arriving, are_here, strict=True):
+            if is_here:
+                self._take_in(arrival)
 
     def hand_over_all(self) -> None:
         """Let the samples leave whose keys and values were sent ahead."""
-        for shipment in list(self._leaving):
-            self._hand_over(shipment)
+        for departure in list(self._leaving):
+            self._hand_over(departure)
 
     def wait(self) -> None:
-        """Wait for the oldest shipment to this rank and take it in.
+        """Wait for the oldest arrival and take it in.
 
-        Whatever is to leave leaves first, or two ranks could wait for each other.
+        Samples that are to leave do so first, or two ranks could wait for each other.
         """
         self.hand_over_all()
-        shipment = self._arriving[0]
-        assert shipment.message is not None, "a shipment to this rank"
-        shipment.message.wait()
-        self._take_in(shipment)
+        arrival = self._arriving[0]
+        arrival.message.wait()
+        self._take_in(arrival)
 
-    def _hand_over(self, shipment: Shipment) -> None:
+    def _hand_over(self, departure: Departure) -> None:
         """Let samples leave, with the positions that were not sent ahead; finished and held ones stay."""
-        begin = self._clock()
-        access = self._access
-        running = set(access.running)
-        index_of = {access.samples[index].sample_id: index for index in (*running, *access.queued)}
+        begin, access = self._clock(), self._access
+        running = self._by_id(access.running)
+        index_of = running | self._by_id(access.queued)
         migrated, spans = [], []
-        for move in shipment.moves:
-            index = index_of.get(move.sample_id)
-            if index is None:
+        for move in departure.moves:
+            if move.sample_id not in index_of:
                 continue
-            # A sample that was preempted since is read again, here or there.
-            span = self._kv.rest(shipment.number, index) if index in running else None
-            spans += [] if span is None else [span]
-            num_sent = 0 if span is None else span.begin
-            migrated.append(MigratedSample(self._origins[index], access.samples[index], num_sent))
+            index, num_ahead = index_of[move.sample_id], 0
+            if move.sample_id in running:  # a sample that was preempted since is read again, here or there
+                num_ahead = departure.num_ahead.get(move.sample_id, 0)
+            if num_ahead:
+                spans.append(self._read_from(index, num_ahead))
+            migrated.append(MigratedSample(self._origins[index], access.samples[index], num_ahead))
             access.remove(index)
             self._away.add(index)
-        self._send(shipment, shipment.number + 1, pack_samples(migrated, spans))
-        self._kv.forget(shipment.number)
-        self._leaving.remove(shipment)
+        self._send(departure, pack_samples(migrated, spans))
+        self._leaving.remove(departure)
         self.stats.num_sent += len(migrated)
         self._record_stall(self._clock() - begin, len(spans))
 
-    def _take_in(self, shipment: Shipment) -> None:
-        """Let the samples of a shipment run here, or wait for slots."""
-        assert shipment.message is not None, "a shipment to this rank"
-        ahead, shapes = self._kv.receive(shipment.number)
-        migrated, rest, _ = unpack_samples(shipment.message.wait())
+    def _by_id(self, indices: Iterable[int]) -> dict[int, int]:
+        return {self._access.samples[index].sample_id: index for index in indices}
+
+    def _read_from(self, index: int, begin: int) -> KVSpan:
+        """Return the keys and values of a running sample from a position on."""
+        sample = self._access.samples[index]
+        content = self._access.read_cache(index, begin, sample.num_read)
+        return KVSpan(sample.sample_id, begin, sample.num_read, content)
+
+    def _take_in(self, arrival: Arrival) -> None:
+        """Let samples that arrived run here, or wait for slots."""
+        ahead: list[KVSpan] = []
+        shapes: list[LayerShape] = []
+        if arrival.kv_message is not None:
+            self._pace.record_transfer(in_time=arrival.kv_message.has_arrived())
+            _, ahead, shapes = unpack_samples(arrival.kv_message.wait())
+        migrated, rest, _ = unpack_samples(arrival.message.wait())
         begin = self._clock()
-        self._arriving.remove(shipment)
-        spans: dict[int, list[KVSpan]] = {}
-        for span in (*ahead, *rest):
-            spans.setdefault(span.sample_id, []).append(span)
-        fresh: dict[int, list[int]] = {}
+        self._arriving.remove(arrival)
+        spans: defaultdict[int, list[tuple[int, int, Tensor]]] = defaultdict(list)
+        for sample_id, *span in (*ahead, *rest):
+            spans[sample_id].append(tuple(span))  # type: ignore[arg-type]
+        fresh: defaultdict[int, list[int]] = defaultdict(list)
         for each in migrated:
-            index = self._settle(each, shipment.planned_in)
+            index = self._settle(each, arrival.planned_in)
             sample = self._access.samples[index]
             if each.num_sent:
-                found = [(span.begin, span.end, span.content) for span in spans[sample.sample_id]]
-                self._access.resume(index, found, shapes)
+                self._access.resume(index, spans[sample.sample_id], shapes)
             elif sample.token_ids:
                 self._access.resume(index)
             else:
-                fresh.setdefault(sample.prompt_number, []).append(index)
+                fresh[sample.prompt_number].append(index)
         for indices in fresh.values():  # samples of one prompt read it once
             self._access.queue(indices)
         self.stats.num_received += len(migrated)
@@ -252,28 +269,30 @@ class SampleHandover:
     def _settle(self, migrated: MigratedSample, planned_in: int) -> int:
         """Add a sample to this rank's; return its index."""
         sample, origin = migrated.sample, migrated.origin
+        self.moved_in[sample.sample_id] = planned_in
         if origin.rank == self._peers.rank:
             self._return(migrated)
-            index = origin.index
-        else:
-            sample.prompt_number = foreign_prompt_number(origin.rank, origin.prompt_number)
-            index = self._access.add(sample)
-            self._origins[index] = origin
-        self.moved_in[sample.sample_id] = planned_in
+            return origin.place
+        sample.prompt_number = foreign_prompt_number(origin.rank, origin.prompt_number)
+        index = self._access.add(sample)
+        self._origins[index] = origin
         return index
 
-    def _return(self, migrated: MigratedSample) -> None:
-        """Give one of this rank's samples the state that another rank brought it to."""
-        index = migrated.origin.index
-        self._away.remove(index)
-        self._access.samples[index].adopt(migrated.sample)
+    def _return(self, migrated: MigratedSample) -> Sample:
+        """Update one of this rank's samples to its state on another rank, and return it."""
+        place = migrated.origin.place
+        self._away.remove(place)
+        sample = self._access.samples[place]
+        sample.adopt(migrated.sample)
+        return sample
 
-    def _send(self, shipment: Shipment, number: int, content: Tensor) -> None:
+    def _send(self, departure: Departure, content: Tensor) -> None:
+        """Send the next message of a departure."""
         self.stats.bytes_sent += content.numel()
-        target = shipment.moves[0].target
-        sent = self._peers.mailbox.bulk_channel.send(target, number, content)
-        shipment.sent.add(number)
-        self._sent[target].append((shipment.planned_in, sent))
+        target = departure.moves[0].target
+        message = self._peers.mailbox.bulk_channel.send(target, departure.owed[0], content)
+        departure.owed.popleft()
+        self._sent[target].append((departure.planned_in, message))
 
     def _record_stall(self, seconds: float, num_samples: int) -> None:
         self.stats.stall_s += seconds
@@ -283,32 +302,25 @@ class SampleHandover:
     # ---- the end of the call
     def bring_back(self) -> list[Sample]:
         """Return samples that finished elsewhere to the ranks that asked for them; return those of this rank."""
-        peers, access = self._peers, self._access
+        peers, samples = self._peers, self._access.samples
         if not self.any_moves:
             return []
         self.release(dict.fromkeys(self._sent, inf))  # all ranks have taken in everything
         peers.num_calls += 1
+        here = [(i, origin) for i, origin in self._origins.items() if i not in self._away]
         for other in peers.others:
-            theirs = [
-                MigratedSample(origin, access.samples[index])
-                for index, origin in self._origins.items()
-                if origin.rank == other and index not in self._away
-            ]
+            theirs = [MigratedSample(origin, samples[i]) for i, origin in here if origin.rank == other]
             content = pack_samples(theirs)
             peers.mailbox.send([other], FrameKind.RETURNED, peers.run, peers.call, content, part=peers.num_calls)
         returned = []
         for other in peers.others:
             content = peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls)
-            for each in unpack_samples(content)[0]:
-                self._return(each)
-                returned.append(access.samples[each.origin.index])
+            returned += [self._return(each) for each in unpack_samples(content)[0]]
         return returned
 
     def abandon(self) -> None:
         """Send empty messages in place of those that peers wait for; the mailbox reports the failure itself."""
-        while self._leaving:
-            shipment = self._leaving.pop()
-            owed = {shipment.number, shipment.number + 1} if shipment.has_kv else {shipment.number + 1}
-            for number in sorted(owed - shipment.sent):
-                with suppress(RuntimeError):  # an unreachable peer has ended too
-                    self._send(shipment, number, pack_samples())
+        for departure in self._leaving:
+            with suppress(RuntimeError):  # an unreachable peer has ended too
+                while departure.owed:
+                    self._send(departure, pack_samples())

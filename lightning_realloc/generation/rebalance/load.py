@@ -1,16 +1,19 @@
-"""Load of a data-parallel generation rank, how long it takes to finish, and what a move of a sample costs.
+"""Loads that data-parallel generation ranks report, the seconds until a rank finishes, and the cost of a move.
 
-Ranks report these values and `balance_policy` plans moves from them. Pure: no clock, no tensor.
+`balance_policy` plans moves from these values. Pure: no clock, no tensor.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from operator import itemgetter
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 from lightning_realloc.errors import GenerationError
 
@@ -33,6 +36,12 @@ class StepCurve:
                 f"got {self.knots}; sort what was measured by rows and take the running maximum of the seconds"
             )
 
+    @classmethod
+    def from_means(cls, means: Iterable[tuple[float, float]]) -> StepCurve:
+        """Return the curve through the running maximum of measured (rows, seconds), at least one."""
+        rows, seconds = zip(*sorted(means), strict=True)
+        return cls(tuple(zip(rows, accumulate(seconds, max), strict=True)))
+
     def seconds(self, rows: float) -> float:
         """Return the seconds of a step with ``rows`` rows; without rows there is no step.
 
@@ -49,8 +58,7 @@ class StepCurve:
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
 
-@dataclass(frozen=True, slots=True)
-class LiveSample:
+class LiveSample(NamedTuple):
     """A response that is not finished."""
 
     sample_id: int
@@ -62,9 +70,6 @@ class LiveSample:
     """Round in which it last changed its rank; None: never."""
     has_begun: bool = True
     """Whether some rank holds keys and values of its response."""
-
-    def __post_init__(self) -> None:
-        assert self.context_tokens >= 0 and self.remaining_tokens >= 0, f"sample {self.sample_id}: negative tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +87,10 @@ class RankLoad:
     """Tokens that a step adds to a row on average; above 1 with speculative decoding."""
 
     def __post_init__(self) -> None:
-        assert self.free_slots >= 0, f"rank {self.rank} has {self.free_slots} free slots"
+        assert self.free_slots >= 0 and self.tokens_per_row_step > 0, self
         if self.waiting and not self.num_slots:
             raise GenerationError(
                 f"rank {self.rank} has {len(self.waiting)} samples waiting and no slot; give it at least one slot"
-            )
-        if not self.tokens_per_row_step > 0:
-            raise GenerationError(
-                f"rank {self.rank} adds tokens_per_row_step={self.tokens_per_row_step} to a row; "
-                "it has to be positive, 1.0 without speculation"
             )
 
     @property
@@ -163,14 +163,104 @@ class MoveCost:
     """Seconds per moved sample in which neither rank decodes."""
 
     def __post_init__(self) -> None:
-        if self.bytes_per_s <= 0 or self.prefill_tokens_per_s <= 0:
-            raise GenerationError(
-                "rates of a move are positive, got "
-                f"bytes_per_s={self.bytes_per_s}, prefill_tokens_per_s={self.prefill_tokens_per_s}; measure them first"
-            )
+        assert self.bytes_per_s > 0 and self.prefill_tokens_per_s > 0, self
 
     def handover(self, sample: LiveSample) -> tuple[Handover, float]:
         """Return the faster way to bring a running sample's keys and values to the target, and its seconds."""
         send_s = self.latency_s + sample.context_tokens * self.bytes_per_token / self.bytes_per_s
         recompute_s = self.latency_s + sample.context_tokens / self.prefill_tokens_per_s
         return ("send", send_s) if send_s <= recompute_s else ("recompute", recompute_s)
+
+
+class PaceReport(NamedTuple):
+    """Measured speed of a rank."""
+
+    knots: tuple[tuple[float, float], ...]
+    """(rows, seconds) of its steps; empty before the first one."""
+    tokens_per_row_step: float
+    bytes_per_s: float
+    prefill_tokens_per_s: float
+    stall_s: float
+    step_s: float = 0.0
+    """Mean seconds of the steps since the last report, prefills included; 0 without any."""
+
+
+class LoadReport(NamedTuple):
+    """Samples, slots and speed of one rank in one round. Named tuples, so that JSON encodes them."""
+
+    rank: int
+    running: tuple[LiveSample, ...]
+    """Running samples, except those that are about to leave."""
+    waiting: tuple[LiveSample, ...]
+    """Queued samples, except those that are about to leave."""
+    incoming: tuple[LiveSample, ...]
+    """Samples planned to arrive. One that could not leave its source is reported by the source as well."""
+    free_slots: int
+    bytes_per_token: int
+    """Cache bytes per token; 0 before the first step."""
+    pace: PaceReport
+    steps_s: float = 0.0
+    """Seconds of all steps in this call so far."""
+    evidence: tuple[float, float] = (0.0, 0.0)
+    """Finished responses and their tokens; see `LengthPredictor.evidence`."""
+    expected_since: int = 0
+    """Round whose arrivals, and later ones, are still on their way; all earlier ones are here."""
+
+    @property
+    def live(self) -> tuple[LiveSample, ...]:
+        """Unfinished samples."""
+        return self.running + self.waiting + self.incoming
+
+    @classmethod
+    def from_json(cls, content: Sequence[Any]) -> LoadReport:
+        """Return the report that JSON turned into lists."""
+        report = cls(*content)
+        running, waiting, incoming = (tuple(LiveSample(*each) for each in samples) for samples in report[1:4])
+        pace = PaceReport(*report.pace)
+        return report._replace(
+            running=running,
+            waiting=waiting,
+            incoming=incoming,
+            pace=pace._replace(knots=tuple((rows, seconds) for rows, seconds in pace.knots)),
+            evidence=(report.evidence[0], report.evidence[1]),
+        )
+
+
+def loads_from_reports(reports: Sequence[LoadReport]) -> tuple[tuple[RankLoad, ...], MoveCost] | None:
+    """Return the loads of all ranks and the cost of a move; None while no rank has made a step.
+
+    Ranks are assumed to be equally fast: a step size that one has not made takes the seconds that another one measured.
+    A sample that several ranks report counts where it runs or waits, and as incoming on one rank only.
+    """
+    seen: defaultdict[float, list[float]] = defaultdict(list)
+    for report in reports:
+        for rows, seconds in report.pace.knots:
+            seen[float(round(rows))].append(seconds)
+    if not seen:
+        return None
+    if min(seen) > 1:
+        # Guess that a step of one row takes half of the smallest observed one; a move or two correct it.
+        seen[1.0] = [0.5 * fmean(seen[min(seen)])]
+    curve = StepCurve.from_means((rows, fmean(seconds)) for rows, seconds in seen.items())
+    placed = {sample.sample_id for report in reports for sample in (*report.running, *report.waiting)}
+    loads = tuple(_load_from_report(report, curve, placed) for report in reports)
+    cost = MoveCost(
+        bytes_per_token=max(report.bytes_per_token for report in reports),
+        bytes_per_s=min(report.pace.bytes_per_s for report in reports),
+        latency_s=1e-3,  # a guess
+        prefill_tokens_per_s=min(report.pace.prefill_tokens_per_s for report in reports),
+        stall_s=max(report.pace.stall_s for report in reports),
+    )
+    return loads, cost
+
+
+def _load_from_report(report: LoadReport, curve: StepCurve, placed: set[int]) -> RankLoad:
+    """Return a rank's load with its incoming samples that are not ``placed`` yet, and add these to ``placed``."""
+    incoming = [sample for sample in report.incoming if sample.sample_id not in placed]
+    placed |= {sample.sample_id for sample in incoming}
+    begun = tuple(sample for sample in incoming if sample.has_begun)
+    running = report.running + begun
+    waiting = report.waiting + tuple(sample for sample in incoming if not sample.has_begun)
+    # Where every running sample is about to leave, the queued ones will get their slots and pages.
+    free_slots = max(report.free_slots - len(begun), int(bool(waiting) and not running))
+    return RankLoad(report.rank, running, waiting, curve, free_slots, report.pace.tokens_per_row_step)

@@ -1,4 +1,4 @@
-"""Measured speed of a rank, and lengths of earlier responses: the inputs of its load reports.
+"""Measurements for a rank's load reports: seconds of steps and transfers, lengths of responses, short calls.
 
 The numbers outlive a call, as the engine does. Ranks that share a tensor-parallel model report those of the first one.
 """
@@ -6,14 +6,13 @@ The numbers outlive a call, as the engine does. Ranks that share a tensor-parall
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from math import log2
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
+from math import inf, log2
 
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.run import GenerationRun
-from lightning_realloc.generation.rebalance.load import StepCurve
+from lightning_realloc.generation.rebalance.load import PaceReport, StepCurve
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 
 Agree = Callable[[Sequence[float]], Sequence[float]]
@@ -25,8 +24,6 @@ MAX_SLOWDOWN = 1.5
 """One step counts as at most this many times slower than the mean: a hiccup says little about the next step."""
 MAX_SILENT_CALLS = 8
 """Short calls in a row without reports. Raise it to save messages, at the price of noticing longer responses later."""
-MAX_LENGTHS_PER_PROMPT = 8
-"""Responses to a prompt whose lengths are kept. Raise it where lengths hardly change over epochs."""
 MAX_KNOWN_PROMPTS = 65_536
 """Prompts whose lengths are kept; bounds memory."""
 
@@ -38,22 +35,16 @@ class StepTimes:
         self._buckets: dict[int, tuple[float, float, int]] = {}
         """Bucket -> mean rows, mean seconds, number of steps."""
 
-    @property
-    def is_known(self) -> bool:
-        """Whether any step was observed."""
-        return bool(self._buckets)
-
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from one step. A coarse clock may not have moved, so no step counts as free."""
         bucket, seconds = round(4 * log2(rows)), max(seconds, 1e-9)
-        known = self._buckets.get(bucket)
-        if known is None:  # a hiccup in the first step of a bucket is limited by the other buckets
-            limit_s = 2.0 * self.curve().seconds(rows) if self.is_known and rows < self.knots()[-1][0] else seconds
-            self._buckets[bucket] = (float(rows), min(seconds, limit_s), 1)
-            return
-        mean_rows, mean_s, count = known
+        mean_rows, mean_s, count = self._buckets.get(bucket, (float(rows), seconds, 0))
         rate = max(1 / (count + 1), LEARNING_RATE)
-        if count == 1 and seconds < mean_s:  # the first step of a bucket also paid for one-time setup
+        if not count:
+            # A larger step limits a hiccup in the first step of a bucket.
+            has_larger = any(rows < larger for larger, _, _ in self._buckets.values())
+            mean_s = min(seconds, 2.0 * self.seconds(rows) if has_larger else inf)
+        elif count == 1 and seconds < mean_s:  # the first step of a bucket also paid for one-time setup
             mean_s = seconds
         else:
             mean_s += rate * (min(seconds, MAX_SLOWDOWN * mean_s) - mean_s)
@@ -63,24 +54,9 @@ class StepTimes:
         """Return (mean rows, mean seconds) of each bucket, rows ascending."""
         return sorted((rows, seconds) for rows, seconds, _ in self._buckets.values())
 
-    def curve(self) -> StepCurve:
-        """Return the curve through the running maximum of the knots; at least one step was observed."""
-        rows, seconds = zip(*self.knots(), strict=True)
-        return StepCurve(tuple(zip(rows, accumulate(seconds, max), strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class PaceReport:
-    """A rank's speed, as it reports it."""
-
-    knots: tuple[tuple[float, float], ...]
-    """(rows, seconds) of its steps; empty before the first one."""
-    tokens_per_row_step: float
-    bytes_per_s: float
-    prefill_tokens_per_s: float
-    stall_s: float
-    step_s: float = 0.0
-    """Mean seconds of the steps since the last report, prefills included; 0 without any."""
+    def seconds(self, rows: int) -> float:
+        """Return the expected seconds of a step of so many rows; 0 before the first step."""
+        return StepCurve.from_means(self.knots()).seconds(rows) if self._buckets else 0.0
 
 
 class PaceEstimator:
@@ -106,8 +82,7 @@ class PaceEstimator:
         if rows and not read:
             self.steps.observe(rows, seconds)
         elif read:
-            decoding_s = self.steps.curve().seconds(rows) if rows and self.steps.is_known else 0.0
-            reading_s = max(seconds - decoding_s, seconds / 4, 1e-9)
+            reading_s = max(seconds - self.steps.seconds(rows), seconds / 4, 1e-9)
             self.prefill_tokens_per_s += LEARNING_RATE * (read / reading_s - self.prefill_tokens_per_s)
 
     def record_transfer(self, *, in_time: bool) -> None:
@@ -138,22 +113,19 @@ class LengthHistory:
     def record(self, sample: Sample) -> None:
         """Keep the length of a finished response."""
         prompt = tuple(sample.prompt)
-        kept = self._lengths.pop(prompt, None)
-        kept = deque(maxlen=MAX_LENGTHS_PER_PROMPT) if kept is None else kept
+        kept = self._lengths.pop(prompt, None) or deque(maxlen=8)
         kept.append(len(sample.token_ids))
         self._lengths[prompt] = kept  # at the end: least recently seen prompts are dropped first
         if len(self._lengths) > MAX_KNOWN_PROMPTS:
             del self._lengths[next(iter(self._lengths))]
 
-    def predictor(self, samples: Sequence[Sample], hints: Mapping[int, int]) -> LengthPredictor:
-        """Return a predictor for a call's samples; ``hints`` maps prompts to expected lengths and takes precedence."""
-        history: dict[int, Sequence[int]] = {}
-        for sample in samples:
-            index = sample.prompt_number
-            if index not in history:
-                known = self._lengths.get(tuple(sample.prompt), ())
-                history[index] = [hints[index]] if hints.get(index) else list(known)
-        return LengthPredictor({index: lengths for index, lengths in history.items() if lengths}, is_shared=True)
+    def predictor(self, samples: Sequence[Sample], hints: Sequence[int]) -> LengthPredictor:
+        """Return a predictor for a call's samples; an expected length per prompt in ``hints``, unless 0, overrules."""
+        known: dict[int, Sequence[int]] = {
+            sample.prompt_number: list(self._lengths.get(tuple(sample.prompt), ())) for sample in samples
+        }
+        known |= {prompt: [hint] for prompt, hint in enumerate(hints) if hint}
+        return LengthPredictor({prompt: lengths for prompt, lengths in known.items() if lengths}, is_shared=True)
 
 
 class StepRecorder:

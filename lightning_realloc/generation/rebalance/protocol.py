@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from lightning_realloc.errors import GenerationError
@@ -25,7 +24,15 @@ from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.rebalance.balance_policy import plan_balance
 from lightning_realloc.generation.rebalance.handover import MigrationStats, SampleHandover
-from lightning_realloc.generation.rebalance.load import LiveSample, MoveCost, RankLoad, SampleMove
+from lightning_realloc.generation.rebalance.load import (
+    LiveSample,
+    LoadReport,
+    MoveCost,
+    RankLoad,
+    SampleMove,
+    drain_seconds,
+    loads_from_reports,
+)
 from lightning_realloc.generation.rebalance.pace import (
     Agree,
     LengthHistory,
@@ -34,7 +41,6 @@ from lightning_realloc.generation.rebalance.pace import (
     StepRecorder,
 )
 from lightning_realloc.generation.rebalance.peers import Peers, ReportMessages
-from lightning_realloc.generation.rebalance.report import LoadReport, loads_from_reports, next_round_s
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 
 _T = TypeVar("_T")
@@ -45,10 +51,6 @@ REPORT_AHEAD_STEPS = 2
 """Steps before the first round at which the first report is sent. A call that ends earlier sends none."""
 MIN_PERIOD_S = 0.1
 """Least seconds between two rounds. A round takes up to a millisecond of a rank's own time."""
-SHORT_CALL_PERIODS = 2
-"""Periods of ``MIN_PERIOD_S`` within which a short call ends: one to make a plan and one for it to be of use."""
-MAX_PAUSE_S = 0.05
-"""Longest wait of a rank for environments before it looks for reports."""
 
 
 class WaitingCalls(Protocol):
@@ -71,6 +73,9 @@ class Rebalancer:
         clock: Returns seconds.
     """
 
+    max_pause_s = 0.05
+    """Longest wait of a step for environments, in seconds, before the rank looks for reports."""
+
     def __init__(
         self, peers: Peers, *, agree: Agree | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
@@ -83,11 +88,6 @@ class Rebalancer:
         self.history = LengthHistory()
         self._short_calls = ShortCallPredictor()
         self._has_begun = False
-
-    @property
-    def max_pause_s(self) -> float:
-        """Longest wait of a step for environments, in seconds."""
-        return MAX_PAUSE_S
 
     @contextmanager
     def announced(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Rebalancer:
             on_step: Called after every step with all samples that finished here so far.
             waiting_calls: Work for times in which this rank has no samples.
         """
-        lengths = self.history.predictor(access.samples, dict(enumerate(hints or ())))
+        lengths = self.history.predictor(access.samples, hints or ())
         recorder = StepRecorder(run, self.pace, self.history, lengths, clock=self.clock, on_step=on_step)
         rounds = _Rounds(self, run, access, recorder, lengths, waiting_calls)
         self.stats, self._has_begun = rounds.stats, True
@@ -229,8 +229,9 @@ class _Rounds:
         self._work_while_idle()
         reports = self._wait(self._receive_reports)
         if not any(report.live for report in reports):
+            # It takes one period to make a plan, and one for the plan to be of use.
             longest_s = max(report.steps_s for report in reports)
-            self.was_short = longest_s < SHORT_CALL_PERIODS * MIN_PERIOD_S and not self._handover.any_moves
+            self.was_short = longest_s < 2 * MIN_PERIOD_S and not self._handover.any_moves
             return False
         if not self._round:
             _check_distinct(reports)
@@ -267,12 +268,12 @@ class _Rounds:
         if self._round:
             self._messages.post_receives(rounds_ahead=2)
         self._last = self._report()
-        self._messages.send(self._last.to_json())
+        self._messages.send({"report": self._last})
 
     def _receive_reports(self) -> list[LoadReport]:
         """Return the last report of every rank, ranks ascending; waits for them."""
         assert self._last is not None, "a round begins with a report"
-        received = map(LoadReport.from_json, self._messages.receive())
+        received = [LoadReport.from_json(content["report"]) for content in self._messages.receive()]
         return sorted((self._last, *received), key=lambda report: report.rank)
 
     def _report(self) -> LoadReport:
@@ -281,12 +282,12 @@ class _Rounds:
         running, held = access.running, access.held
         self._lengths.watch(len(access.samples[index].token_ids) for index in (*running, *held))
         # Held samples, and those still on their way, cannot move now: they are reported as if they had just moved.
-        live = [self._live(i) for i in running] + [replace(self._live(i), last_moved_round=self._round) for i in held]
+        live = [self._live(i) for i in running] + [self._live(i)._replace(last_moved_round=self._round) for i in held]
         return LoadReport(
             rank=self._peers.rank,
             running=tuple(sample for sample in live if sample.sample_id not in outgoing),
             waiting=tuple(s for s in map(self._live, access.queued) if s.sample_id not in outgoing),
-            incoming=tuple(replace(s, last_moved_round=self._round) for s in self._handover.incoming.values()),
+            incoming=tuple(s._replace(last_moved_round=self._round) for s in self._handover.incoming.values()),
             free_slots=access.free_slots,
             bytes_per_token=sum(shape.num_bytes for shape in access.describe_cache()),
             pace=pace,
@@ -311,3 +312,17 @@ def _check_distinct(reports: Sequence[LoadReport]) -> None:
             f"ranks that move samples between them need distinct sample ids, and {duplicates[:8]} are on several; pass "
             "generate(sample_ids=...) with ids that no other rank uses"
         )
+
+
+def next_round_s(loads: Sequence[RankLoad], period_s: float, num_quiet: int) -> float:
+    """Return the seconds until the next round: more, the longer nothing moved.
+
+    They grow to four periods at most, and to two fifths of the time until a rank finishes.
+
+    Args:
+        loads: One of each rank.
+        period_s: Seconds between two rounds while samples move.
+        num_quiet: Last rounds in a row without a move.
+    """
+    first_finish_s = min(drain_seconds(load) for load in loads)
+    return max(min(min(2.0**num_quiet, 4.0) * period_s, 0.4 * first_finish_s), period_s)

@@ -20,11 +20,10 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.loop.sample_access import SampleAccess, foreign_prompt_number, own_prompt_number
 from lightning_realloc.generation.rebalance import protocol
-from lightning_realloc.generation.rebalance.handover import MigrationStats, SampleHandover
-from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
+from lightning_realloc.generation.rebalance.handover import Arrival, MigrationStats
+from lightning_realloc.generation.rebalance.load import LoadReport, MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.generation.rebalance.protocol import WaitingCalls
-from lightning_realloc.generation.rebalance.report import LoadReport
 from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
 from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
@@ -256,7 +255,7 @@ def test_conversations_move_between_their_turns_and_within(workers: WorkerPool, 
 
 def _generate_while_shipments_are_late() -> list[tuple[list[Completion], Any]]:
     """Return the results of samples that move at random, and are taken in only once the rank has no other."""
-    with mock.patch.object(SampleHandover, "_has_arrived", lambda handover, shipment: False):
+    with mock.patch.object(Arrival, "is_here", lambda arrival: False):
         return _generate(None, 6, None, 2)
 
 

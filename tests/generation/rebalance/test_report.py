@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 
 import pytest
 
-from lightning_realloc.generation.rebalance.load import LiveSample, RankLoad, StepCurve
-from lightning_realloc.generation.rebalance.pace import PaceReport
-from lightning_realloc.generation.rebalance.report import LoadReport, loads_from_reports, next_round_s
+from lightning_realloc.generation.rebalance.load import (
+    LiveSample,
+    LoadReport,
+    PaceReport,
+    RankLoad,
+    StepCurve,
+    loads_from_reports,
+)
+from lightning_realloc.generation.rebalance.protocol import next_round_s
 
 
 def loads(*remaining_tokens: float) -> list[RankLoad]:
@@ -44,7 +50,7 @@ def test_a_sample_that_several_ranks_report_is_planned_once() -> None:
         report(1, running=(1,), incoming=(3,), free_slots=0),
         report(2, incoming=(2,)),  # could not leave for rank 0, and leaves for this one
     ]
-    received = [LoadReport.from_json(each.to_json()) for each in reports]
+    received = [LoadReport.from_json(json.loads(json.dumps(each))) for each in reports]
     assert received == reports
     known = loads_from_reports(received)
     assert known is not None
@@ -54,6 +60,6 @@ def test_a_sample_that_several_ranks_report_is_planned_once() -> None:
 
 def test_queued_samples_get_the_slots_of_samples_about_to_leave() -> None:
     waiting = (LiveSample(1, 5, 7.0, has_begun=False),)
-    known = loads_from_reports([replace(report(0, free_slots=0), waiting=waiting)])
+    known = loads_from_reports([report(0, free_slots=0)._replace(waiting=waiting)])
     assert known is not None
     assert known[0][0].free_slots == 1
