@@ -10,8 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.rebalance.load import (
@@ -30,8 +31,7 @@ MIN_GAIN_SHARE = 0.02
 """Share by which an exchange has to bring the later finish forward. Smaller gains are lost in the prediction error."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadForecast:
+class LoadForecast(NamedTuple):
     """A rank's load and its predicted finish."""
 
     load: RankLoad
@@ -170,7 +170,8 @@ def _next_exchange(
         queued = [sample for sample in donor.load.waiting if sample.sample_id not in fixed]
         running = [sample for sample in donor.load.samples if sample.sample_id not in fixed]
         room = max(receiver.load.free_slots - len(receiver.load.waiting), 0)
-        candidates: list[list[tuple[LiveSample, Handover]]] = [[(s, "recompute") for s in _longest_first(queued)]]
+        longest_first = sorted(queued, key=lambda sample: (-sample.remaining_tokens, sample.sample_id))
+        candidates: list[list[tuple[LiveSample, Handover]]] = [[(s, "recompute") for s in longest_first]]
         if cost is not None:
             candidates.append([(s, cost.handover(s)[0]) for s in _worth_their_cost(running, cost, gap_s)[:room]])
         for samples in candidates:
@@ -180,12 +181,8 @@ def _next_exchange(
     return ()
 
 
-def _longest_first(samples: Iterable[LiveSample]) -> list[LiveSample]:
-    return sorted(samples, key=lambda sample: (-sample.remaining_tokens, sample.sample_id))
-
-
 def _worth_their_cost(samples: Iterable[LiveSample], cost: MoveCost, gap_s: float) -> list[LiveSample]:
-    """Return the samples with most work per byte first, as many as the gap between the two finishes pays for."""
+    """Return the samples with most work per byte, as many as the gap between the two finishes pays for."""
     by_work = sorted(samples, key=lambda s: (-s.remaining_tokens / max(s.context_tokens, 1), s.sample_id))
     costs_s = accumulate(cost.stall_s + cost.handover(sample)[1] for sample in by_work)
     return [sample for sample, cost_s in zip(by_work, costs_s, strict=True) if MIN_PAYBACK * cost_s < gap_s]
@@ -198,7 +195,7 @@ def _smallest_useful(
     cost: MoveCost | None,
     min_gain_s: float,
 ) -> tuple[SampleMove, ...]:
-    """Return the first of ``moves``, as few as make both ranks finish together; none if that relieves neither."""
+    """Return the first of ``moves``, as few as make both ranks finish together; none if that gains nothing."""
     latest_s = donor.finish_s - max(MIN_GAIN_SHARE * donor.finish_s, min_gain_s)
     pair = {forecast.load.rank: forecast for forecast in (donor, receiver)}
 

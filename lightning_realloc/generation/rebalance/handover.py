@@ -81,15 +81,7 @@ class Arrival:
 
 
 class SampleHandover:
-    """Samples that travel from and to one rank in one call.
-
-    Args:
-        access: Samples of this rank.
-        peers: The other ranks.
-        pace: Learns how long transfers and handovers take.
-        agree: Where ranks share a tensor-parallel model.
-        clock: Returns seconds.
-    """
+    """Samples that travel from and to one rank in one call; ``pace`` learns how long transfers and handovers take."""
 
     def __init__(
         self, access: SampleAccess, peers: Peers, pace: PaceEstimator, agree: Agree | None, clock: Callable[[], float]
@@ -143,13 +135,7 @@ class SampleHandover:
 
     # ---- moves
     def begin(self, moves: Sequence[SampleMove], reported: Iterable[LiveSample], current_round: int) -> None:
-        """Begin the moves of a round.
-
-        Args:
-            moves: Moves of all ranks.
-            reported: Samples of all ranks.
-            current_round: Number of the round.
-        """
+        """Begin the moves of a round, given the moves and the reported samples of all ranks."""
         known = {sample.sample_id: sample for sample in reported}
         self.any_moves |= bool(moves)
         groups: defaultdict[tuple[int, int], list[SampleMove]] = defaultdict(list)
@@ -249,8 +235,8 @@ class SampleHandover:
         begin = self._clock()
         self._arriving.remove(arrival)
         spans: defaultdict[int, list[tuple[int, int, Tensor]]] = defaultdict(list)
-        for sample_id, *span in (*ahead, *rest):
-            spans[sample_id].append(tuple(span))  # type: ignore[arg-type]
+        for span in (*ahead, *rest):
+            spans[span.sample_id].append(span[1:])
         fresh: defaultdict[int, list[int]] = defaultdict(list)
         for each in migrated:
             index = self._settle(each, arrival.planned_in)

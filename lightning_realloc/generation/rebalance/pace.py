@@ -16,12 +16,12 @@ from lightning_realloc.generation.rebalance.load import PaceReport, StepCurve
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 
 Agree = Callable[[Sequence[float]], Sequence[float]]
-"""Given one rank's numbers, returns those of the first rank of its tensor-parallel group."""
+"""Returns the numbers of the first rank of a tensor-parallel group, given those of one of its ranks."""
 
 LEARNING_RATE = 0.1
 """Weight of one observation in a mean. Raise it to follow a machine whose speed changes, at the price of noise."""
 MAX_SLOWDOWN = 1.5
-"""One step counts as at most this many times slower than the mean: a hiccup says little about the next step."""
+"""Factor over the mean at which a step's seconds are cut off. Raise it to follow a slower machine sooner."""
 MAX_SILENT_CALLS = 8
 """Short calls in a row without reports. Raise it to save messages, at the price of noticing longer responses later."""
 MAX_KNOWN_PROMPTS = 65_536
@@ -71,10 +71,10 @@ class PaceEstimator:
         self.stall_s = 1e-3
         """Seconds per moved running sample in which its rank does not decode."""
         self._num_steps, self._steps_s = 0, 0.0
-        """Since the last report."""
+        """Number and seconds of the steps since the last report."""
 
     def record_step(self, *, rows: int, read: int, generated: int, seconds: float) -> None:
-        """Learn from a step that gave ``rows`` samples ``generated`` tokens and read ``read`` tokens of others."""
+        """Learn from a step: ``rows`` samples got ``generated`` tokens, and ``read`` tokens of prompts were read."""
         self._num_steps += 1
         self._steps_s += seconds
         if rows:
@@ -86,7 +86,7 @@ class PaceEstimator:
             self.prefill_tokens_per_s += LEARNING_RATE * (read / reading_s - self.prefill_tokens_per_s)
 
     def record_transfer(self, *, in_time: bool) -> None:
-        """Learn whether keys and values had arrived when they were expected: if so, the link is faster than assumed."""
+        """Assume a faster link where keys and values arrived before they were needed, else a slower one."""
         self.bytes_per_s *= 1.05 if in_time else 0.7
 
     def record_stall(self, seconds: float) -> None:
@@ -131,16 +131,9 @@ class LengthHistory:
 class StepRecorder:
     """Makes a run's steps, and learns from them when the rank reports.
 
-    Learning from many steps at once is cheaper: right after a forward the caches are full of weights, and the same work
-    takes twice as long.
-
-    Args:
-        run: Samples of this rank.
-        pace: Learns the seconds of steps.
-        history: Learns the lengths of finished responses, for later calls.
-        lengths: Learns the same for this call.
-        clock: Returns seconds.
-        on_step: Called after every step with all samples that finished here so far.
+    ``lengths`` learns the lengths of finished responses for this call, ``history`` for later ones. Learning from many
+    steps at once is cheaper: right after a forward the caches are full of weights, and the same work takes twice as
+    long. ``on_step`` is called after every step with all samples that finished here so far.
     """
 
     def __init__(
@@ -178,11 +171,10 @@ class StepRecorder:
 
     def learn(self) -> int:
         """Learn from the steps since the last time, and return their number."""
-        ended = self._run.ended
-        for sample in ended[self._num_ended :]:
+        for sample in self._run.ended[self._num_ended :]:
             self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
             self._history.record(sample)
-        self._num_ended = len(ended)
+            self._num_ended += 1
         for (before, _), (after, seconds) in pairwise(self._steps):
             rows, read, generated = (now - then for now, then in zip(after, before, strict=True))
             self._pace.record_step(rows=rows, read=read, generated=generated, seconds=seconds)
@@ -201,16 +193,16 @@ class StepRecorder:
 class ShortCallPredictor:
     """Predicts which calls end before a move could pay, so that ranks exchange no report in them.
 
-    A report costs up to a millisecond, which is much for a call of a tenth of a second. After a short call the next one
-    of its kind is predicted to be short, after another one the next two, then four, then eight. All ranks observe the
-    same and so agree.
+    A report costs up to a millisecond, which is much for a call of a tenth of a second. After a short call, the next
+    call of its kind is predicted to be short. After each further one it is the next two calls, then four, then eight.
+    All ranks observe the same, so they agree.
     """
 
     def __init__(self) -> None:
         self._in_a_row: dict[Hashable, int] = {}
-        """Calls predicted to be short after the last observed one, by kind."""
+        """Kind -> calls predicted to be short after the last observed one."""
         self._left: dict[Hashable, int] = {}
-        """Calls left of these."""
+        """Kind -> calls still predicted to be short."""
 
     def predict(self, kind: Hashable) -> bool:
         """Return whether the call that begins now is predicted to be short."""
