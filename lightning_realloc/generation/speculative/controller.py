@@ -1,12 +1,10 @@
 """Choice of the draft depth: the most expected tokens per second, and zero where drafting does not pay.
 
-Two things are learnt from the steps themselves. Acceptance per depth is exponentially weighted. The seconds of a step
-are a line ``a + b * tokens`` for each bucket of rows (powers of two). Estimates of depths that are not in use grow old,
-so the controller probes them for a few steps. The wait before a probe grows with its cost, and doubles whenever a probe
-changes nothing.
+The controller learns exponentially weighted acceptance per depth, and the seconds of a step as a line
+``a + b * tokens`` for each bucket of rows (powers of two). It probes depths that are not in use for a few steps, since
+their estimates grow old. The wait before a probe grows with its cost, and doubles whenever a probe changes nothing.
 
-Pure: seconds and outcomes are arguments, there is no clock here. Ranks of a tensor-parallel group that pass the same
-numbers decide alike.
+Pure: seconds and outcomes are arguments. Ranks of a tensor-parallel group that pass the same numbers decide alike.
 
 Source of the objective: RLHFSpec (arXiv:2512.04752), expected accepted tokens against measured verification cost.
 """
@@ -21,34 +19,33 @@ from itertools import accumulate
 from typing import NamedTuple
 
 FIRST_DEPTHS = ((1, 8), (4, 4), (math.inf, 2))
-"""(rows, depth): the first guess for at most so many rows. Deeper: more is lost where drafts are rejected."""
+"""(most rows, depth): depths of the first drafts. Deeper ones lose more where drafts are rejected."""
 SETTLING_STEPS = 3
-"""Steps after a change between plain and drafted ones whose seconds are ignored: caches are cold for them."""
+"""Steps after a change between plain and drafted ones whose seconds are ignored, since caches are cold."""
 MEMORY = 0.99
-"""Weight of an observation after one more step. Closer to 1: less noise, and slower to follow the policy."""
+"""Factor on the weight of an observation per step. Closer to 1: less noise, and slower to follow the policy."""
 MIN_WEIGHT = 4.0
-"""Weight of priors in observations, and of observations that are old. Larger: a probe changes estimates less."""
+"""Weight of priors and of old observations, in observations. Larger: a probe changes estimates less."""
 FIRST_ACCEPTANCE = 0.8
-"""Acceptance of the first drafted token before any is verified; that of deeper ones is taken from the one before."""
+"""Acceptance of the first drafted token before any is verified. Larger: deeper first drafts."""
 MAX_SURPRISE = 1.5
-"""Factor by which one step may differ from its expected seconds; more is a hiccup of the machine and is cut off."""
+"""Factor by which one step may differ from its expected seconds. Larger: a hiccup of the machine counts more."""
 PACE_RATE = 0.05
-"""Share of a step's surprise that counts as a change of the machine, which slows steps of all sizes."""
+"""Share of a step's deviation that is taken for a change of the machine, which slows steps of all sizes."""
 SPREAD_OF_LAST = 6.0
-"""Squared deviations by which the last of many samples is behind, over the logarithm of their number. Equal samples
-have 2; some texts are harder to draft for than others. Larger: shallower drafts for many samples that end together."""
+"""Squared deviations by which the last of n samples is behind, over log(n). Larger: shallower drafts for many rows."""
 MIN_GAIN = 0.04
-"""Share by which drafting must beat plain steps; half of it to change the depth. Larger: less is lost to noise."""
+"""Share by which drafting must beat plain steps, and twice what a change of depth must gain. Larger: less noise."""
 REVIEW_STEPS = 8
-"""Steps for which a choice holds, and steps of a probe. More of them cost less time, and react later."""
+"""Steps for which a choice holds, and steps of a probe. Larger: cheaper, and later to react."""
 PROBE_SHARE = 0.005
 """Share of all seconds that probes of one kind may lose. Larger: changes of drafts and machine are seen earlier."""
 MAX_BACKOFF = 4.0
-"""Factor by which the wait before a probe may grow. Larger: cheaper, and slower to see that drafts got better."""
+"""Factor by which the wait before a probe may grow. Larger: cheaper, and later to see that drafts got better."""
 
 
 def first_depth(num_rows: int) -> int:
-    """Return the first guess of the depth for so many rows."""
+    """Return the depth of the first drafts for so many rows."""
     return next(depth for rows, depth in FIRST_DEPTHS if num_rows <= rows)
 
 
@@ -58,7 +55,7 @@ class DraftOutcome(NamedTuple):
     limit: int
     """Most tokens that the draft was allowed to have."""
     num_drafted: int
-    """Tokens that it had."""
+    """Drafted tokens."""
     num_accepted: int
     """Tokens that the target accepted."""
 
@@ -71,7 +68,7 @@ class MeasuredStep(NamedTuple):
     num_rows: int
     """Running samples."""
     depth: int
-    """Decided depth; 0: nothing was drafted."""
+    """Depth from `DepthController.decide`; 0: a plain step."""
     num_drafted: int
     """Drafted tokens that the step verified."""
     seconds: float = 0.0
@@ -79,11 +76,11 @@ class MeasuredStep(NamedTuple):
     drafting_s: float = 0.0
     """Seconds of drafting."""
     num_unread: int = 0
-    """Tokens that the drafter had missed and read first."""
+    """Tokens that the drafter had missed and read before drafting."""
     is_measured: bool = True
-    """Whether its seconds tell those of other steps of its size."""
+    """Whether other steps of its size will take about as long."""
     outcomes: Sequence[DraftOutcome] = ()
-    """Drafts of all samples; empty in a plain step."""
+    """Results of all drafts; empty in a plain step."""
 
 
 class AcceptanceByDepth:
@@ -95,20 +92,20 @@ class AcceptanceByDepth:
     def __init__(self, max_depth: int) -> None:
         """Start with the priors for places 1 to ``max_depth``."""
         self._counts = [[0.0] * (max_depth + 1) for _ in range(4)]
-        """Number of drafts by their last place: accepted, tried, drafted and allowed."""
+        """Weighted drafts by the last place that was accepted, that was tried, that was drafted, that was allowed."""
         accepted, tried, _, _ = self._counts  # a prior that fades as drafts do
         accepted[1], tried[1] = FIRST_ACCEPTANCE * MIN_WEIGHT, MIN_WEIGHT
         self._last_step = 0
         self.tokens: list[float] = []
-        """Expected tokens of a sample's step by depth, from 0: those accepted, and one more."""
+        """Expected tokens of a sample's step, the accepted ones and one more, by depth from 0."""
         self.drafted: list[float] = []
-        """Expected length of a draft by depth, from 0."""
+        """Expected length of a draft by depth from 0."""
         self.spread: list[float] = []
-        """Standard deviation of these tokens by depth, from 0."""
+        """Standard deviation of a sample's tokens in a step by depth from 0."""
         self.estimate()
 
     def learn(self, outcomes: Sequence[DraftOutcome], step: int) -> None:
-        """Take the drafts of one step."""
+        """Learn from the drafts of one step."""
         keep = MEMORY ** (step - self._last_step)
         self._last_step = step
         weight = sum(self._counts[3])
@@ -126,8 +123,7 @@ class AcceptanceByDepth:
         chance, survival, reach = accepted[0] / tried[0], 1.0, 1.0
         tokens, lengths, squares, spread = [1.0], [0.0], 1.0, [0.0]
         for place in range(len(accepted)):
-            if place:
-                chance = (accepted[place] + MIN_WEIGHT * chance) / (tried[place] + MIN_WEIGHT)
+            chance = (accepted[place] + MIN_WEIGHT * chance) / (tried[place] + MIN_WEIGHT)
             reach = min(reach, (drafted[place] + reach) / (allowed[place] + 1.0))
             survival *= chance
             tokens.append(tokens[-1] + survival)
@@ -137,20 +133,20 @@ class AcceptanceByDepth:
         self.tokens, self.drafted, self.spread = tokens, lengths, spread
 
 
+@dataclass(slots=True)
 class CostLine:
     """Exponentially weighted least squares of seconds on a size."""
 
-    __slots__ = ("_cov", "_last_step", "_var", "mean_s", "mean_size", "weight")
-
-    def __init__(self) -> None:
-        """Start without observations."""
-        self.weight = 0.0
-        self.mean_s = 0.0
-        self.mean_size = self._var = self._cov = 0.0
-        self._last_step = 0
+    weight: float = 0.0
+    """Weighted number of observations."""
+    mean_s: float = 0.0
+    mean_size: float = 0.0
+    _var: float = 0.0
+    _cov: float = 0.0
+    _last_step: int = 0
 
     def observe(self, size: float, seconds: float, step: int) -> None:
-        """Take the seconds of one step; among the first ones, those far above another are hiccups and are dropped."""
+        """Learn from one step; drop hiccups among the first ones, those far above another one."""
         if self.weight < MIN_WEIGHT:
             if seconds * MAX_SURPRISE < self.mean_s:
                 self.weight = self._var = self._cov = 0.0
@@ -167,7 +163,7 @@ class CostLine:
         self._cov += rate * ((1.0 - rate) * size_off * seconds_off - self._cov)
 
     def through(self, size: float, seconds: float) -> tuple[float, float]:
-        """Return ``a`` and ``b >= 0`` of ``a + b * size``; this point counts as one more step in the slope."""
+        """Return ``a`` and ``b >= 0`` of ``a + b * size``; this point counts as one observation of the slope."""
         span = self.mean_size - size
         squares = self.weight * self._var + span * span
         if squares <= 0.0:
@@ -178,20 +174,20 @@ class CostLine:
 
 @dataclass(slots=True)
 class _Costs:
-    """Cost lines of one bucket of rows, in seconds over the pace."""
+    """Cost lines of one bucket of rows; seconds are divided by the pace of the machine."""
 
     plain: CostLine = field(default_factory=CostLine)
     """Plain steps by rows."""
     verifying: CostLine = field(default_factory=CostLine)
-    """Steps with drafts by all tokens that they read, drafting aside."""
+    """Forward and verification of steps with drafts, by all tokens that they read."""
     by_depth: dict[int, CostLine] = field(default_factory=lambda: defaultdict(CostLine))
-    """The same of each depth on its own, since seconds may leap where another kernel takes over."""
+    """As ``verifying``, by depth, since seconds may leap where another kernel takes over."""
     drafting: CostLine = field(default_factory=CostLine)
     """Drafting by tokens per row."""
 
     def plain_s(self, num_rows: int) -> float:
-        """Return the seconds of a plain step; a step of no rows is taken to cost half of the mean."""
-        fixed_s, row_s = self.plain.through(0.0, 0.5 * self.plain.mean_s)
+        """Return the seconds of a plain step."""
+        fixed_s, row_s = self._plain_line()
         return max(fixed_s + row_s * num_rows, 1e-9)
 
     def steps_s(self, num_rows: int, drafted: list[float]) -> list[float]:
@@ -205,15 +201,14 @@ class _Costs:
         for depth in range(1, len(drafted)):
             size = num_rows * (1.0 + drafted[depth])
             step_s = fixed_s + token_s * size
-            own = self.by_depth.get(depth)
-            if own is not None:
-                own_s, own_token_s = own.through(num_rows, plain_s)
-                step_s += own.weight / (own.weight + 1.0) * (own_s + own_token_s * size - step_s)
+            own = self.by_depth[depth]
+            own_s, own_token_s = own.through(num_rows, plain_s)
+            step_s += own.weight / (own.weight + 1.0) * (own_s + own_token_s * size - step_s)
             seconds.append(max(step_s, plain_s) + max(first_s + draft_s * drafted[depth], 0.0))
         return seconds
 
     def observe_draft(self, step: MeasuredStep, paced_s: float, pace: float) -> None:
-        """Take a step that verified drafts, with its seconds over the pace."""
+        """Learn from a step that verified drafts, with its seconds over the pace."""
         size = step.num_rows + step.num_drafted
         self.verifying.observe(size, paced_s, step.number)
         self.by_depth[step.depth].observe(size, paced_s, step.number)
@@ -225,12 +220,11 @@ class _Costs:
 
     def fixed_share(self, num_rows: int) -> float:
         """Return the share of a plain step's seconds that does not depend on the number of rows."""
-        fixed_s, _ = self.plain.through(0.0, 0.5 * self.plain.mean_s)
-        return min(max(fixed_s / self.plain_s(num_rows), 0.0), 1.0)
+        return min(max(self._plain_line()[0] / self.plain_s(num_rows), 0.0), 1.0)
 
-    def drafted_token_s(self, num_rows: int) -> float:
-        """Return the seconds of drafting over the tokens that the drafter reads for it; 0 until that is measured."""
-        return self.drafting.mean_s / (num_rows * (1.0 + self.drafting.mean_size))
+    def _plain_line(self) -> tuple[float, float]:
+        """Return ``a`` and ``b`` of plain steps; a step of no rows is taken to cost half of the mean."""
+        return self.plain.through(0.0, 0.5 * self.plain.mean_s)
 
 
 @dataclass(slots=True)
@@ -238,16 +232,16 @@ class _Choice:
     """Depth in use for one bucket of rows, and its probes."""
 
     depth: int = -1
-    """-1: none was chosen yet."""
+    """Depth in use; -1: none was chosen yet."""
     held: int = 0
-    """Depth of the next steps: the one in use, or a probe's."""
+    """Depth of the next steps: that in use, or that of a probe."""
     steps_left: int = 0
     """Steps until the next review."""
     probe_kind: str = ""
-    """Kind of the running probe; empty: there is none."""
+    """Kind of the running probe; empty: none."""
     probe_steps_left: int = 0
     last: dict[str, int] = field(default_factory=dict)
-    """Kind of probe -> number of the step at which the last one ended, or the depth was chosen."""
+    """Kind of probe -> step from which the wait for the next one counts."""
     backoff: dict[str, float] = field(default_factory=dict)
     """Kind of probe -> factor of the wait before the next one."""
 
@@ -257,23 +251,23 @@ class _Choice:
         return depth
 
     def choose(self, depth: int, step: int) -> None:
-        """Use a depth from this review on; a probe that changed nothing doubles its wait."""
+        """Use a depth from this step on; a probe that changed nothing doubles its wait."""
         kind, self.probe_kind = self.probe_kind, ""
-        has_changed, self.depth = depth != self.depth, depth
-        if kind:
-            self.last[kind] = step
-            self.backoff[kind] = min(2.0 * self.wait_factor(kind), MAX_BACKOFF)
-        if has_changed:
+        if depth != self.depth:
             self.last.clear()
             self.backoff.pop(kind, None)
+        elif kind:
+            self.last[kind] = step
+            self.backoff[kind] = min(2.0 * self.wait_factor(kind), MAX_BACKOFF)
+        self.depth = depth
 
     def wait_factor(self, kind: str) -> float:
-        """Return the factor of the wait before a probe; that of plain steps, seen when all was new, is due early."""
+        """Return the factor on the wait before a probe; the first one of plain steps, measured long ago, is early."""
         return self.backoff.get(kind, 1.0 / MAX_BACKOFF if kind == "plain" else 1.0)
 
 
 class DepthController:
-    """Decides the draft depth of every step, for one engine: its estimates outlive a generation.
+    """Decides the draft depth of every step. One per engine: its estimates outlive a generation.
 
     Example::
 
@@ -288,26 +282,25 @@ class DepthController:
     def __init__(self, max_depth: int) -> None:
         """Choose among 0, the powers of two and ``max_depth``."""
         self._depths = sorted({min(1 << power, max_depth) for power in range(max_depth.bit_length() + 1)})
-        """Depths above 0 to choose from. Few of them: each is measured often, and the fastest is seldom a lucky one."""
+        """Depths above 0 to choose from; few, so that each is measured often."""
         self._costs: dict[int, _Costs] = defaultdict(_Costs)
         """Bucket of rows -> cost lines."""
         self._acceptance = {seen: AcceptanceByDepth(max_depth) for seen in (False, True)}
         """Whether prompts were seen before -> acceptance."""
         self._choices: dict[tuple[bool, int], _Choice] = defaultdict(_Choice)
-        """Whether prompts were seen before, bucket of rows -> depth in use."""
+        """(Whether prompts were seen before, bucket of rows) -> depth in use."""
         self._seen_prompts = False
         self._pace = 1.0
-        """Seconds of a step now over those of the first steps."""
+        """Seconds of a step now, over those of a first step of the same size."""
         self._unread = (0.0, 0.0)
-        """Tokens that the drafter had missed and read, and the seconds of that, each time half of the earlier ones."""
-        self._same_kind_steps = 0
-        """Measured steps in a row that were plain, or drafted, like the last one."""
-        self._was_drafted = False
+        """Missed tokens that the drafter read, and the seconds for them; each observation halves the earlier ones."""
+        self._streak = 0
+        """Measured steps in a row of the last one's kind: positive for drafted steps, negative for plain ones."""
         self.num_steps = 0
-        """Steps begun so far."""
+        """Steps begun."""
 
     def begin(self, *, seen_prompts: bool) -> None:
-        """Start a generation. Drafts for prompts that came before are better all at once: they are learnt apart."""
+        """Start a generation. Drafts for prompts seen before are better at once, and are learnt apart."""
         self._seen_prompts = seen_prompts
         for choice in self._choices.values():
             choice.probe_kind, choice.steps_left = "", 0
@@ -315,7 +308,7 @@ class DepthController:
     def held_depth(self, num_rows: int, *, may_probe: bool = True) -> int | None:
         """Begin a step; return the depth that still holds for it, None where `decide` has to be called.
 
-        ``may_probe``: whether the step may be one of a probe; False where it is not measured.
+        ``may_probe``: whether the step may belong to a probe; False where it is not measured.
         """
         self.num_steps += 1
         choice = self._choices[self._seen_prompts, _bucket(num_rows)]
@@ -338,15 +331,15 @@ class DepthController:
         Args:
             num_rows: Running samples.
             num_unread: Tokens that the drafter missed and would have to read first.
-            remaining_tokens: Tokens that the longest sample is expected to get still.
+            remaining_tokens: Expected tokens to come of the longest sample.
             horizon: Expected length of its response; infinite if other samples wait for its slot.
             may_probe: Whether a probe, or the first drafts for so many rows, may begin.
         """
-        costs, choice = self._costs[_bucket(num_rows)], self._choices[self._seen_prompts, _bucket(num_rows)]
+        bucket, acceptance = _bucket(num_rows), self._acceptance[self._seen_prompts]
+        costs, choice = self._costs[bucket], self._choices[self._seen_prompts, bucket]
         is_new = costs.verifying.weight < MIN_WEIGHT
         if costs.plain.weight < MIN_WEIGHT or (is_new and not may_probe):
             return choice.hold(0, 1)
-        acceptance = self._acceptance[self._seen_prompts]
         acceptance.estimate()
         steps_s = costs.steps_s(num_rows, acceptance.drafted)
         slack = costs.fixed_share(num_rows) * math.sqrt(SPREAD_OF_LAST * math.log(num_rows) / max(horizon, 1.0))
@@ -358,8 +351,10 @@ class DepthController:
             return choice.hold(choice.held, min(2, choice.probe_steps_left))
         depths = [depth for depth in self._depths if not is_new or depth == 1 or depth <= first_depth(num_rows)]
         best = _fastest(speeds, depths, choice.depth)
-        read, reading_s = self._unread
-        catch_up_s = num_unread * (reading_s / read / self._pace if read else costs.drafted_token_s(num_rows))
+        read, reading_s = self._unread[0], self._unread[1] / self._pace
+        if not read:  # as long as for drafting
+            read, reading_s = num_rows * (1.0 + costs.drafting.mean_size), costs.drafting.mean_s
+        catch_up_s = num_unread * reading_s / read
         if best and catch_up_s:
             saved_s = remaining_tokens * (1.0 / speeds[0] - 1.0 / speeds[best])
             best = best if catch_up_s < saved_s else 0
@@ -377,13 +372,11 @@ class DepthController:
             self._acceptance[self._seen_prompts].learn(step.outcomes, step.number)
         if not step.is_measured:
             return
-        is_drafted = step.num_drafted > 0
-        self._same_kind_steps = self._same_kind_steps + 1 if is_drafted == self._was_drafted else 1
-        self._was_drafted = is_drafted
-        costs, rows = self._costs[_bucket(step.num_rows)], step.num_rows
+        is_drafted, rows, costs = step.num_drafted > 0, step.num_rows, self._costs[_bucket(step.num_rows)]
+        self._streak = max(self._streak, 0) + 1 if is_drafted else min(self._streak, 0) - 1
         if step.num_unread:
             self._learn_unread(step, costs)
-        elif self._same_kind_steps <= SETTLING_STEPS:
+        elif abs(self._streak) <= SETTLING_STEPS:
             return
         elif is_drafted:
             own = costs.by_depth[step.depth]
@@ -397,15 +390,13 @@ class DepthController:
                 costs.drafting.observe(0.0, step.drafting_s / self._pace, step.number)
 
     def _continues_probe(self, choice: _Choice, speeds: list[float]) -> bool:
-        """Return whether the running probe has steps left; one at another depth ends early where it is far too slow."""
+        """Return whether the running probe has steps left; one of another depth ends early where it is far too slow."""
         choice.probe_steps_left -= 2
-        if choice.probe_steps_left <= 0:
-            return False
-        is_other_kind = not choice.held or not choice.depth
-        return is_other_kind or speeds[choice.held] * MAX_SURPRISE > speeds[choice.depth]
+        is_far_too_slow = choice.held and choice.depth and speeds[choice.held] * MAX_SURPRISE <= speeds[choice.depth]
+        return choice.probe_steps_left > 0 and not is_far_too_slow
 
     def _learn_unread(self, step: MeasuredStep, costs: _Costs) -> None:
-        """Learn the seconds in which the drafter reads tokens that it missed; a few tokens are lost in the noise."""
+        """Learn the seconds for which the drafter reads missed tokens, unless these are too few to tell from noise."""
         read, reading_s = self._unread
         if 4 * step.num_unread < read:
             return
@@ -426,24 +417,16 @@ class DepthController:
         return ratio * expected_s
 
     def _due_probe(
-        self,
-        choice: _Choice,
-        depths: Sequence[int],
-        speeds: Sequence[float],
-        steps_s: Sequence[float],
-        catch_up_s: float,
+        self, choice: _Choice, depths: list[int], speeds: list[float], steps_s: list[float], catch_up_s: float
     ) -> int | None:
-        """Return the depth of a probe that is due, which begins then; None: there is none."""
+        """Begin a probe that is due, and return its depth; None: none is due."""
         depth = choice.depth
+        kinds = {"draft": max(depths, key=speeds.__getitem__)}
         if depth:
             place = self._depths.index(depth)
-            kinds = {"plain": 0, "shallower": self._depths[max(place - 1, 0)]}
-            kinds["deeper"] = self._depths[min(place + 1, len(self._depths) - 1)]
-        else:
-            kinds = {"draft": max(depths, key=speeds.__getitem__)}
+            around = {"shallower": self._depths[:place][-1:], "deeper": self._depths[place + 1 :][:1]}
+            kinds = {"plain": 0} | {kind: near[0] for kind, near in around.items() if near and near[0] in depths}
         for kind, probe in kinds.items():
-            if probe == depth or (probe and probe not in depths):
-                continue
             lost_s = REVIEW_STEPS * steps_s[probe] * max(1.0 - speeds[probe] / speeds[depth], MIN_GAIN)
             lost_s += 0.0 if depth else catch_up_s
             wait = lost_s / (PROBE_SHARE * steps_s[depth]) * choice.wait_factor(kind)
@@ -454,7 +437,7 @@ class DepthController:
 
 
 def _fastest(speeds: Sequence[float], depths: Sequence[int], in_use: int) -> int:
-    """Return the fastest of some depths, the one in use where that is about as fast, 0 where none pays."""
+    """Return the fastest of some depths: that in use if about as fast, 0 if none pays."""
     best = max(depths, key=speeds.__getitem__)
     if in_use in depths and speeds[best] < (1.0 + MIN_GAIN / 2) * speeds[in_use]:
         best = in_use
