@@ -37,8 +37,7 @@ from benchmarks.generation import build_model
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
-from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.stopping import StopRule
+from lightning_realloc.generation.core.sample import Sample, StopRule
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 

@@ -1,8 +1,8 @@
-"""Completions by Hugging Face's own ``generate``: slow, and right for every model that has one.
+"""Completions by Hugging Face's own ``generate``: slow, and correct for every model that has one.
 
-The engine to compare with, and the way out for models whose attention the native engine does not know. Batches are
-padded, unless a model reads its padding; a finished row is computed until the last one is done, and log-probabilities
-come from one more forward.
+A reference for `GenerationEngine`, and the engine for models whose attention that one does not support. Batches are
+padded, unless a model reads its padding. A finished row is computed until its batch ends. Log-probabilities take one
+more forward.
 """
 
 from __future__ import annotations
@@ -22,15 +22,9 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
-from lightning_realloc.generation.core.sample import Completion, Sample
+from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, sampling_logprobs
-from lightning_realloc.generation.core.stopping import (
-    StopRule,
-    StopStringCheck,
-    Tokenizer,
-    check_tokenizer,
-    stop_rule_of,
-)
+from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
@@ -39,14 +33,14 @@ from lightning_realloc.runtime.model.batching_limits import experts_obstacle, ge
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 0.1
-"""By how much of their deviation logits may differ and still be the same but for rounding."""
+"""Share of the logits' standard deviation up to which a difference counts as rounding."""
 
 
 class HFEngine:
-    """As `GenerationEngine`, by the model's own ``generate``.
+    """Same interface as `GenerationEngine`, on the model's own ``generate``.
 
-    Greedy responses are the same as the native engine's. Sampled ones follow the same distribution but are others:
-    their randomness comes from ``params.seed``, the first sample's id and the batch. There is no speculation.
+    Greedy responses equal the native engine's. Sampled ones follow the same distribution with other random numbers,
+    which depend on ``params.seed``, the first sample's id and the batch. There is no speculative decoding.
     """
 
     def __init__(
@@ -58,11 +52,11 @@ class HFEngine:
         max_length: int | None = None,
         **native: object,
     ) -> None:
-        """Remember the model; ``max_slots`` is the size of a batch, ``max_length`` bounds prompt plus response.
+        """Take the settings of `GenerationEngine` that apply; ``max_slots`` is the size of a batch.
 
         Raises:
-            GenerationError: for a model without ``generate``, or with one that counts positions otherwise than its
-                forward, and for settings of the native engine alone.
+            GenerationError: for a model without ``generate``, or whose ``generate`` counts positions differently than
+                its forward, and for settings of the native engine only.
         """
         _refuse_native("__init__", native)
         if not callable(getattr(model, "generate", None)):
@@ -85,21 +79,21 @@ class HFEngine:
         self._version = 0
         self._stats = GenerationStats()
         self._may_pad: bool | None = None
-        """None: not known yet."""
+        """Whether a batch may be padded; None: not checked yet."""
         self.partial_results: PartialResults | None = None
-        """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
+        """Sends finished responses in chunks while a call runs; None: nothing is sent."""
 
     @property
     def stats(self) -> GenerationStats:
-        """What the last call did."""
+        """Counts of the last call."""
         return self._stats
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Say that the parameters changed, and what to call them: by default by the next number, from 0."""
+        """Set the version of changed parameters, by default the next number; the first is 0."""
         self._version = next_version(self._version, version)
 
     def release(self) -> None:
-        """Give storage back. There is none between calls."""
+        """Do nothing: no storage is kept between calls."""
 
     @torch.no_grad()
     def generate(
@@ -113,10 +107,10 @@ class HFEngine:
         on_finished: Callable[[Completion], None] | None = None,
         **native: object,
     ) -> list[Completion]:
-        """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
+        """Return ``params.n`` completions per prompt, in the order of the prompts.
 
-        Arguments and errors are those of `GenerationEngine.generate`; ``length_hints`` sort prompts into batches,
-        and ``on_finished`` is called behind each batch. What that engine alone can do is refused.
+        Arguments and errors are those of `GenerationEngine.generate`. ``length_hints`` sort prompts into batches, and
+        ``on_finished`` is called after each batch. Arguments that only that engine supports are refused.
         """
         _refuse_native("generate", native)
         failing = experts_obstacle(self._model)
@@ -125,8 +119,7 @@ class HFEngine:
         params = SamplingParams() if params is None else params
         check_callables(on_finished=on_finished)
         requests = Requests(
-            prompts=prompts, resume=(), params=params, sample_ids=sample_ids, length_hints=length_hints,
-            token_limits=token_limits, vocabulary=vocabulary_of(self._model),
+            prompts, (), params, sample_ids, length_hints, token_limits, vocabulary=vocabulary_of(self._model),
             bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
         samples = requests.samples()
@@ -145,7 +138,7 @@ class HFEngine:
                     order, most=self._max_slots, context=_context_of(self._model), pads=self._pads(samples)
                 ):
                     stats = self._run_batch(batch, params, stop, stats)
-                    notifier.tell(batch)
+                    notifier.report(batch)
         finally:
             for module in training:
                 module.training = True
@@ -153,16 +146,16 @@ class HFEngine:
         return [sample.completion(self._version) for sample in samples]
 
     def _pads(self, samples: Sequence[Sample]) -> bool:
-        """Return whether prompts of other lengths may share a batch; found out once, where there are any.
+        """Return whether prompts of different lengths may share a batch; checked once, when there are any.
 
-        Some families pass over the mask of a padded batch, as Reformer does.
+        Some families ignore the mask of a padded batch, as Reformer does.
         """
         prompts = sorted({sample.prompt for sample in samples}, key=len)
         if self._may_pad is None and prompts and len(prompts[0]) < len(prompts[-1]):
             self._may_pad = _heeds_padding(self._model, prompts[0], width=len(prompts[-1]))
             if not self._may_pad:
                 _log.warning(
-                    "%s says something else of a prompt that is padded, so batches hold prompts of one length alone",
+                    "%s predicts other tokens after a padded prompt, so batches hold prompts of one length only",
                     type(self._model).__name__,
                 )
         return self._may_pad is not False
@@ -173,19 +166,18 @@ class HFEngine:
         """Complete some samples, and return the stats with theirs added."""
         device = next(self._model.parameters()).device
         width = max(len(sample.prompt) for sample in samples)
-        # Padded with a token of its own, since a repetition penalty counts what is padded, too.
+        # Pad with a token of the prompt, because a repetition penalty counts padding too.
         ids = torch.tensor([[s.prompt[0]] * (width - len(s.prompt)) + list(s.prompt) for s in samples], device=device)
         mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in samples], device=device)
-        # What the stopping criterion grows.
+        # Copies that the stopping criterion extends.
         rows = [Sample(s.sample_id, s.prompt_number, s.prompt, s.max_new_tokens, s.key) for s in samples]
         criteria = StoppingCriteriaList([_Stops(rows, stop)])
         try:
             with _in_place_of_own(self._model, _config(params, samples, stop)):
                 output = self._model.generate(ids, attention_mask=mask, stopping_criteria=criteria)
         except RuntimeError as error:
-            if "probability tensor" not in str(error):  # what torch.multinomial says of weights that are no weights
+            if "probability tensor" not in str(error):  # torch.multinomial's message, which names no rows
                 raise
-            # It does not say which rows: those of some of these samples.
             raise GenerationError(
                 f"the model's logits are not finite for some of the {len(samples)} sample ids "
                 f"{[sample.sample_id for sample in samples[:8]]}{'…' if len(samples) > 8 else ''}; {DIVERGED}"
@@ -221,7 +213,7 @@ def _why_its_generate_fails(model: nn.Module) -> str | None:
 
 
 def _refuse_native(method: str, given: Mapping[str, object]) -> None:
-    """Refuse what the native engine takes and this one cannot do, unless it is given as what stands for nothing."""
+    """Refuse arguments that only the native engine supports, unless they have a neutral value."""
     known = inspect.signature(getattr(GenerationEngine, method)).parameters
     for name, value in given.items():
         if name not in known:
@@ -235,7 +227,7 @@ def _refuse_native(method: str, given: Mapping[str, object]) -> None:
 
 @contextmanager
 def _in_place_of_own(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Let a model generate by ``config`` alone: one that is passed is filled up from its own, penalties included."""
+    """Replace a model's ``generation_config``, which would otherwise fill the gaps of one that is passed."""
     own, model.generation_config = model.generation_config, config
     try:
         yield
@@ -244,7 +236,7 @@ def _in_place_of_own(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
-    """Return whether ``model`` predicts the same behind a prompt that is padded to ``width``, up to rounding."""
+    """Return whether ``model`` predicts the same after a prompt that is padded to ``width``, up to rounding."""
     device = next(model.parameters()).device
     said = []
     for padding in (0, width - len(prompt)):
@@ -257,15 +249,15 @@ def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
             output = model.generate(ids, attention_mask=mask)
         said.append(output.logits[0][0].float())
     alone, padded = said
-    differs = (alone - padded).square().mean().sqrt() > _ROUNDING * alone.std()  # False of what is not finite
+    differs = (alone - padded).square().mean().sqrt() > _ROUNDING * alone.std()  # False if not finite
     return not bool(differs)
 
 
 def _batches(samples: Iterable[Sample], *, most: int, context: float, pads: bool = True) -> list[list[Sample]]:
-    """Return samples in batches whose rows all stay within the model's context; ``pads``: prompts may differ in length.
+    """Return samples in batches whose rows all stay within the model's context.
 
-    A row that is over is computed on until the last one of its batch is, and a model that looks its positions up has
-    none beyond its context.
+    A finished row is computed until the last one of its batch ends, and models with learned positions have none beyond
+    their context. ``pads``: prompts of a batch may differ in length.
     """
     if not pads:
         samples = sorted(samples, key=lambda sample: len(sample.prompt))
@@ -288,7 +280,7 @@ def _context_of(model: nn.Module) -> float:
 
 
 class _Stops(StoppingCriteria):
-    """Ends each row of a batch by the rule that the native engine goes by."""
+    """Ends each row of a batch by the native engine's stop rule."""
 
     def __init__(self, rows: Sequence[Sample], stop: StopRule) -> None:
         self._rows = rows
@@ -313,7 +305,7 @@ def _config(params: SamplingParams, samples: Sequence[Sample], stop: StopRule) -
     return GenerationConfig(
         max_new_tokens=max(sample.max_new_tokens for sample in samples),
         min_new_tokens=params.min_new_tokens if early else None,
-        # Only what may not come early is named: rows end by the criterion, which knows of stop strings and limits too.
+        # Only tokens that may not come early: rows end by the criterion, which knows stop strings and limits too.
         eos_token_id=early or None,
         repetition_penalty=params.repetition_penalty,
         pad_token_id=0,

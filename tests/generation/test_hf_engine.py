@@ -74,7 +74,7 @@ def test_prompts_of_other_lengths_share_no_batch_where_the_model_reads_its_paddi
     assert not caplog.records
     completions = HFEngine(reads_padding).generate(prompts, params)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
-    assert "ReadsPadding says something else of a prompt that is padded" in caplog.text
+    assert "ReadsPadding predicts other tokens after a padded prompt" in caplog.text
 
 
 def test_draws_follow_the_models_distribution_and_the_seed() -> None:

@@ -14,8 +14,7 @@ import pytest
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.core.noise import sample_key
-from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.stopping import StopRule
+from lightning_realloc.generation.core.sample import Sample, StopRule
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from tests.generation.dialogues import (

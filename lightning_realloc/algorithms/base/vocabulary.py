@@ -14,7 +14,7 @@ from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.generation.core.token_ids import check_vocabulary
+from lightning_realloc.generation.core.model_config import check_vocabulary
 
 PROBE = "The 3 quick brown foxes\n\tjumped; 12345 + 0.5 != naïve café — 你好, мир! <|im_end|> </s>"
 """Equal vocabularies may still cut text differently, by other merges: this text has something of everything."""

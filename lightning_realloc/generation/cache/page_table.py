@@ -1,4 +1,4 @@
-"""Tables of the cache's pages: the pages of each slot's sequence. Pure: page numbers and prefix ids, no tokens.
+"""Tables of the cache's pages, and the index of prefixes that sequences share. Pure: numbers and tokens, no tensors.
 
 A property test holds four invariants. A page is free or in a table, never both. Two tables share a page only if both
 sequences are equal up to its end and nobody writes into it any more. A partly filled page is in one table only. A
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 
 class PageTables:
-    """The pages of every slot, and those that are free.
+    """The pages of every slot, and the free pages.
 
-    A freed page keeps its name until it is given out again, so a sequence that begins alike may find it. Given out are
-    pages without a name first, then those never used, then the one that was freed longest ago.
+    A freed page keeps its prefix id until it is reused, so a later sequence with the same prefix finds it. Pages
+    without an id are reused first, then pages that were never used, then those freed longest ago.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, num_slots: int) -> None:
@@ -22,37 +22,37 @@ class PageTables:
         self.num_pages = num_pages
         self.page_size = page_size
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
-        """Pages of each slot, that of its first positions first."""
+        """Pages of each slot, in the order of positions."""
         self.num_touched = 0
-        """Pages that were ever given out: those below this number."""
+        """Number of pages that were ever used; their numbers are below it."""
         self.changed: set[int] = set()
-        """Slots whose table changed since the owner of this set emptied it."""
+        """Slots whose table has changed since the reader last emptied this set."""
         self._num_users = [0] * num_pages
         self._blank: list[int] = []
-        self._named: dict[int, None] = {}
-        """Free pages with a name, in the order in which they were freed."""
-        self._name_of: dict[int, int] = {}
+        self._cached: dict[int, None] = {}
+        """Free pages with a prefix id, in the order in which they were freed."""
+        self._id_of: dict[int, int] = {}
         self._page_of: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody needs."""
-        return len(self._blank) + len(self._named) + self.num_pages - self.num_touched
+        """Number of free pages."""
+        return len(self._blank) + len(self._cached) + self.num_pages - self.num_touched
 
     def pages_for(self, length: int) -> int:
-        """Return how many pages so many positions take."""
+        """Return the number of pages for ``length`` positions."""
         return -(-length // self.page_size)
 
     def missing(self, slot: int, length: int) -> int:
-        """Return how many pages a slot lacks to hold so many positions."""
+        """Return the number of pages that a slot lacks to hold ``length`` positions."""
         return max(0, self.pages_for(length) - len(self.tables[slot]))
 
     def num_idle(self, pages: Sequence[int]) -> int:
-        """Return how many of these pages are free."""
+        """Return the number of free pages among these."""
         return sum(not self._num_users[page] for page in pages)
 
     def grow(self, slot: int, length: int) -> None:
-        """Give a slot the pages that it lacks for so many positions."""
+        """Give a slot the pages that it lacks for ``length`` positions."""
         for _ in range(self.missing(slot, length)):
             page = self._take()
             self._num_users[page] = 1
@@ -60,22 +60,22 @@ class PageTables:
             self.changed.add(slot)
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        """Let the sequence of an empty slot begin with these pages, full ones that nobody writes into."""
+        """Begin the sequence of an empty slot with full pages that nobody writes into."""
         assert not self.tables[slot], f"slot {slot} holds pages already"
         for page in pages:
             if not self._num_users[page]:
-                del self._named[page]
+                del self._cached[page]
             self._num_users[page] += 1
         self.tables[slot] = list(pages)
         self.changed.add(slot)
 
     def clear(self, slot: int) -> None:
-        """Take a slot's pages back. The last ones are given out first: beginnings are found again more often."""
+        """Free a slot's pages. The last ones are reused first, because sequences share first pages more often."""
         for page in reversed(self.tables[slot]):
             self._num_users[page] -= 1
             if not self._num_users[page]:
-                if page in self._name_of:
-                    self._named[page] = None
+                if page in self._id_of:
+                    self._cached[page] = None
                 else:
                     self._blank.append(page)
         self.tables[slot] = []
@@ -87,18 +87,18 @@ class PageTables:
         tables[first], tables[second] = tables[second], tables[first]
         self.changed.update((first, second))
 
-    def publish(self, slot: int, names: Sequence[int]) -> None:
-        """Say what the first pages of a slot hold, or will once the next forward is over."""
-        for page, name in zip(self.tables[slot], names, strict=False):
-            if page not in self._name_of and name not in self._page_of:
-                self._name_of[page] = name
-                self._page_of[name] = page
+    def publish(self, slot: int, ids: Sequence[int]) -> None:
+        """Set the prefix ids of a slot's first pages, whose content is there after the next forward."""
+        for page, prefix_id in zip(self.tables[slot], ids, strict=False):
+            if page not in self._id_of and prefix_id not in self._page_of:
+                self._id_of[page] = prefix_id
+                self._page_of[prefix_id] = page
 
-    def find(self, names: Sequence[int]) -> list[int]:
-        """Return the pages of as many of these names, from the first on, as there are pages of."""
+    def find(self, ids: Sequence[int]) -> list[int]:
+        """Return the pages of the longest prefix, given the ids of its pages."""
         found = []
-        for name in names:
-            page = self._page_of.get(name)
+        for prefix_id in ids:
+            page = self._page_of.get(prefix_id)
             if page is None:
                 break
             found.append(page)
@@ -110,8 +110,25 @@ class PageTables:
         if self.num_touched < self.num_pages:
             self.num_touched += 1
             return self.num_touched - 1
-        assert self._named, f"all {self.num_pages} pages are in use"
-        page = next(iter(self._named))
-        del self._named[page]
-        del self._page_of[self._name_of.pop(page)]
+        assert self._cached, f"all {self.num_pages} pages are in use"
+        page = next(iter(self._cached))
+        del self._cached[page]
+        del self._page_of[self._id_of.pop(page)]
         return page
+
+
+class PrefixIndex:
+    """Ids of prefixes: pages get equal ids if they, and all pages before them in a sequence, hold equal tokens."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
+        """(id of the page before or -1, tokens of the page) -> id."""
+
+    def extend(self, ids: list[int], tokens: Sequence[int]) -> None:
+        """Append the ids of the whole pages of ``tokens``, which follow the pages that have ids."""
+        size = self.page_size
+        for begin in range(0, len(tokens) - size + 1, size):
+            # Numbers instead of hashes, because two contents could share a chain of hashes.
+            key = (ids[-1] if ids else -1, tuple(tokens[begin : begin + size]))
+            ids.append(self._ids.setdefault(key, len(self._ids)))

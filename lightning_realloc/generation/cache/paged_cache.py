@@ -1,7 +1,7 @@
-"""Where keys and values live when their bytes are bounded: pages of a fixed number of positions, handed to slots.
+"""Keys and values in pages of a fixed number of positions, within a bound on bytes.
 
-The scheduler decides which pages a slot has (`PageTables`); this module keeps them. Attention reads whole pages, one
-after the other, into a buffer that all layers and forwards share; pages and buffer together stay within the bound.
+The scheduler assigns pages to slots (`PageTables`); this module stores their content. Attention reads whole pages from
+a buffer that all layers and forwards share. Pages and buffer together stay within the bound.
 """
 
 from __future__ import annotations
@@ -13,41 +13,52 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import LayerShape, Places, Segment, cache_shape, fits, model_parts
+from lightning_realloc.generation.cache.kv_cache import (
+    KVCache,
+    LayerShape,
+    Places,
+    Segment,
+    StepPlaces,
+    cache_shape,
+    fits,
+    model_parts,
+)
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.limits import BUFFER_SHARE, PAGE_SIZE
 
 LayerKey = tuple[int, int]
-"""Which layer: of the model that generates (0) or of the one that drafts for it (1), and its number there."""
+"""Model, 0 for the target and 1 for its draft model, and the layer's number in it."""
 Stored = tuple[Tensor, Tensor]
 """Keys and values (pages, page size, heads, head size) of a layer."""
 
 
-class PagedCache:
-    """Keys and values of every layer in pages, of at most ``max_bytes``.
+class PagedCache(KVCache):
+    """Keys and values of every layer in pages, at most ``max_bytes``.
 
-    Contents mean something only within one generation; between two of them only the storage is kept.
+    Contents are valid within one generation only; afterwards the storage is reused.
+
+    Args:
+        max_bytes: Bound on pages and buffer.
+        page_size: Positions of a page.
     """
 
     def __init__(self, max_bytes: int, *, page_size: int = PAGE_SIZE) -> None:
-        """Allocate nothing yet; ``page_size`` in positions."""
         self.max_bytes = max_bytes
         self.page_size = page_size
         self.tables = PageTables(0, page_size, num_slots=0)
         self.table = torch.zeros(0, 0, dtype=torch.long)
-        """Pages of each slot (slots, most pages), 0 where it has none, on the device."""
+        """(slots, most pages) pages of each slot on the device, 0 where it has none."""
         self.buffer_pages = 0
         """Pages of one layer's keys and values that the buffer holds."""
         self._rows = self.table
         self._shapes: dict[LayerKey, Stored] = {}
-        """Empty tensors, of a position's shape, dtype and device."""
+        """Empty tensors with the shape, dtype and device of a position."""
         self._layers: dict[LayerKey, Stored] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._num_pages = self._num_defined = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of storage held, the buffer with it."""
         return self._buffer.nbytes + sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
     @property
@@ -56,14 +67,14 @@ class PagedCache:
         return sum(map(self._layer_bytes, self._shapes.values()))
 
     def release(self) -> None:
-        """Give the storage back."""
         self._layers.clear()
         self._buffer = self._buffer.new_empty(0)
         self._num_pages = self._num_defined = self.buffer_pages = 0
 
-    # ---- the beginning of a call
+    # ---- at the start of a call
     def forget_shapes(self) -> None:
-        """Take the layers' shapes from the next forward of every model, which writes nothing; then :meth:`lay_out`."""
+        """Forget the layers' shapes: the next forward of each model sets them, and stores nothing. Then call
+        :meth:`lay_out`."""
         self._shapes = {}
 
     def for_drafts(self) -> DraftCache:
@@ -71,12 +82,15 @@ class PagedCache:
         return DraftCache(self)
 
     def lay_out(self, lengths: Sequence[int], *, num_slots: int, may_grow: bool = False) -> PageTables:
-        """Return empty tables for samples of these lengths at most, as many pages as fit or as can be of use.
+        """Allocate pages and return empty tables for a call.
 
-        ``may_grow``: others may come, of any length that the bound holds.
+        Args:
+            lengths: Most positions of each sample.
+            num_slots: Number of slots.
+            may_grow: Whether samples of any length that fits may arrive later.
 
         Raises:
-            GenerationError: where the bound does not hold the longest one.
+            GenerationError: if the bound does not hold the longest sample.
         """
         longest = max(lengths, default=1)
         self.tables = PageTables(0, self.page_size, num_slots=num_slots)
@@ -85,7 +99,7 @@ class PagedCache:
         needed = least * (page_bytes + buffer_page_bytes)
         if needed > self.max_bytes:
             raise GenerationError(
-                f"max_cache_bytes={self.max_bytes} must hold the longest sample of a call, and one here may come to "
+                f"max_cache_bytes={self.max_bytes} must hold the longest sample of a call, and one here may reach "
                 f"{longest} tokens of prompt and response: {least} pages of {self.page_size} tokens, {page_bytes} "
                 f"bytes each in all layers, and {least * buffer_page_bytes} bytes to read one layer, {needed} bytes "
                 f"together; raise max_cache_bytes to at least {needed}, lower max_new_tokens, or shorten prompts"
@@ -126,11 +140,8 @@ class PagedCache:
         return shape.new_empty(num_pages, self.page_size, *shape.shape[-2:])
 
     # ---- between forwards
-    def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
-        """Do nothing: the scheduler gives pages."""
-
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Let other slots hold the first ``length`` positions of one, too; pages that they share need no copy."""
+        """Copy the first ``length`` positions of one slot to others; shared pages need no copy."""
         tables, count = self.tables.tables, self.tables.pages_for(length)
         pairs = [
             (old, new) for target in targets
@@ -145,16 +156,14 @@ class PagedCache:
                 tensor.index_copy_(0, new, tensor.index_select(0, old))
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Hand a slot's pages over to one that has none."""
         assert not self.tables.tables[target], f"slot {target} holds pages"
         self.tables.swap(source, target)
 
     def swap(self, first: int, second: int, length: int) -> None:
-        """Exchange the pages of two slots."""
         self.tables.swap(first, second)
 
     def read(self, slot: int, begin: int, end: int) -> Tensor:
-        """Return what a slot holds of these positions as (bytes,) uint8 on the host, without a draft model's part."""
+        """Return the content of these positions as (bytes,) uint8 on the host, without a draft model's."""
         self._renew_table()
         places = self.indices(slot, begin, end)
         parts = [tensor.flatten(0, 1).index_select(0, places).view(-1).view(torch.uint8)
@@ -162,7 +171,6 @@ class PagedCache:
         return torch.cat(parts).cpu()
 
     def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
-        """Put back what :meth:`read` returned, perhaps on another rank, into pages that the slot has."""
         self.begin_forward()
         places = self.indices(slot, begin, end)
         tensors = [tensor for layer in self._own_layers() for tensor in layer]
@@ -177,36 +185,32 @@ class PagedCache:
             if model == 0
         ]
 
-    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
-        """Do nothing: this rank's layers are known since its call began."""
-
     def _own_layers(self) -> list[Stored]:
         return [stored for (model, _), stored in sorted(self._layers.items(), key=itemgetter(0)) if model == 0]
 
     # ---- within one forward
     def places(self, places: Places) -> PagedPlaces:
-        """Return how a forward of these tokens writes and reads."""
         self.begin_forward()
         return PagedPlaces(self, places)
 
     def begin_forward(self) -> None:
-        """Bring the table on the device up to date, and give pages that are in use for the first time a content."""
+        """Update the table on the device, and fill pages that are used for the first time."""
         self._define_pages()
         self._renew_table()
 
     def layer(self, layer: LayerKey, key: Tensor, value: Tensor) -> Stored | None:
-        """Return the storage of a layer; None, or what is not to be used, in the forward that tells its shape."""
+        """Return the storage of a layer; None in the forward that sets its shape, which must not use the result."""
         if layer not in self._shapes:
             self._shapes[layer] = (key.new_empty(0, *key.shape[-2:]), value.new_empty(0, *value.shape[-2:]))
         return self._layers.get(layer)
 
     def indices(self, slot: int, begin: int, end: int) -> Tensor:
-        """Return where positions of a slot are in storage seen as (pages * page size, …)."""
+        """Return the indices of a slot's positions in the storage seen as (pages * page size, …)."""
         positions = torch.arange(begin, end, device=self.table.device)
         return self.table[slot, positions // self.page_size] * self.page_size + positions % self.page_size
 
     def gather(self, stored: Stored, pages: Tensor) -> Stored:
-        """Copy pages (P) of a layer into the buffer; return their positions (P * page size, heads, head size)."""
+        """Copy pages (P) of a layer to the buffer; return their positions (P * page size, heads, head size)."""
         keys, values = stored
         num_bytes = len(pages) * keys[0].nbytes
         both = (self._buffer[:num_bytes], self._buffer[num_bytes : num_bytes + len(pages) * values[0].nbytes])
@@ -217,8 +221,8 @@ class PagedCache:
         return read[0], read[1]
 
     def _define_pages(self) -> None:
-        """Fill pages with zeros before their first use: what is masked gets the weight 0, and 0 times NaN is NaN."""
-        touched = max(1, self.tables.num_touched)  # page 0 stands in for those that a slot does not have
+        """Fill pages with zeros before their first use: masked positions get the weight 0, and 0 times NaN is NaN."""
+        touched = max(1, self.tables.num_touched)  # page 0 stands for missing ones
         if self._layers and touched > self._num_defined:
             end = min(self._num_pages, max(touched, 2 * self._num_defined))
             for layer in self._layers.values():
@@ -236,57 +240,21 @@ class PagedCache:
             self.table = self._rows.to(self._buffer.device)
 
 
-class DraftCache:
-    """Keys and values of a draft model, in the pages of the model that it drafts for.
-
-    Pages go where the sequence goes, whoever's they are; so what happens to slots is that model's cache's to do.
-    """
-
-    num_bytes = 0
+class DraftCache(KVCache):
+    """Keys and values of a draft model, in the pages of its target: they follow the target's slots."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
 
-    def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
-        """Do nothing."""
-
     def places(self, places: Places) -> PagedPlaces:
-        """Return how a forward of these tokens writes and reads."""
         self._cache.begin_forward()
         return PagedPlaces(self._cache, places, model=1)
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Do nothing."""
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Do nothing."""
-
-    def swap(self, first: int, second: int, length: int) -> None:
-        """Do nothing."""
-
-    def read(self, slot: int, begin: int, end: int) -> Tensor:
-        """Return nothing: samples move without what was read for drafts."""
-        return torch.empty(0, dtype=torch.uint8)
-
-    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
-        """Do nothing."""
-
-    def describe(self) -> list[LayerShape]:
-        """Return no layers."""
-        return []
-
-    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-class PagedPlaces:
-    """One forward's places in a `PagedCache`."""
+class PagedPlaces(StepPlaces):
+    """One forward's places in a `PagedCache`: where each token is written, and which pages the rows read."""
 
     def __init__(self, cache: PagedCache, places: Places, *, model: int = 0) -> None:
-        """Find where every token is written, once for all layers, and which pages the rows read."""
         self._cache = cache
         self._model = model
         size = cache.page_size
@@ -299,7 +267,7 @@ class PagedPlaces:
         ]
 
     def _writes(self, places: Places) -> tuple[Tensor | None, Tensor | None]:
-        """Return which tokens of the packed row are written and where; None: all of them, or nowhere."""
+        """Return the tokens of the packed row to write, and their indices; None: all tokens, and no index."""
         cache, size = self._cache, self._cache.page_size
         rows = None
         if places.num_rows:
@@ -318,7 +286,6 @@ class PagedPlaces:
         return (torch.cat(sources), torch.cat(targets)) if targets else (None, None)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> Stored | None:
-        """Keep the packed row's keys and values; return the layer's storage."""
         stored = self._cache.layer((self._model, layer), key, value)
         if stored is not None and self._targets is not None:
             for storage, new in zip(stored, (key, value), strict=True):
@@ -327,17 +294,14 @@ class PagedPlaces:
         return stored
 
     def sequence(self, stored: Stored, slot: int, end: int) -> Stored:
-        """Return a slot's first positions, in the buffer."""
         pages = self._cache.table[slot, : self._cache.tables.pages_for(end)]
         keys, values = self._cache.gather(stored, pages)
         return keys[:end], values[:end]
 
     def num_blocks(self) -> int:
-        """Return in how many parts the buffer holds the rows."""
         return len(self._blocks)
 
     def block(self, stored: Stored, index: int) -> tuple[slice, Tensor, Tensor]:
-        """Return some rows, and their keys and values in the buffer."""
         rows, pages = self._blocks[index]
         count = rows.stop - rows.start
         keys, values = self._cache.gather(stored, pages)
@@ -345,7 +309,8 @@ class PagedPlaces:
 
 
 def _written(segment: Segment, tables: PageTables) -> list[tuple[Segment, int, int]]:
-    """Return from which position on a segment is written to each of its slots: what they share, to the first alone."""
+    """Return (segment, slot, first position to write) for each slot; shared pages are written by the first slot
+    only."""
     spans, first = [], segment.slots[:1]
     for slot in segment.slots:
         begin = segment.begin
@@ -358,7 +323,7 @@ def _written(segment: Segment, tables: PageTables) -> list[tuple[Segment, int, i
 
 
 def blocks_of(widths: Sequence[int], most: int) -> list[tuple[int, int, int]]:
-    """Return rows (first, stop) to be read together, and pages per row: at most ``most`` pages, or one row alone."""
+    """Return blocks of rows (first, stop, pages per row) with at most ``most`` pages, or a single row."""
     blocks, first, widest = [], 0, 0
     for row, width in enumerate(widths):
         if row > first and (row + 1 - first) * max(widest, width) > most:

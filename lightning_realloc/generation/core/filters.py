@@ -1,7 +1,7 @@
 """Filter tokens by top-k, top-p and min-p.
 
-To sort a vocabulary with its tokens costs ten times the rest of a step. So only weights are ranked, as many as hold the
-nucleus, and the token is looked up by its weight. Equal weights rank by their tokens.
+Sorting a vocabulary with its tokens costs ten times the rest of a step. So only weights are ranked, as many as hold the
+nucleus, and the token is found by its weight. Equal weights rank by token.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ import torch
 from torch import Tensor
 
 _FIRST_RANKS = (64, 1024)
-"""How many ranks are looked at before all are."""
+"""Numbers of ranks to try before ranking the whole vocabulary."""
 _LEAST_SHARE = 16
-"""Taking the largest weights pays where they are at most one in this many."""
+"""`topk` is faster than sorting if it takes at most one weight in this many."""
 _ROUNDING = 1e-9
-"""Sums over a vocabulary differ by less from each other, whatever their order."""
+"""Bound on the relative difference of a vocabulary's sums in different orders."""
 _THREADS_OF_NUMPY = 4
-"""As fast as numpy sorts float32 on one thread, torch does on as many."""
+"""torch threads that sort float32 as fast as numpy does on one thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The largest weights of rows, and how many of them are kept."""
+    """The largest weights of some rows, and how many of them are kept."""
 
     rows: Tensor
-    """(R,), which rows these are."""
+    """(R,) indices of the rows."""
     weights: Tensor
-    """(R, V), in the order of the vocabulary."""
+    """(R, V) in the order of the vocabulary."""
     ranked: Tensor
-    """(R, K), the largest ones, falling."""
+    """(R, K) largest weights, descending."""
     mass: Tensor
-    """(R, K) float64, their running sum."""
+    """(R, K) float64 running sum of ``ranked``."""
     num_kept: Tensor
-    """(R, 1), at most K."""
+    """(R, 1) number of kept weights, at most K."""
     top_tokens: Tensor | None = None
-    """(R, K), the tokens of ``ranked`` where top-k took them; None: the first of equal weights ranks first."""
+    """(R, K) tokens of ``ranked`` if top-k chose them; None: equal weights rank by token."""
 
     def of(self, chosen: Tensor) -> Ranking:
-        """Return the ranking of the rows that are True in ``chosen`` (R,)."""
+        """Return the ranking of the rows at which ``chosen`` (R,) is True."""
         if chosen.all():
             return self
         return Ranking(*(part[chosen] for part in (self.rows, self.weights, self.ranked, self.mass, self.num_kept)))
 
     def kept_weights(self) -> Tensor:
-        """Return the weights (R, V), zero where a token is not kept."""
+        """Return the weights (R, V), zero for tokens that are not kept."""
         if self.top_tokens is not None:
             return torch.zeros_like(self.weights).scatter_(1, self.top_tokens, self._kept_of_top())
         last = self.num_kept - 1
         least = self.ranked.gather(1, last)
-        is_behind = torch.arange(self.weights.shape[1], device=last.device) > self._tokens_at(last)
-        return self.weights.masked_fill((self.weights < least) | ((self.weights == least) & is_behind), 0.0)
+        is_after = torch.arange(self.weights.shape[1], device=last.device) > self._tokens_at(last)
+        return self.weights.masked_fill((self.weights < least) | ((self.weights == least) & is_after), 0.0)
 
     def kept_by_token(self) -> tuple[Tensor, Tensor]:
-        """Return candidates (R, C), ascending, and their weights, zero where one is not kept; all others are not."""
+        """Return candidates (R, C) in ascending order, and their weights, zero for tokens that are not kept."""
         if self.top_tokens is None:
             tokens = torch.arange(self.weights.shape[1], device=self.weights.device)
             return tokens.expand_as(self.weights), self.kept_weights()
@@ -64,12 +64,12 @@ class Ranking:
         return tokens, self._kept_of_top().gather(1, order)
 
     def _kept_of_top(self) -> Tensor:
-        """Return ``ranked``, zero where a weight is not kept."""
+        """Return ``ranked``, zero for weights that are not kept."""
         ranks = torch.arange(self.ranked.shape[1], device=self.ranked.device)
         return self.ranked.masked_fill(ranks >= self.num_kept, 0.0)
 
     def _tokens_at(self, ranks: Tensor) -> Tensor:
-        """Return the tokens (R, 1) at ``ranks`` (R, 1), where top-k took none."""
+        """Return the tokens (R, 1) at ``ranks`` (R, 1), for rankings without top-k."""
         weight = self.ranked.gather(1, ranks)
         among_equals = ranks + 1 - (self.ranked > weight).sum(-1, keepdim=True)
         tokens = torch.searchsorted((self.weights == weight).cumsum(-1, dtype=torch.int32), among_equals.int())
@@ -92,7 +92,7 @@ def rankings(weights: Tensor, *, top_k: int | None, top_p: float, min_p: float) 
         if inside.any():
             yield ranking.of(inside)
             rows, weights = rows[~inside], weights[~inside]
-        # No rank behind weighs more than the last one here: are those looked at next enough for any row?
+        # No later rank weighs more than the last one here. Stop if the next ranks cannot be enough for any row.
         most = ranking.mass[:, -1:] + _FIRST_RANKS[-1] * ranking.ranked[:, -1:]
         if not ((most > top_p * total)[:, 0] & ~inside).any():
             break
@@ -107,7 +107,7 @@ def _ranking(
     mass = ranked.cumsum(-1, dtype=torch.float64)
     num_kept = torch.full_like(rows, ranked.shape[1])[:, None]
     if top_p < 1.0:
-        # A token stays when the mass before it is short of top_p: so the first always stays.
+        # A token is kept if the mass before it is below top_p, so the first one always is.
         point = top_p * (mass[:, -1:] if total is None else total)
         num_kept = num_kept.minimum(torch.searchsorted(mass, point) + 1)
     if min_p > 0.0:
@@ -116,13 +116,13 @@ def _ranking(
 
 
 def _holds_nucleus(mass: Tensor, point: Tensor) -> Tensor:
-    """Return of which rows (R,) the first ranks reach ``point`` (R, 1), and no rounding decides where."""
+    """Return the rows (R,) whose first ranks reach ``point`` (R, 1), unless rounding decides at which rank."""
     is_clear = (mass - point).abs() > _ROUNDING * point
     return is_clear.all(-1) & (mass[:, -1] > point[:, 0])
 
 
 def _descending(weights: Tensor) -> Tensor:
-    """Return the weights (R, V), the largest first."""
+    """Return the weights (R, V) in descending order."""
     if weights.device.type == "cpu" and min(len(weights), torch.get_num_threads()) < _THREADS_OF_NUMPY:
         return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
     return weights.sort(dim=-1, descending=True).values

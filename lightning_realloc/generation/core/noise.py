@@ -1,8 +1,7 @@
-"""Random numbers that belong to a place: functions of (seed, sample id, position), never of what was drawn before.
+"""Counter-based random numbers: pure functions of (seed, sample id, position).
 
-So a sample's randomness does not depend on which other samples share its batch, which slot or rank it sits on, or on
-how many tokens were drafted. The generator is SplitMix64 used as a counter-based one. Source: Steele, Lea, Flood, "Fast
-splittable pseudorandom number generators", OOPSLA 2014.
+A sample's randomness so does not depend on its batch, slot, rank or drafts. The generator is SplitMix64. Source:
+Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ _MASK = (1 << 64) - 1
 _WEYL = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _FEW = 20
-"""Numbers that are made one by one: of more, arrays are faster."""
+"""Numbers below which a loop is faster than numpy arrays."""
 
 
 def sample_key(seed: int, sample_id: int) -> int:
-    """Return the 64-bit key of one sample's stream of numbers."""
+    """Return the 64-bit key of a sample's stream of random numbers."""
     return _mix(_mix(seed & _MASK) ^ (sample_id & _MASK))
 
 
@@ -32,7 +31,7 @@ def stream_key(key: int, stream: int) -> int:
 
 
 def keyed_uniform(key: int, position: int) -> float:
-    """Return a number in [0, 1), a multiple of 2**-53 and a pure function of key and position."""
+    """Return a number in [0, 1), a multiple of 2**-53, that depends on key and position only."""
     return (_mix((key + position * _WEYL) & _MASK) >> 11) * 2.0**-53
 
 
@@ -46,11 +45,11 @@ def keyed_uniforms(keys: Sequence[int], positions: Sequence[int]) -> list[float]
 
 
 def gumbel_noise(keys: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
-    """Return standard Gumbel noise (B, K) float64 for ``tokens`` (B, K) at one place per row."""
+    """Return standard Gumbel noise (B, K) float64 for ``tokens`` (B, K), with one key and position per row."""
     states = [_mix((key + position * _WEYL) & _MASK) for key, position in zip(keys, positions, strict=True)]
     places = torch.tensor([_signed(state) for state in states], dtype=torch.int64, device=tokens.device)
     bits = _mix_tensor(places[:, None] + tokens * _signed(_WEYL))
-    # The middle of one of 2**53 equal parts: neither 0 nor 1, whose noise would be infinite.
+    # The middle of one of 2**53 equal intervals; 0 and 1 would give infinite noise.
     uniforms = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
     return -(-uniforms.log()).log()
 
@@ -71,7 +70,7 @@ def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix_tensor(values: Tensor) -> Tensor:
-    """Return `_mix` of 64-bit values held as int64, whose products wrap around as those of unsigned numbers do."""
+    """Return `_mix` of unsigned 64-bit values held as int64; products wrap around alike."""
     values = values + _signed(_WEYL)
     values = (values ^ _shifted(values, 30)) * _signed(_FACTORS[0])
     values = (values ^ _shifted(values, 27)) * _signed(_FACTORS[1])
@@ -79,7 +78,7 @@ def _mix_tensor(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Return int64 values shifted right with zeros coming in, as unsigned ones are."""
+    """Return int64 values shifted right, filled with zeros like unsigned ones."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

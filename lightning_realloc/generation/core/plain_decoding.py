@@ -1,4 +1,4 @@
-"""Plain decoding: one token for each running sample and step, and the hooks by which speculative decoding does more."""
+"""Plain decoding: one token per running sample and step, and the hooks that speculative decoding overrides."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.generation.core.noise import keyed_uniforms
-from lightning_realloc.generation.core.repetition import HeldTokens, Repeated
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams, Scratch, sample_tokens
+from lightning_realloc.generation.core.sampling import Forbidden, Repeated, SamplingParams, Scratch, sample_tokens
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.cache.kv_cache import KVCache
@@ -20,11 +19,40 @@ Emitted = tuple[list[int], list[float]]
 """Tokens of one sample, and their log-probabilities."""
 
 
+class HeldTokens:
+    """Tokens that each sequence holds, for the repetition penalty; one object per generation."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+        """Tokens by the id of their sample; a token that occurs twice is penalized once."""
+
+    def of_rows(self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]], device: torch.device) -> Repeated:
+        """Return the tokens of the sequence before each row of logits.
+
+        Each sample has a row after its last token and one after each drafted token, whose sequence includes the draft.
+        """
+        rows: list[Tensor] = []
+        tokens: list[Tensor] = []
+        for sample, draft in zip(samples, drafts, strict=True):
+            held = self._update(sample)
+            for length in range(len(draft) + 1):
+                seen = torch.cat([held, torch.tensor(draft[:length], dtype=torch.int64)]) if length else held
+                rows.append(torch.full_like(seen, len(rows)))
+                tokens.append(seen)
+        return torch.cat(rows).to(device), torch.cat(tokens).to(device)
+
+    def _update(self, sample: Sample) -> Tensor:
+        held, length = self._held.get(id(sample), torch.empty(0, dtype=torch.int64)), sample.position + 1
+        if len(held) < length:
+            held = torch.cat([held, torch.tensor(sample.tokens(len(held), length), dtype=torch.int64)])
+            self._held[id(sample)] = held
+        return held
+
+
 class KeyedSampler:
-    """Draws tokens by inverse distribution, with one random number for each sample and place of its response."""
+    """Draws tokens by inverse transform sampling, with one random number per sample and position."""
 
     def __init__(self, params: SamplingParams) -> None:
-        """Draw with the temperature, filters and penalties of ``params``."""
         self._params = params
         self._scratch = Scratch()
         self._held = HeldTokens() if params.penalizes else None
@@ -46,15 +74,15 @@ class KeyedSampler:
     def repeated(
         self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]], device: torch.device
     ) -> Repeated | None:
-        """Return the tokens that a repetition penalty counts for each row of logits; None without a penalty."""
+        """Return the tokens to penalize in each row of logits; None without a repetition penalty."""
         return None if self._held is None else self._held.of_rows(samples, drafts, device)
 
 
 class Decoding:
-    """Plain decoding. `Speculator` overrides it; all hooks about slots do nothing here."""
+    """Plain decoding. `Speculator` overrides it; the hooks about slots do nothing here."""
 
     max_ahead = 0
-    """Most tokens that a step reads after a sample's last one."""
+    """Most drafted tokens that a step reads after a sample's last one."""
     adapts = False
     """Whether measured seconds decide how many tokens a step reads."""
 
@@ -68,16 +96,19 @@ class Decoding:
     def propose(
         self, running: Sequence[Sample], being_read: Collection[int], *, is_tail: bool
     ) -> Sequence[Sequence[int]]:
-        """Return the tokens that this step reads after the last one of each running sample.
+        """Return a draft for each running sample.
 
-        ``being_read``: slots whose prompts this step reads. ``is_tail``: no sample waits for a slot.
+        Args:
+            running: Samples by slot.
+            being_read: Slots whose prompts this step reads.
+            is_tail: Whether no sample waits for a slot.
         """
         return [()] * len(running)
 
     def emit(self, logits: Tensor, running: Sequence[Sample], forbidden: Forbidden | None) -> list[Emitted]:
-        """Return the next tokens of each running sample, one at least.
+        """Return the next tokens of each running sample, at least one.
 
-        ``logits`` (N, V) holds for every sample those after its last token and after each token of `propose`.
+        ``logits`` (N, V) holds one row after each sample's last token and one after each token of `propose`.
         """
         keys, places = [sample.key for sample in running], [len(sample.token_ids) for sample in running]
         repeated = self._sampler.repeated(running, [()] * len(running), logits.device)
@@ -91,7 +122,7 @@ class Decoding:
         """Take a sample that has its last token."""
 
     def counts(self) -> dict[str, float]:
-        """Return the fields of `GenerationStats` that this counts."""
+        """Return the fields of `GenerationStats` that this class counts."""
         return {}
 
     def share_cache(self, cache: KVCache) -> None:

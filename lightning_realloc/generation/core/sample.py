@@ -1,70 +1,71 @@
-"""One response in the making, and what it is once it is over."""
+"""A response in progress (`Sample`), the rule that ends it (`StopRule`), and the result (`Completion`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol
+
+from lightning_realloc.errors import GenerationError
 
 FinishReason = Literal["stop", "length", "environment", "unfinished"]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A response, finished or stopped on the way."""
+    """A response as `GenerationEngine.generate` returns it."""
 
     sample_id: int
     prompt_index: int
-    """Of its prompt, in the call that began it."""
+    """Index of the prompt in the call that started the response."""
     token_ids: tuple[int, ...]
-    """Up to and including the token that ended it."""
+    """Tokens of the response, including the one that ended it."""
     logprobs: tuple[float, ...]
-    """One per token, of ``softmax(logits / temperature)`` over the whole vocabulary; 0 where the model did not choose
-    it."""
+    """One per token, of ``softmax(logits / temperature)`` over the whole vocabulary; 0 for an environment's tokens."""
     finish_reason: FinishReason
-    """"stop": a stop token or string; "length": no room for more; "environment": the environment failed, see ``error``;
-    "unfinished": the call's budget was spent."""
+    """"stop": a stop token or string. "length": no room for more tokens. "environment": the environment failed, see
+    ``error``. "unfinished": the call's budget was spent."""
     model_mask: tuple[bool, ...]
-    """One per token: True where the model chose it, False where the environment did."""
+    """One per token: True if the model chose it, False if the environment did."""
     versions: tuple[int, ...]
-    """One per token: the weights' version when it came."""
+    """One per token: the version of the weights that generated it."""
     prompt: tuple[int, ...]
-    """What it responds to."""
     error: str | None = None
+    """Message of the environment's failure; None if there was none."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """A response in the making."""
+    """A response in progress."""
 
     sample_id: int
     prompt_number: int
-    """What samples of one prompt have in common on this rank, and no others."""
+    """Number that the samples of one prompt share on this rank."""
     prompt: Sequence[int]
     max_new_tokens: int
-    """Most tokens of the response, whoever chose them."""
+    """Most tokens of the response, including the environment's."""
     key: int
-    """Of its stream of uniform numbers."""
+    """Key of the sample's random numbers."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     model_mask: list[bool] = field(default_factory=list)
     earlier_versions: tuple[int, ...] = ()
-    """Those of the tokens that were there from the beginning."""
+    """Weight versions of the tokens that an earlier call generated."""
     last_token: int = field(init=False)
-    """The token that the next forward reads, last of the prompt or of the response."""
+    """Token that the next forward reads: the last one of the prompt or the response."""
     position: int = field(init=False)
-    """Where `last_token` stands in the sequence."""
+    """Position of ``last_token`` in the sequence."""
     num_read: int = field(default=0, init=False)
-    """Positions from the sequence's beginning whose keys and values its slot holds."""
+    """Number of first positions whose keys and values the slot holds."""
     turn: int = field(init=False)
-    """Number of the model's turn, from 1."""
+    """Number of the model's current turn, starting at 1."""
     turn_begin: int = field(init=False)
-    """Where in `token_ids` it begins."""
+    """Index into ``token_ids`` at which the turn begins."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     prompt_index: int = -1
-    """Of its prompt, in the call that began it; by default its number."""
+    """Index of the prompt in the call that started the response; by default ``prompt_number``."""
 
     def __post_init__(self) -> None:
         if self.prompt_index < 0:
@@ -77,20 +78,25 @@ class Sample:
 
     @property
     def turn_is_open(self) -> bool:
-        """Whether the model has yet to choose a token in its turn."""
+        """Whether the model has not yet chosen a token in this turn."""
         return self.turn_begin == len(self.token_ids)
 
     @property
     def is_full(self) -> bool:
-        """Whether the response has as many tokens as it may have."""
+        """Whether the response has ``max_new_tokens``."""
         return len(self.token_ids) >= self.max_new_tokens
 
+    @property
+    def max_length(self) -> int:
+        """Most positions of prompt and response together."""
+        return len(self.prompt) + self.max_new_tokens
+
     def append(self, token: int, logprob: float) -> None:
-        """Take the next token of the response, the model's choice after reading all that is before it."""
+        """Add a token that the model chose."""
         self.grow((token,), (logprob,))
 
     def grow(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """As `append`, of one or more tokens."""
+        """Add one or more tokens that the model chose; the slot then holds all positions but the last."""
         self.token_ids += tokens
         self.logprobs += logprobs
         self.model_mask += [True] * len(tokens)
@@ -99,7 +105,7 @@ class Sample:
         self.num_read = self.position
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take tokens that the model did not choose; its next turn begins behind them."""
+        """Add an environment's tokens and begin the model's next turn."""
         self.token_ids.extend(tokens)
         self.logprobs.extend([0.0] * len(tokens))
         self.model_mask.extend([False] * len(tokens))
@@ -109,34 +115,149 @@ class Sample:
         self.turn_begin = len(self.token_ids)
 
     def adopt(self, other: Sample) -> None:
-        """Take the response that another rank brought this sample to."""
+        """Replace the response by the one that another rank generated for this sample."""
         self.token_ids, self.logprobs, self.model_mask = other.token_ids, other.logprobs, other.model_mask
         self.last_token, self.position, self.num_read = other.last_token, other.position, other.num_read
         self.turn, self.turn_begin = other.turn, other.turn_begin
         self.finish_reason, self.error = other.finish_reason, other.error
 
     def tokens(self, begin: int, end: int) -> list[int]:
-        """Return the tokens at these positions of prompt and response."""
+        """Return the tokens of the sequence, prompt and response, from ``begin`` to ``end``."""
         length = len(self.prompt)
         if begin >= length:
             return self.token_ids[begin - length : end - length]
         return [*self.prompt[begin:end], *self.token_ids[: max(end - length, 0)]]
 
     def token_at(self, position: int) -> int:
-        """Return the token at a position of prompt and response."""
+        """Return the token at a position of the sequence."""
         length = len(self.prompt)
         return self.prompt[position] if position < length else self.token_ids[position - length]
 
     def chosen(self, begin: int, most: int) -> list[int]:
-        """Return ``most`` tokens of the response from a place on, as far as the model chose one after the other."""
+        """Return up to ``most`` tokens of the response from ``begin`` on, ending before an environment's token."""
         mask = self.model_mask[begin : begin + most]
         return self.token_ids[begin : begin + (mask.index(False) if False in mask else most)]
 
     def completion(self, version: int) -> Completion:
-        """Return the response as it is; ``version`` is that of the weights it was taken further with."""
+        """Return the result; ``version`` is that of the weights that generated this call's tokens."""
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
         num_new = len(self.token_ids) - len(self.earlier_versions)
         return Completion(
             self.sample_id, self.prompt_index, tuple(self.token_ids), tuple(self.logprobs), self.finish_reason,
             tuple(self.model_mask), (*self.earlier_versions, *[version] * num_new), tuple(self.prompt), self.error,
         )  # fmt: skip
+
+
+class Tokenizer(Protocol):
+    """Tokenizer methods that stop strings need."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of the tokens."""
+        ...
+
+
+class StopRule:
+    """Ends a turn at stop tokens, stop strings and the length limit.
+
+    Args:
+        token_ids: Stop tokens.
+        strings: Stop strings; they need a ``tokenizer``.
+        tokenizer: Decodes the response.
+        min_new_tokens: Number of first tokens in which no stop token may occur and no stop string ends the turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_ids: frozenset[int],
+        strings: tuple[str, ...] = (),
+        tokenizer: Tokenizer | None = None,
+        min_new_tokens: int = 0,
+    ) -> None:
+        if strings and tokenizer is None:
+            raise GenerationError(
+                f"stop_strings={strings!r} need a tokenizer; pass GenerationEngine(model, tokenizer=...) "
+                "or use stop_token_ids"
+            )
+        self.token_ids = token_ids
+        self._min_new_tokens = min_new_tokens
+        self._strings = strings
+        self._tokenizer = tokenizer
+        self._last_characters = frozenset(string[-1] for string in strings)
+        # A character takes at most four byte-level tokens; as many again may be tokens without text.
+        self._window = 8 * max((len(string) for string in strings), default=0)
+        self._may_complete: dict[int, bool] = {}
+
+    def update(self, sample: Sample) -> bool:
+        """Set the finish reason if the sample's last token ends its turn; return whether it does."""
+        if sample.last_token in self.token_ids or (self._strings and self._ends_a_string(sample)):
+            sample.finish_reason = "stop"
+        elif sample.is_full:
+            sample.finish_reason = "length"
+        return sample.finish_reason is not None
+
+    def take(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
+        """Add the model's tokens to the sample up to the one that ends its turn, and return their number."""
+        if not self._strings:  # stop tokens can be found without decoding
+            count = min(len(tokens), sample.max_new_tokens - len(sample.token_ids))
+            count = next((i + 1 for i in range(count) if tokens[i] in self.token_ids), count)
+            sample.grow(tokens[:count], logprobs[:count])
+            self.update(sample)
+            return count
+        for count, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):
+            sample.append(token, logprob)
+            if self.update(sample):
+                return count
+        return len(tokens)
+
+    def already_ends(self, sample: Sample) -> bool:
+        """Do the same as :meth:`update` for a response that an earlier call started."""
+        if not sample.turn_is_open:
+            return self.update(sample)
+        if sample.is_full:
+            sample.finish_reason = "length"
+        return sample.finish_reason is not None
+
+    def forbidden(
+        self, running: Sequence[Sample], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Return the rows of the logits in which stop tokens are not allowed yet, and these tokens; None without any.
+
+        Each sample has one row for its last token and one for each drafted token.
+        """
+        if not self._min_new_tokens or not self.token_ids:
+            return None
+        rows: list[int] = []
+        start = 0
+        for sample, draft in zip(running, drafts, strict=True):
+            early = min(self._min_new_tokens - len(sample.token_ids), len(draft) + 1)
+            rows.extend(range(start, start + early))
+            start += len(draft) + 1
+        return (rows, sorted(self.token_ids)) if rows else None
+
+    def _ends_a_string(self, sample: Sample) -> bool:
+        if len(sample.token_ids) < self._min_new_tokens or not self._may_complete_a_string(sample.last_token):
+            return False
+        # Decode this turn only, after one token of context: some tokenizers drop a leading space.
+        first = max(sample.turn_begin, len(sample.token_ids) - self._window)
+        context = [sample.token_ids[first - 1] if first else sample.prompt[-1]]
+        text = self._decode([*context, *sample.token_ids[first:]])
+        begin = len(self._decode(context))
+        # A stop string within the first `min_new_tokens` was ignored. A character with missing bytes does not count:
+        # the string may end in it.
+        early = sample.token_ids[first : max(self._min_new_tokens - 1, 0)]
+        ignored = len(self._decode([*context, *early]).rstrip("\ufffd")) if early else 0
+        return any(text.find(string, max(begin, ignored + 1 - len(string))) >= 0 for string in self._strings)
+
+    def _may_complete_a_string(self, token: int) -> bool:
+        """Return whether a stop string can end in this token; most tokens then need no decoding."""
+        known = self._may_complete.get(token)
+        if known is None:
+            # Twice, because some tokenizers drop a leading space.
+            text = self._decode([token, token])
+            known = self._may_complete[token] = "\ufffd" in text or any(c in self._last_characters for c in text)
+        return known
+
+    def _decode(self, token_ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Which token comes next, given logits and one uniform number per row (see `noise`)."""
+"""Sampling parameters, and the draw of the next token from logits and one uniform number per row (see `noise`)."""
 
 from __future__ import annotations
 
@@ -14,48 +14,52 @@ from torch import Tensor
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.filters import Ranking, rankings
 from lightning_realloc.generation.core.noise import gumbel_noise
-from lightning_realloc.generation.core.repetition import Repeated, penalized
 from lightning_realloc.setting_hints import SAMPLING_HINTS, suggest_settings
 
 Forbidden = tuple[Sequence[int], Sequence[int]]
 """Rows of the logits, and the tokens that may not be drawn in them."""
+Repeated = tuple[Tensor, Tensor]
+"""Rows of the logits (M,), and tokens (M,) that the sequences before them hold."""
 
 _BLOCK = 512
+"""Preferred width of the blocks that a row's running sum is split into."""
 _LEAST_TEMPERATURE = 1e-30
+"""Smallest positive temperature: logits over a smaller one leave float32."""
 
 
 @suggest_settings(SAMPLING_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How responses are drawn and when they end."""
+    """How responses are sampled and when they end."""
 
     max_new_tokens: int = 256
-    """Most tokens in one response. The model's context may end it earlier."""
+    """Most tokens of one response. The model's context may end it earlier."""
     min_new_tokens: int = 0
-    """This many tokens come before a stop token; a stop string that occurs within them is passed over."""
+    """Number of first tokens among which no stop token is drawn and stop strings are ignored."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most likely token."""
+    """Divisor of the logits; 0 takes the most likely token."""
     top_k: int | None = None
-    """Draw among the k most likely tokens; None: among all."""
+    """Sample from the k most likely tokens; None: from all."""
     top_p: float = 1.0
-    """Draw among the fewest most likely tokens whose probabilities, after ``top_k``, reach this sum."""
+    """Sample from the fewest most likely tokens whose probabilities, after ``top_k``, sum to this."""
     min_p: float = 0.0
-    """Draw among tokens whose probability is at least this share of the likeliest one's, after ``top_k`` and ``top_p``.
+    """Sample from tokens with at least this share of the most likely one's probability, after ``top_k`` and ``top_p``.
 
-    Source: Nguyen et al., arXiv:2407.01082."""
+    Source: Nguyen et al., arXiv:2407.01082.
+    """
     repetition_penalty: float = 1.0
-    """Logits of tokens that prompt or response hold already are divided by it, or, where negative, multiplied."""
+    """Divisor of the logits of tokens that the sequence holds already; negative logits are multiplied by it."""
     n: int = 1
     """Responses per prompt."""
     seed: int = 0
-    """Of the noise that tokens are drawn with; of 64 bits."""
+    """64-bit seed of the random numbers."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the end-of-sequence tokens of model and tokenizer."""
+    """Tokens that end a response, in addition to the end-of-sequence tokens of model and tokenizer."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a response once they occur in it. The engine needs a tokenizer for these. The space that some
-    tokenizers put between prompt and response is the response's."""
+    """Texts that end a response once it contains them; the engine needs a tokenizer for these. A space that the
+    tokenizer puts between prompt and response counts as the response's."""
     ignore_eos: bool = False
-    """True: the end-of-sequence tokens of model and tokenizer do not end a response."""
+    """Whether the end-of-sequence tokens of model and tokenizer do not end a response."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "n", "seed", "top_k"):
@@ -103,31 +107,31 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are left out by their rank, for which their probabilities are sorted."""
+        """Whether tokens are dropped by rank, which needs sorted probabilities."""
         return self.top_k is not None or self.top_p < 1.0
 
     @property
     def penalizes(self) -> bool:
-        """Whether what a sequence holds already makes tokens less, or more, likely to be drawn."""
+        """Whether a repetition penalty applies."""
         return self.repetition_penalty != 1.0
 
 
 def check_kind(name: str, given: object, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False) -> None:
-    """Raise GenerationError where ``given`` is not of this kind, nor None where that is one of the choices.
+    """Raise GenerationError unless ``given`` is of this kind, or None if ``optional``.
 
-    2.5 tokens pass every comparison, and fail in the middle of a batch.
+    A float such as 2.5 passes every comparison of integers, and would fail in the middle of a batch.
     """
     if not (is_of_kind(given, kind) or (optional and given is None)):
         raise GenerationError(f"{name}={given!r} must be {wanted}{' or None' if optional else ''}")
 
 
 def is_of_kind(given: object, kind: type | tuple[type, ...]) -> bool:
-    """Return whether something is of a kind; True and False are no numbers, though Python takes them for 1 and 0."""
+    """Return whether ``given`` is of a kind; unlike in Python, True and False are not numbers."""
     return isinstance(given, kind) and (not isinstance(given, bool) or kind is bool)
 
 
 def check_counts(kind: type = Integral, *, optional: bool = False, **counts: object) -> None:
-    """Raise GenerationError for the first that is no number of at least 1, nor None where it is optional."""
+    """Raise GenerationError for the first that is not a finite number of at least 1, or None if ``optional``."""
     for name, count in counts.items():
         check_kind(name, count, kind, "a whole number" if kind is Integral else "a number", optional=optional)
         _require(count is None or count >= 1, f"{name}={count} must be at least 1")  # type: ignore[operator]
@@ -141,7 +145,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _as_tuple(name: str, given: object, kind: type, kinds: str) -> tuple[object, ...]:
-    """Return a list or tuple of one kind as a tuple; a string alone would pass for one stop string per letter."""
+    """Return a list or tuple of one kind as a tuple; refuse a single string, which would pass as one per letter."""
     if isinstance(given, list | tuple) and all(isinstance(item, kind) for item in given):
         return tuple(given)
     way_out = f"write {(given,)!r}" if isinstance(given, kind) else "use () for none"
@@ -149,17 +153,17 @@ def _as_tuple(name: str, given: object, kind: type, kinds: str) -> tuple[object,
 
 
 class Scratch:
-    """Memory for numbers of every token, used again in every step: fresh pages cost more than what is computed in them.
+    """Reusable float32 buffers: writing to fresh pages costs more than the computation.
 
-    Holds two float32 for every logit of the largest step yet.
+    Holds two float32 for each logit of the largest step so far.
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self._kept: dict[str, Tensor] = {}
 
     def take(self, name: str, like: Tensor) -> Tensor:
-        """Return a float32 tensor in the shape of ``like``, of any content, until the next call with this name."""
+        """Return a float32 tensor of the shape of ``like``, uninitialized and valid until the next call with this
+        name."""
         kept = self._kept.get(name)
         if kept is None or kept.numel() < like.numel() or kept.device != like.device:
             kept = self._kept[name] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
@@ -179,10 +183,9 @@ def sample_tokens(
 
     ``logits`` is (B, V) in any floating dtype, ``uniforms`` (B,) float64 in [0, 1).
 
-    The log-probability is that of ``softmax(logits / temperature)`` over the whole vocabulary, which is what a trainer
-    recomputes from the same tokens; top-k, top-p, min-p, forbidden and ``repeated`` tokens change what is drawn and not
-    what is reported.
-    At temperature 0 it is that of ``softmax(logits)``.
+    The log-probability is that of ``softmax(logits / temperature)`` over the whole vocabulary, which a trainer
+    recomputes from the same tokens. At temperature 0 it is that of ``softmax(logits)``. Filters, ``forbidden`` and
+    ``repeated`` change which tokens are drawn, but not the log-probability.
     """
     scratch = scratch or Scratch()
     scaled = _tempered(logits, params, scratch)
@@ -190,21 +193,21 @@ def sample_tokens(
         probabilities = torch.softmax(scaled, -1, dtype=torch.float32, out=scratch.take("probabilities", scaled))
         tokens = _draw(probabilities, uniforms, params)
         return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
-    # Without the forbidden tokens the others may be all that is left of a probability that float32 rounds to 0.
+    # Mask before the softmax: float32 may round the remaining tokens' probabilities to 0.
     drawn_from = _changed(scaled, params, forbidden, repeated)
     tokens = _draw(torch.softmax(drawn_from, -1, dtype=torch.float32), uniforms, params)
     return tokens, _logprobs_of(scaled, tokens)
 
 
 def sampling_logprobs(logits: Tensor, tokens: Tensor, params: SamplingParams) -> Tensor:
-    """Return what :func:`sample_tokens` reports (N,) for ``tokens`` (N,) of ``logits`` (N, V)."""
+    """Return the log-probabilities (N,) as `sample_tokens` reports them, for ``tokens`` (N,) and ``logits`` (N, V)."""
     return _logprobs_of(_tempered(logits, params), tokens)
 
 
 def sampling_weights(
     logits: Tensor, params: SamplingParams, *, forbidden: Forbidden | None = None, repeated: Repeated | None = None
 ) -> Tensor:
-    """Return the distribution (B, V) float32 that tokens are drawn from: all of its mass on one at temperature 0."""
+    """Return the distribution (B, V) float32 that tokens are drawn from; at temperature 0 it is one-hot."""
     drawn_from = _changed(_tempered(logits, params), params, forbidden, repeated)
     weights = torch.softmax(drawn_from, -1, dtype=torch.float32)
     if params.greedy:
@@ -219,15 +222,10 @@ def sampling_weights(
     return law
 
 
-def draw_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return a token (B,) per row of ``weights`` (B, V), in proportion to them; ``uniforms`` (B,) float64."""
-    return _invert_softmax(weights, uniforms)
-
-
 def draw_gumbel(weights: Tensor, keys: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Return a token (B,) per row of ``weights`` (B, V), in proportion to them, by the largest noisy logarithm.
+    """Return a token (B,) per row in proportion to ``weights`` (B, V), by the Gumbel-max trick.
 
-    Source: Gumbel-max, as in Maddison, Tarlow, Minka, arXiv:1411.0030, section 2.
+    Source: Maddison, Tarlow, Minka, arXiv:1411.0030, section 2.
     """
     tokens = torch.arange(weights.shape[1], device=weights.device).expand(len(keys), -1)
     return (weights.double().log() + gumbel_noise(keys, positions, tokens)).argmax(-1)
@@ -242,15 +240,24 @@ def _tempered(logits: Tensor, params: SamplingParams, scratch: Scratch | None = 
 
 
 def _changed(scaled: Tensor, params: SamplingParams, forbidden: Forbidden | None, repeated: Repeated | None) -> Tensor:
-    """Return what tokens are drawn by; a penalty is the same on logits and on logits over a temperature."""
+    """Return the logits that tokens are drawn by; dividing by a temperature commutes with the penalty."""
     if repeated is not None:
-        scaled = penalized(scaled, repeated, params.repetition_penalty)
-    return scaled if forbidden is None else _without(scaled, forbidden)
-
-
-def _without(scaled: Tensor, forbidden: Forbidden) -> Tensor:
+        scaled = _penalized(scaled, repeated, params.repetition_penalty)
+    if forbidden is None:
+        return scaled
     rows, banned = (torch.as_tensor(part, device=scaled.device) for part in forbidden)
     return scaled.index_put((rows[:, None], banned), scaled.new_tensor(float("-inf")))
+
+
+def _penalized(logits: Tensor, repeated: Repeated, penalty: float) -> Tensor:
+    """Return the logits (B, V) in float32; repeated tokens' are divided by ``penalty`` if positive, else multiplied.
+
+    Source: Keskar et al., arXiv:1909.05858, section 4.1, as in transformers' ``RepetitionPenaltyLogitsProcessor``.
+    """
+    rows, tokens = repeated
+    values = logits[rows, tokens].float()
+    values = torch.where(values < 0, values * penalty, values / penalty)
+    return logits.float().index_put((rows, tokens), values)
 
 
 def _logprobs_of(scaled: Tensor, tokens: Tensor) -> Tensor:
@@ -261,12 +268,12 @@ def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
     if params.greedy:
         return weights.argmax(-1)
     if not params.truncates:
-        return _invert_softmax(_above_floor(weights, params), uniforms)
+        return draw_weights(_above_floor(weights, params), uniforms)
     tokens = torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
     for ranking in _rankings(weights, params):
-        # In the order of the vocabulary: rounding changes the ranks of tokens that weigh about the same.
+        # In the order of the vocabulary, because rounding changes the ranks of tokens of nearly equal weight.
         candidates, kept = ranking.kept_by_token()
-        tokens[ranking.rows] = candidates.gather(1, _invert_softmax(kept, uniforms[ranking.rows])[:, None])[:, 0]
+        tokens[ranking.rows] = candidates.gather(1, draw_weights(kept, uniforms[ranking.rows])[:, None])[:, 0]
     return tokens
 
 
@@ -275,27 +282,27 @@ def _rankings(weights: Tensor, params: SamplingParams) -> Iterator[Ranking]:
 
 
 def _above_floor(weights: Tensor, params: SamplingParams) -> Tensor:
-    """Return the weights, zero below min-p of the largest."""
+    """Return the weights, zero where they are below min-p times the largest."""
     if params.min_p == 0.0:
         return weights
     return weights.masked_fill(weights < params.min_p * weights.amax(-1, keepdim=True), 0.0)
 
 
 def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """Return per row the first index whose cumulative weight exceeds ``uniform * total``: never one of zero weight.
+    """Return per row the first index whose cumulative weight exceeds ``uniform * total``; its weight is never zero.
 
-    There is one: in float64 the product of ``total`` with a number of at most 1 - 2**-53 rounds to less than ``total``.
+    Such an index exists: in float64, ``total`` times at most 1 - 2**-53 rounds to less than ``total``.
     """
     point = uniforms * cumulative[:, -1]
-    # Of weights that are not finite none exceeds it: their log-probability tells the caller.
+    # No weight exceeds it if weights are not finite; the log-probability then shows the caller.
     return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0].clamp_max(cumulative.shape[1] - 1)
 
 
-def _invert_softmax(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return `_invert` of the running sum over the vocabulary, by way of sums over blocks of it where it is large.
+def draw_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return a token (B,) per row in proportion to ``weights`` (B, V); ``uniforms`` (B,) is float64.
 
-    `torch.multinomial` draws V exponentials a row on CPU, ten times the cost of this; a float64 running sum over
-    the whole row costs almost as much, unless the row is short.
+    Long rows are summed by blocks first. On CPU `torch.multinomial` takes ten times as long, because it draws V
+    exponentials per row. So does, nearly, a float64 running sum over a whole row.
     """
     if weights.shape[1] <= _BLOCK:
         return _invert(weights.cumsum(-1, dtype=torch.float64), uniforms)
@@ -309,14 +316,17 @@ def _invert_softmax(weights: Tensor, uniforms: Tensor) -> Tensor:
     inside = blocks[torch.arange(blocks.shape[0], device=blocks.device), block].double().cumsum(-1)
     begin = ends.gather(1, (block - 1).clamp_min(0)[:, None])[:, 0].where(block > 0, 0.0)
     mass = ends.gather(1, block[:, None])[:, 0] - begin
-    # What is left of the uniform inside the block, again in [0, 1) up to rounding.
+    # The uniform number's remainder inside the block, again in [0, 1) up to rounding.
     rest = ((uniforms * ends[:, -1] - begin) / mass).clamp(0.0, 1.0 - 2.0**-53)
-    # Behind the last token, only where weights are not finite: such rows end in what filled the last block up.
+    # Rows whose weights are not finite may end in the last block's padding.
     return (block * width + _invert(inside, rest)).clamp_max(vocabulary - 1)
 
 
 @cache
 def _block_width(vocabulary: int) -> int:
-    """Return a width that divides the vocabulary, since padding copies every row; the preferred one if none does."""
+    """Return the block width that divides the vocabulary and is nearest to the preferred one.
+
+    Other widths would copy every row to pad it.
+    """
     divisors = [width for width in range(_BLOCK // 4, 4 * _BLOCK + 1) if vocabulary % width == 0]
     return min(divisors, key=lambda width: (abs(math.log(width / _BLOCK)), width), default=_BLOCK)

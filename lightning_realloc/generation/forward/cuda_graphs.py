@@ -1,8 +1,8 @@
-"""Steps of decoding as CUDA graphs, whose kernels are launched all at once.
+"""Decoding steps as CUDA graphs, whose kernels are launched together.
 
-A forward of a model with a billion weights launches about 700 kernels, which takes the host five times as long as it
-takes an H200 to run them (docs/benchmarks/generation_cuda.md). A graph fixes shapes and addresses: rows are filled up
-to a few sizes, what they attend to is rounded up, and graphs are made anew where weights or the cache lie elsewhere.
+A forward of a model with a billion weights launches about 700 kernels. The host takes five times as long for that as an
+H200 takes to run them (docs/benchmarks/generation_cuda.md). A graph fixes shapes and addresses. So rows are padded to a
+few sizes, attended lengths are rounded up, and graphs are captured again when weights or the cache move.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import SlotCache, SlotPlaces
-from lightning_realloc.generation.forward.attention import PackedStep
-from lightning_realloc.generation.forward.packed_rows import DecodeRow, run_packed
+from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep
+from lightning_realloc.generation.forward.runner import run_packed
 
 _log = logging.getLogger(__name__)
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes work on tensors that stay where they are, and returns what does the same again."""
+"""Captures work on tensors that stay in place, and returns a function that replays it."""
 
 _MOST_TOKENS = 512
-"""Of a captured step, with those that fill it up: larger ones keep the device busy for longer than launching takes."""
+"""Tokens of the largest captured step, padding included. Larger steps keep the device busy for longer than launching
+takes."""
 _ROWS_PER_OCTAVE = 4
 _LENGTHS_PER_OCTAVE = 2
 _LEAST_LENGTH = 128
 _MOST_GRAPHS = 128
-"""Each takes about 5 MB beside what all share."""
+"""Graphs kept at a time; each takes about 5 MB in addition to the memory that all share."""
 _OFTEN = 16
-"""Steps of a shape from which on it gets a graph of its own, though a larger one would do."""
+"""Steps of a shape after which it gets a graph of its own, even if a larger one would do."""
 _READING_IN_TOKENS = 256
-"""Tokens whose products take as long as reading the weights: on H100 and H200, and about so many on others."""
+"""Tokens whose products take as long as reading the weights, measured on H100 and H200."""
 _MOST_DETOUR = 1.25
-"""How much longer a step may take by a larger shape's graph."""
+"""Factor by which a step may take longer when it runs as a larger shape."""
 
 
 class StepShape(NamedTuple):
-    """What a graph is made for."""
+    """Shape that a graph is captured for."""
 
     rows: int
     width: int
@@ -53,11 +54,11 @@ class StepShape(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows."""
+        """Tokens of all rows."""
         return self.rows * self.width
 
     def covers(self, other: StepShape) -> bool:
-        """Whether a step of the other shape may run as one of this shape, and hardly takes longer."""
+        """Return whether a step of the other shape can run as one of this shape in about the same time."""
         is_larger = all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
         detour = (_READING_IN_TOKENS + self.num_tokens) / (_READING_IN_TOKENS + other.num_tokens)
         return is_larger and detour <= _MOST_DETOUR and self.length <= 2 * other.length
@@ -67,17 +68,23 @@ class StepShape(NamedTuple):
 class _Graph:
     shape: StepShape
     inputs: Tensor
-    """(3, rows * width) token ids, their positions, and where in the cache they are written."""
+    """(3, rows * width): token ids, their positions, and their indices in the cache."""
     logits: Tensor
     """(rows * width, V)."""
     replay: Callable[[], None]
 
 
 class StepGraphs:
-    """Runs steps that read no prompts, by graphs where that is possible.
+    """Runs steps that read no prompts by CUDA graphs where possible.
 
-    A shape is captured when it comes for the second time, since capturing takes as long as two or three steps without a
-    graph; or, where the graph of a larger one will do, once it came often.
+    Capturing takes as long as two or three steps without a graph. So a shape is captured in its second step; if the
+    graph of a larger shape covers it, later.
+
+    Args:
+        model: Model to capture.
+        cache: Cache that its steps read and write.
+        make_record: Returns a function that captures graphs which share memory; None: CUDA's.
+        device_type: Type of the devices on which models are captured.
     """
 
     def __init__(
@@ -88,14 +95,6 @@ class StepGraphs:
         make_record: Callable[[], Record] | None = None,
         device_type: str = "cuda",
     ) -> None:
-        """Capture nothing yet.
-
-        Args:
-            model: Whose steps they are.
-            cache: The one that they read and write.
-            make_record: Returns what makes graphs that share their memory; by default, CUDA's.
-            device_type: Where models are captured.
-        """
         self._model = model
         self._cache = cache
         self._make_record = make_record
@@ -107,23 +106,23 @@ class StepGraphs:
         self._model_state: tuple[object, ...] = ()
         self._num_allocations = 0
         self._set_up: set[StepShape] = set()
-        """Shapes that were run as they are captured, in the weights' dtypes of now."""
+        """Shapes that ran once before their capture, with the weights' current dtypes."""
         self._dtypes: set[torch.dtype] = set()
         self._logits = torch.empty(0)
-        """(tokens, V) What all graphs write their logits to: only the last step's are read."""
+        """(tokens, V) logits of all graphs: only the last step's are read."""
         self._window = getattr(getattr(model, "config", None), "sliding_window", None)
         self.is_active = False
         """Whether steps of this generation are captured."""
         self.was_usual = True
-        """Whether the last step took as long as its like will: not where a graph is still to be made, or was."""
+        """Whether the last step took as long as later ones of its size: no graph was captured or is due."""
 
-    def begin(self) -> None:
-        """Look whether this generation's steps can be captured, and whether earlier graphs still hold."""
+    def begin(self) -> bool:
+        """Return whether this generation's steps can be captured; drop graphs that no longer hold."""
         device = next(self._model.parameters()).device
         self.is_active = (
             self._is_possible
             and device.type == self._device_type
-            and not torch.is_autocast_enabled(device.type)  # a graph would read the weights as they were cast once
+            and not torch.is_autocast_enabled(device.type)  # a graph would read weights that were cast once
             and not any(hasattr(module, "tp_group") or hasattr(module, "unshard") for module in self._model.modules())
         )
         state = _state_of(self._model) if self.is_active else ()
@@ -131,11 +130,12 @@ class StepGraphs:
             self.release()
             self._model_state = state
             self._forget_other_dtypes()
+        return self.is_active
 
     def release(self) -> None:
-        """Drop all graphs, and the memory that they work in.
+        """Drop all graphs and their memory.
 
-        What a step is run by rounds its logits, so nothing of it is left that a process begun here would not know.
+        Logits are rounded depending on how a step ran, so a resumed process must find the same state: none.
         """
         self._drop_graphs()
         self._num_steps.clear()
@@ -144,19 +144,19 @@ class StepGraphs:
 
     def _drop_graphs(self) -> None:
         self._graphs.clear()
-        self._record = None  # the memory that graphs share goes with the last of them
+        self._record = None  # frees the memory that graphs share
 
     def _forget_other_dtypes(self) -> None:
-        """Let shapes be set up anew where weights have other dtypes than those that they were set up for."""
+        """Forget which shapes ran before if the weights' dtypes have changed."""
         dtypes = {weight.dtype for weight in self._model.parameters()}
         if dtypes != self._dtypes:
             self._dtypes = dtypes
             self._set_up.clear()
 
     def forward(self, rows: Sequence[DecodeRow], max_length: int) -> Tensor | None:
-        """Return the logits (N, V) of the rows' tokens, valid until the next call; None: not by a graph, this time.
+        """Return the logits (N, V) of the rows' tokens, valid until the next call; None if no graph ran.
 
-        The cache has room for one position more than ``max_length``, the rows' most.
+        The cache has room for one position more than ``max_length``, the rows' largest.
         """
         self.was_usual = True
         shape = self._shape_of(rows, max_length) if self.is_active and rows else None
@@ -177,7 +177,7 @@ class StepGraphs:
         return _without_filling(graph.logits, rows, graph.shape.width)
 
     def _graph_for(self, shape: StepShape) -> _Graph | None:
-        """Return the graph of a shape; until it came often, perhaps that of a larger one."""
+        """Return the graph of a shape, or for a rare shape that of a larger one; None if there is none."""
         graph = self._graphs.get(shape)
         if graph is None and self._num_steps[shape] < _OFTEN:
             larger = (other for other in self._graphs.values() if other.shape.covers(shape))
@@ -189,12 +189,12 @@ class StepGraphs:
         num_rows = min(rounded_up(len(rows), _ROWS_PER_OCTAVE), self._cache.num_slots)
         length = rounded_up(max(max_length, _LEAST_LENGTH), _LENGTHS_PER_OCTAVE)
         if self._window and max_length <= self._window:
-            length = min(length, self._window)  # some models are refused beyond it
+            length = min(length, self._window)  # attention refuses some models beyond it
         shape = StepShape(num_rows, width, min(length, self._cache.capacity))
         return shape if shape.num_tokens <= _MOST_TOKENS else None
 
     def _capture(self, shape: StepShape) -> _Graph | None:
-        """Return a graph of this shape; None where the model's forward is more than launches."""
+        """Return a new graph of this shape; None if the model's forward cannot be captured."""
         while len(self._graphs) >= _MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         device = next(self._model.parameters()).device
@@ -208,7 +208,7 @@ class StepGraphs:
             return run_packed(self._model, ids, positions, step, kept=shape.num_tokens)
 
         if shape not in self._set_up:
-            # What the first run sets up, such as a product's workspace, must not be part of the graph.
+            # The first run sets up state such as a product's workspace, which must not be part of the graph.
             self._set_up.add(shape)
             made = forward()
             if (made.shape[1:], made.dtype) != (self._logits.shape[1:], self._logits.dtype):
@@ -234,14 +234,14 @@ class StepGraphs:
         return graph
 
     def _room_for(self, num_tokens: int) -> Tensor:
-        """Return memory for so many tokens' logits, which stays while a graph writes to it."""
+        """Return memory for the logits of ``num_tokens`` tokens; graphs that write to it keep it alive."""
         if len(self._logits) < num_tokens:
             self._logits = self._logits.new_empty(num_tokens, *self._logits.shape[1:])
         return self._logits[:num_tokens]
 
 
 class _CudaRecord:
-    """Makes CUDA graphs that share their memory: one runs at a time, and none leaves anything in it."""
+    """Captures CUDA graphs that share memory: only one runs at a time, and none keeps data there."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -255,7 +255,7 @@ class _CudaRecord:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Let no garbage be collected: a graph that is destroyed while another is captured ends the capture."""
+    """Disable garbage collection: destroying a graph during the capture of another ends the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -266,15 +266,15 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def rounded_up(number: int, per_octave: int) -> int:
-    """Return the next of so many numbers between a power of two and the next one; small numbers are all there."""
+    """Round up to a multiple of the power of two below ``number`` over ``per_octave``; small numbers stay."""
     step = max(1, (1 << number.bit_length() - 1) // per_octave)
     return -(-number // step) * step
 
 
 def filled_up(rows: Sequence[DecodeRow], shape: StepShape, capacity: int) -> tuple[list[int], list[int], list[int]]:
-    """Return ids, positions and places in the cache of the rows' tokens, and of those that fill the shape up.
+    """Return token ids, positions and cache indices of the rows' tokens, padded to the shape.
 
-    What fills up reads position 0 and is written to the last position of its slot, which no sample has.
+    Padding reads position 0, and writes to the last position of its slot, which no sample uses.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -295,7 +295,7 @@ def filled_up(rows: Sequence[DecodeRow], shape: StepShape, capacity: int) -> tup
 
 
 def _without_filling(logits: Tensor, rows: Sequence[DecodeRow], width: int) -> Tensor:
-    """Return the logits (N, V) of the rows' own tokens."""
+    """Return the logits (N, V) without those of padding."""
     if all(len(row.tokens) == width for row in rows):
         return logits[: len(rows) * width]
     kept = [slot * width + place for slot, row in enumerate(rows) for place in range(len(row.tokens))]
@@ -303,9 +303,9 @@ def _without_filling(logits: Tensor, rows: Sequence[DecodeRow], width: int) -> T
 
 
 def _state_of(model: nn.Module) -> tuple[object, ...]:
-    """Return what a model's launches depend on, besides its inputs: where its weights lie, its hooks, its switches.
+    """Return everything that a model's launches depend on besides inputs: addresses of weights, hooks and switches.
 
-    Whether modules are in training mode is left out: none is, while the engine generates.
+    Training mode is left out, because the engine generates in evaluation mode.
     """
     return tuple(
         _frozen({name: value for name, value in vars(module).items() if name != "training"})

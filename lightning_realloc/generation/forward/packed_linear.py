@@ -1,10 +1,9 @@
-"""Linear layers on copies of their weights in oneDNN's own order, for the time of one generation on CPU.
+"""Linear layers on copies of their weights in oneDNN's own order, during one generation on CPU.
 
-A step of decoding multiplies a few rows with every weight, and oneDNN would put a weight that lies in torch's order
-into its own each time. The copies cost about three such products, and as much memory as the weights. Layers that read
-the same tensor, such as a block's queries, keys and values, share one copy and one product: that costs no memory more,
-which one weight made of theirs would on other devices. Both operators are private to torch: this module alone knows
-them, and leaves a model as it is where they do not answer.
+A decoding step multiplies a few rows with every weight, and oneDNN would reorder each weight every time. The copies
+cost about three such products, and as much memory as the weights. Layers that read the same tensor, such as a block's
+queries, keys and values, share one copy and one product. Both operators are private to torch. Only this module uses
+them, and it leaves a model unchanged where they do not work.
 """
 
 from __future__ import annotations
@@ -21,35 +20,35 @@ from lightning_realloc.limits import MIN_PACKED_FLOAT32_WEIGHTS, MIN_PACKED_STEP
 from lightning_realloc.runtime.parallel.tensor_parallel import is_plain_linear
 
 _LEAST_FOR_ONE_ROW = 1 << 20
-"""Elements from which in float32 even a product of one row is faster."""
+"""Float32 weights from which on even a product of one row is faster."""
 _TYPICAL_ROWS = 32
-"""For which weights are packed. Measured with torch 2.13: any number but one gives the same speed for all others."""
+"""Rows that weights are packed for. With torch 2.13 any number but one gives the same speed for all others."""
 
 
 class _Group(NamedTuple):
-    """Layers that share a packed weight; most often one."""
+    """Layers that share a packed weight, often one."""
 
     layers: tuple[nn.Linear, ...]
     dtype: torch.dtype
-    """In which they multiply: autocast's where that is on."""
+    """Dtype of the product: autocast's if it is on."""
 
     @property
     def num_weights(self) -> int:
-        """Elements of all layers' weights."""
+        """Number of weights of all layers."""
         return sum(layer.weight.numel() for layer in self.layers)
 
     @property
     def pays(self) -> bool:
-        """Whether steps get faster: in float32 small weights gain nothing."""
+        """Whether steps get faster: small float32 weights gain nothing."""
         return self.dtype is not torch.float32 or self.num_weights >= MIN_PACKED_FLOAT32_WEIGHTS
 
 
 @contextmanager
 def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[None]:
-    """Let the linear layers for which it pays multiply with packed copies of the weights they hold now.
+    """Let linear layers multiply with packed copies of their current weights where that is faster.
 
-    ``num_steps`` bounds the tokens of one response. Layers are left alone whose forward is more than the product with
-    their own weight or was replaced by somebody, and those whose weights are sharded or quantized; hooks stay in force.
+    ``num_steps`` bounds the tokens of one response. Layers stay unchanged if their forward is more than the product
+    with their own weight, or was replaced, or if their weights are sharded or quantized. Hooks keep working.
     """
     groups = [group for group in _packable_groups(model) if group.pays] if num_steps >= MIN_PACKED_STEPS else []
     try:
@@ -64,7 +63,7 @@ def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[None]:
 
 @cache
 def packs(dtype: torch.dtype) -> bool:
-    """Return whether this torch on this processor multiplies with packed weights of ``dtype`` as `linear` does."""
+    """Return whether packed products of ``dtype`` work on this torch and processor, and equal those of `linear`."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     weight, rows = torch.eye(16, 32, dtype=dtype), torch.arange(64.0).to(dtype).view(2, 32)
@@ -78,7 +77,7 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def _packable_groups(model: nn.Module) -> list[_Group]:
-    """Return the layers that can be packed, those that read the same tensor together."""
+    """Return the layers that can be packed, grouped by the tensor that they read."""
     if any(hasattr(module, "unshard") for module in model.modules()):  # FSDP frees weights between two uses
         return []
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -98,7 +97,7 @@ def _packable_groups(model: nn.Module) -> list[_Group]:
 
 
 def _reading_the_same(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
-    """Yield siblings that go by the names of layers that read the same tensor."""
+    """Yield sibling layers whose names say that they read the same tensor."""
     if torch.is_inference_mode_enabled():  # tensors do not say there whether they were written to since
         return
     for module in model.modules():
@@ -109,13 +108,13 @@ def _reading_the_same(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
 
 
 def _can_be_joined(layers: Sequence[nn.Linear]) -> bool:
-    """Return whether the layers' weights, and their biases, can lie below each other in one."""
+    """Return whether the layers' weights and biases can be concatenated."""
     kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
     return len(kinds) == 1 and len(set(layers)) == len(layers)
 
 
 def _pack_group(group: _Group) -> None:
-    """Give every layer of the group a forward by the packed product, for steps in which that is faster."""
+    """Give each layer of the group a forward by the packed product, for steps in which that is faster."""
     layers, dtype = group.layers, group.dtype
     weight = _joined([layer.weight.detach().to(dtype) for layer in layers])
     biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
@@ -132,7 +131,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear, least_rows: int) -> Callable[[Tensor], Tensor]:
-    """Return a forward in float32: packed from so many rows on."""
+    """Return a float32 layer's forward, packed from ``least_rows`` rows on."""
     plain, fewest_elements = layer.forward, least_rows * layer.in_features
 
     def forward(input: Tensor) -> Tensor:
@@ -142,14 +141,13 @@ def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear, least_ro
 
 
 class _SharedProduct:
-    """What layers make of one tensor: the first of them that is called with it multiplies for all."""
+    """One product for layers that read the same tensor; the first of them that is called computes it."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor], widths: list[int]) -> None:
-        """Split what ``multiply`` returns (…, sum of widths) into parts."""
         self._multiply = multiply
         self._widths = widths
         self._parts: dict[int, Tensor] = {}
-        """Those that nobody took yet."""
+        """Parts (…, width of the layer) of the product that no layer has used yet."""
         self._input: Tensor | None = None
         self._version = 0
 
@@ -165,7 +163,7 @@ class _SharedProduct:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    """Return the weight in the order that suits products of a few rows; others are possible too."""
+    """Return the weight in oneDNN's order for products of a few rows; other products stay possible."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
     return packed
 

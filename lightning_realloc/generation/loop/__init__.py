@@ -1,4 +1,4 @@
-"""Run one call of the engine: requests in, one step after the other, completions out.
+"""Run one call of the engine: requests in, steps, completions out.
 
 Start with `GenerationRun`.
 """

@@ -1,8 +1,8 @@
-"""Conversations: an environment answers each turn of the model, while the batch goes on.
+"""Multi-turn responses: an environment answers each turn of the model while other samples keep running.
 
-Every answer is computed in a thread of its own: a tool that hangs cannot be stopped, and must not block a pool that
-others wait for. There are at most as many threads as samples that wait for an answer. Threads are daemons, so none
-keeps the process alive.
+Each answer is computed in a thread of its own: a tool that hangs cannot be stopped, and must not block a pool that
+others wait for. There are at most as many threads as waiting samples. Threads are daemons, so none keeps the process
+alive.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import inspect
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,45 +19,44 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import check_counts, check_kind
-from lightning_realloc.generation.core.token_ids import as_token_ids, check_vocabulary
 from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
-_LONGEST_WAIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The model's turn that just ended, as an environment sees it."""
+    """The model's last turn, as an environment sees it."""
 
     sample_id: int
     prompt_index: int
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """The response so far, with what environments appended; its last token ended the turn."""
+    """The response so far, including environments' tokens; its last token ended the turn."""
     number: int
-    """From 1."""
+    """Number of the turn, starting at 1."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """In training: the data's row, column by column, its prompt as text or messages; otherwise empty."""
+    """In training, the data's row by column, with its prompt as text or messages; otherwise empty."""
 
 
 class Environment(Protocol):
-    """A tool, a simulated user, a game: whatever the model talks to. Called from several threads at once."""
+    """Answers the model's turns: a tool, a simulated user, a game. Called from several threads at once."""
 
     def __call__(self, turn: Turn) -> Sequence[int] | None:
-        """Return the tokens to append, with those of the chat template; None: the response is over."""
+        """Return the tokens to append, including those of the chat template; None: the response is finished."""
         ...
 
 
 @suggest_settings({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """How long a response with an environment may go on."""
+    """Bounds of a response with an environment."""
 
     max_turns: int = 8
-    """Most turns of the model in one response. After the last one the environment is not asked."""
+    """Most turns of the model in one response; the environment is not asked after the last one."""
     deadline_s: float = 60.0
     """Most seconds for one answer of the environment."""
 
@@ -71,10 +69,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an environment said about one sample."""
+    """An environment's answer for one sample."""
 
     index: int
-    """The sample's place in the call."""
+    """Index of the sample in the call."""
     token_ids: tuple[int, ...] | None = None
     error: str | None = None
 
@@ -82,12 +80,12 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class _Question:
     number: int
-    """Of the turn."""
+    """Number of the turn."""
     due: float
 
 
 def check_environment(environment: object, settings: object) -> None:
-    """Raise GenerationError for what cannot be asked for tokens, and for settings of another kind or without use."""
+    """Raise GenerationError for an environment that cannot be called with a turn, or for unusable settings."""
     given = f"environment={environment!r}"
     if settings is not None and not isinstance(settings, Conversation):
         raise GenerationError(f"conversation={settings!r} is a {type(settings).__name__}; write Conversation(...)")
@@ -104,24 +102,24 @@ def check_environment(environment: object, settings: object) -> None:
 
 
 class Conversations:
-    """Asks the environment and collects its answers, without ever waiting longer than told."""
+    """Asks an environment, and collects its answers without blocking.
+
+    Args:
+        environment: The environment.
+        settings: Bounds of a response's turns; None: the defaults.
+        vocabulary: Bound on the environment's token ids.
+        clock: Returns seconds.
+    """
 
     def __init__(
-        self,
-        environment: Environment | None,
-        settings: Conversation | None = None,
-        *,
-        vocabulary: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, environment: Environment, settings: Conversation | None, *, vocabulary: int, clock: Callable[[], float]
     ) -> None:
-        """Ask ``environment``, whose tokens must lie below ``vocabulary``; None: every response has one turn."""
-        check_environment(environment, settings)
         self._environment = environment
         self._settings = settings or Conversation()
         self._vocabulary = vocabulary
         self._clock = clock
         self._asked: dict[int, _Question] = {}
-        self._heard: list[tuple[int, _Question, Answer]] = []
+        self._received: list[tuple[int, _Question, Answer]] = []
         self._queue: SimpleQueue[tuple[int, _Question, Answer]] = SimpleQueue()
 
     @property
@@ -135,57 +133,54 @@ class Conversations:
         return self._asked.keys()
 
     def goes_on_after(self, sample: Sample) -> bool:
-        """Return whether the environment is to be asked about a turn that ended by its stop rule."""
-        return self._environment is not None and sample.turn < self._settings.max_turns
+        """Return whether the environment is asked about a turn that ended by its stop rule."""
+        return sample.turn < self._settings.max_turns
 
     def ask(self, index: int, sample: Sample) -> None:
-        """Put the question what follows the sample's turn; `answers` will hold what comes of it."""
+        """Ask for the tokens after the sample's turn, in a thread; `answers` returns them later."""
         question = _Question(sample.turn, self._clock() + self._settings.deadline_s)
         self._asked[index] = question
-        turn = Turn(
-            sample.sample_id, sample.prompt_index, tuple(sample.prompt), tuple(sample.token_ids), sample.turn
-        )  # fmt: skip
+        turn = Turn(sample.sample_id, sample.prompt_index, tuple(sample.prompt), tuple(sample.token_ids), sample.turn)
         name = f"environment of sample {sample.sample_id}"
-        threading.Thread(target=self._run, args=(index, question, turn), name=name, daemon=True).start()
+        threading.Thread(target=self._answer, args=(index, question, turn), name=name, daemon=True).start()
 
     def answers(self) -> list[Answer]:
-        """Return what came since the last call, and a failure for every question past its deadline."""
+        """Return the answers since the last call, and a failure for each question past its deadline."""
         while not self._queue.empty():
-            self._heard.append(self._queue.get())
-        # What comes after its deadline belongs to a question that is closed.
-        heard = [answer for index, question, answer in self._heard if self._asked.get(index) is question]
-        self._heard.clear()
-        for answer in heard:
+            self._received.append(self._queue.get())
+        # The question of an answer after its deadline is closed.
+        answers = [answer for index, question, answer in self._received if self._asked.get(index) is question]
+        self._received.clear()
+        for answer in answers:
             del self._asked[answer.index]
         now = self._clock()
         for index, question in [(index, question) for index, question in self._asked.items() if question.due <= now]:
             del self._asked[index]
-            heard.append(
+            answers.append(
                 Answer(
                     index,
                     error=f"the environment did not answer turn {question.number} within deadline_s="
                     f"{self._settings.deadline_s}; bound the tool's own time, or raise Conversation(deadline_s=...)",
                 )
             )
-        return heard
+        return answers
 
     def wait(self, most_s: float) -> None:
-        """Return once there is an answer, or a deadline passes, or ``most_s`` seconds are over."""
+        """Return once there is an answer, a deadline passes, or ``most_s`` seconds have passed."""
         left = min((question.due for question in self._asked.values()), default=math.inf) - self._clock()
         with suppress(Empty):
-            self._heard.append(self._queue.get(timeout=max(0.0, min(left, most_s, _LONGEST_WAIT_S))))
+            self._received.append(self._queue.get(timeout=max(0.0, min(left, most_s, threading.TIMEOUT_MAX))))
 
     def close(self) -> None:
         """Forget all open questions."""
         self._asked.clear()
 
-    def _run(self, index: int, question: _Question, turn: Turn) -> None:
-        assert self._environment is not None, "a question without an environment"
+    def _answer(self, index: int, question: _Question, turn: Turn) -> None:
         try:
             answer = Answer(index, self._checked(self._environment(turn), turn))
         except GenerationError as error:
             answer = Answer(index, error=str(error))
-        except BaseException as error:  # also SystemExit: nobody else would hear of it
+        except BaseException as error:  # also SystemExit, which would end the thread silently
             _log.debug("environment failed", exc_info=True)
             answer = Answer(
                 index,

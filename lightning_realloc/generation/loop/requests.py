@@ -1,4 +1,4 @@
-"""What a caller asks for, checked and turned into samples."""
+"""Check a call's arguments and turn them into samples."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.sample import Completion, Sample
 from lightning_realloc.generation.core.sampling import SamplingParams, check_kind, is_of_kind
-from lightning_realloc.generation.core.token_ids import as_token_ids, check_vocabulary
 from lightning_realloc.generation.schedule.scheduler import Prompt
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Requests:
-    """One call's arguments about what to generate; each list holds one entry per prompt, then one per ``resume``."""
+    """Arguments of one call; each list holds one entry per prompt, followed by one per ``resume``."""
 
     prompts: Sequence[Sequence[int]]
     resume: Sequence[Completion]
@@ -34,13 +34,13 @@ class Requests:
     token_limits: Sequence[int] | None
     vocabulary: int
     bounds: Mapping[str, int]
-    """Most tokens of prompt and response, by what says so."""
+    """Most tokens of prompt and response together, by the source of the bound."""
 
     def samples(self) -> list[Sample]:
-        """Return ``params.n`` samples per prompt, those of one prompt adjacent, then those that are resumed.
+        """Return ``params.n`` samples per prompt, those of one prompt adjacent, then the resumed ones.
 
         Raises:
-            GenerationError: for what cannot be generated from.
+            GenerationError: for arguments that cannot be generated from.
         """
         self._check_kinds()
         n = self.params.n
@@ -86,7 +86,7 @@ class Requests:
             raise GenerationError(f"resume must hold completions of an earlier call; it holds {', '.join(kinds)}")
 
     def queue(self, samples: Sequence[Sample]) -> list[Prompt]:
-        """Return what the scheduler starts with: whoever was begun before comes first among equal hints."""
+        """Return the prompts to schedule; resumed samples come first among equal hints."""
         n, num_fresh = self.params.n, len(self.prompts)
         hints = self._per_request("length_hints", self.length_hints, 0)
         for index, hint in enumerate(hints):
@@ -101,7 +101,7 @@ class Requests:
         return begun + fresh
 
     def _sample_ids(self) -> list[int]:
-        """Return the ids of the prompts' samples, distinct among themselves and from those that are resumed."""
+        """Return the ids of new samples, distinct from each other and from the resumed ones."""
         total, taken = len(self.prompts) * self.params.n, {completion.sample_id for completion in self.resume}
         if self.sample_ids is None:
             first = max(taken, default=-1) + 1
@@ -136,7 +136,8 @@ class Requests:
         )  # fmt: skip
 
     def _limit(self, index: int, length: int, limits: Sequence[int], cut: Counter[str], count: int) -> int:
-        """Return how many tokens may follow a prompt of ``length``; note in ``cut`` what leaves less than was asked."""
+        """Return how many tokens may follow a prompt of ``length``; count in ``cut`` the bounds that leave fewer than
+        asked."""
         if limits[index] < 1:
             raise GenerationError(f"token_limits[{index}]={limits[index]} must be at least 1")
         asked = min(self.params.max_new_tokens, limits[index])
@@ -191,12 +192,12 @@ def _token_ids(name: str, given: Any) -> tuple[int, ...]:
 
 
 def check_callables(**given: object) -> None:
-    """Raise GenerationError for the first that is neither a function nor None, before anything is generated."""
+    """Raise GenerationError for the first argument that is neither a function nor None."""
     for name, function in given.items():
         check_kind(name, function, Callable, "a function", optional=True)  # type: ignore[arg-type]
 
 
 def next_version(last: int, given: int | None) -> int:
-    """Return what to call parameters that changed: as ``given``, or by the number after the ``last``."""
+    """Return the new weight version: ``given``, or the one after ``last``."""
     check_kind("version", given, Integral, "a whole number", optional=True)
     return last + 1 if given is None else given

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.forward.runner import ModelRunner
-from lightning_realloc.generation.loop.environment import Conversations
 from lightning_realloc.generation.loop.run import GenerationRun
-from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
+from lightning_realloc.generation.schedule.scheduler import Prompt
 
 
 class SampleAccess:
-    """Reads, removes and adds samples of a `GenerationRun`. Samples are named by their index in ``run.samples``.
+    """Reads, removes and adds samples of a `GenerationRun`, by their index in ``run.samples``."""
 
-    Args:
-        run: Samples of this rank.
-        runner: Holds their keys and values.
-        scheduler: Holds their slots and the queue.
-        conversations: Knows which of them wait for an environment.
-        on_admitted: Called with the slots that a sample from another rank gets.
-    """
-
-    def __init__(
-        self,
-        run: GenerationRun,
-        runner: ModelRunner,
-        scheduler: Scheduler,
-        conversations: Conversations,
-        on_admitted: Callable[[Sequence[int]], None],
-    ) -> None:
+    def __init__(self, run: GenerationRun) -> None:
         self._run = run
-        self._runner = runner
-        self._scheduler = scheduler
-        self._conversations = conversations
-        self._on_admitted = on_admitted
+        self._runner = run.runner
+        self._scheduler = run.scheduler
 
     @property
     def samples(self) -> list[Sample]:
@@ -46,14 +27,15 @@ class SampleAccess:
 
     @property
     def running(self) -> list[int]:
-        """Samples that the next step advances; each can be moved with its keys and values."""
+        """Samples that the next step advances; each can move with its keys and values."""
         return [i for i in self._scheduler.slots if i is not None and not self._scheduler.is_parked(i)]
 
     @property
     def held(self) -> list[int]:
         """Samples that cannot move now: they wait for their environment, or their tokens are being read."""
         parked = [i for i in self._scheduler.slots if i is not None and self._scheduler.is_parked(i)]
-        return parked + [i for i in self._conversations.asked if i not in parked]
+        asked = () if self._run.conversations is None else self._run.conversations.asked
+        return parked + [i for i in asked if i not in parked]
 
     @property
     def queued(self) -> list[int]:
@@ -81,9 +63,9 @@ class SampleAccess:
             self._scheduler.withdraw({index})
 
     def add(self, sample: Sample) -> int:
-        """Take in another rank's sample; return its index. It begins with :meth:`resume` or :meth:`queue`."""
+        """Append another rank's sample, and return its index; start it by :meth:`resume` or :meth:`queue`."""
         self.samples.append(sample)
-        self._runner.may_need(len(sample.prompt) + sample.max_new_tokens)
+        self._runner.may_need(sample.max_length)
         return len(self.samples) - 1
 
     def resume(
@@ -94,7 +76,7 @@ class SampleAccess:
         Args:
             index: The sample.
             spans: (begin, end, content) of positions, as :meth:`read_cache` returned them.
-            shapes: Layers' shapes where they were read.
+            shapes: Shapes of the layers that they were read from.
         """
         sample = self.samples[index]
         if self._run.is_stopped:
@@ -107,11 +89,11 @@ class SampleAccess:
             self._scheduler.add(Prompt(resident, sample.position, (index,)))
             return
         self._runner.write(slot, spans, shapes)
-        self._on_admitted([slot])
+        self._run.decoding.admitted([slot])
         self._scheduler.read(index, sample.num_read, sample.position)
 
     def queue(self, indices: Sequence[int]) -> None:
-        """Let samples of one prompt that have no token yet wait for slots."""
+        """Add samples of one prompt that have no token yet to the queue."""
         if self._run.is_stopped:
             for index in indices:
                 self.samples[index].finish_reason = "unfinished"
@@ -123,7 +105,7 @@ class SampleAccess:
 def own_prompt_number(index: int) -> int:
     """Return a prompt number for samples that arrived together, which no other sample shares.
 
-    A call's own prompts count from 0; `foreign_prompt_number` lies below all numbers of this kind.
+    A call's own prompts count from 0; numbers of `foreign_prompt_number` are below all numbers of this kind.
     """
     return -1 - index
 

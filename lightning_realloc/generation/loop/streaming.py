@@ -9,57 +9,56 @@ from lightning_realloc.generation.core.sample import Completion, Sample
 
 
 class PartialResults:
-    """Where a generating call hands on what is finished, all portions but the last, which is the call's own result.
+    """Sends the responses of a generating call in chunks while it runs, all but the last one.
 
     Args:
-        num_parts: How many portions there are with the last one; with one, nothing is handed on.
-        take: Gets each of them, in the order in which they fill; none is empty.
+        num_chunks: Number of chunks, including the last one, which is part of the call's result. 1: nothing is sent.
+        send: Receives each chunk once it is full; none is empty.
     """
 
-    def __init__(self, num_parts: int, take: Callable[[Samples], None]) -> None:
-        self._num_parts, self._take = num_parts, take
-        self._num_given = 0
+    def __init__(self, num_chunks: int, send: Callable[[Samples], None]) -> None:
+        self._num_chunks, self._send = num_chunks, send
+        self._num_sent = 0
         self._samples_of: Callable[[Sequence[Completion]], Samples] | None = None
         self.finished: list[Completion] = []
-        """All so far, whether handed on or not."""
+        """All finished responses, sent or not."""
 
     def rows(self, completions: Sequence[Completion]) -> Samples:
-        """Return some of what is finished as the call returns it."""
-        assert self._samples_of is not None, "nothing is finished before anything was asked for"
+        """Return finished responses in the form of the call's result."""
+        assert self._samples_of is not None, "nothing is finished before the call begins"
         return self._samples_of(completions)
 
     def collect(
         self, count: int, samples_of: Callable[[Sequence[Completion]], Samples]
     ) -> Callable[[Completion], None]:
-        """Return what is to be called with every completion, as soon as it is there.
+        """Return a function to call with each completion as soon as it is finished.
 
-        A portion goes whenever another ``1 / num_parts`` of ``count`` samples are finished.
+        Args:
+            count: Samples of the call. A chunk is full whenever another ``1 / num_chunks`` of them has finished.
+            samples_of: Converts completions to samples.
         """
         self._samples_of = samples_of
-        waiting: list[Completion] = []
-        num_finished = 0
+        unsent: list[Completion] = []
 
         def add(completion: Completion) -> None:
-            nonlocal num_finished
-            waiting.append(completion)
+            unsent.append(completion)
             self.finished.append(completion)
-            num_finished += 1
-            due = min(num_finished * self._num_parts // count, self._num_parts - 1)
-            if due > self._num_given:
-                self._num_given = due
-                self._take(samples_of(waiting))
-                waiting.clear()
+            due = min(len(self.finished) * self._num_chunks // count, self._num_chunks - 1)
+            if due > self._num_sent:
+                self._num_sent = due
+                self._send(samples_of(unsent))
+                unsent.clear()
 
         return add
 
 
 class CompletionNotifier:
-    """Tells a listener of each of a call's samples once, when it is finished.
+    """Calls a listener once for each sample of a call when it has finished.
 
     Args:
-        samples: Those of the call.
-        listener: None: nobody listens.
-        completion_of: A finished sample as the call returns it.
+        samples: Samples of the call.
+        listener: Function to call; None: none.
+        completion_of: Returns a finished sample's completion.
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class CompletionNotifier:
     ) -> None:
         self._due = {sample.sample_id for sample in samples}
         self._listener, self._completion_of = listener, completion_of
-        self._num_heard = 0
+        self._num_seen = 0
 
     def follow(self, ended: Sequence[Sample]) -> None:
-        """Tell of those that are new in a list that grows; other ranks' are left out."""
+        """Report the new samples at the end of a growing list."""
         if self._listener is not None:
-            self.tell(ended[self._num_heard :])
-            self._num_heard = len(ended)
+            self.report(ended[self._num_seen :])
+            self._num_seen = len(ended)
 
-    def tell(self, samples: Iterable[Sample]) -> None:
-        """Tell of those that nobody was told of."""
+    def report(self, samples: Iterable[Sample]) -> None:
+        """Report samples of this call that were not reported yet."""
         for sample in samples:
             if self._listener is not None and sample.sample_id in self._due:
                 self._due.remove(sample.sample_id)

@@ -236,7 +236,7 @@ class _Rounds:
         if not self._round:
             _check_distinct(reports)
             self._messages.post_receives(rounds_ahead=1)
-        self._lengths.hear(report.evidence for report in reports)
+        self._lengths.receive_evidence(report.evidence for report in reports)
         self._handover.release({r.rank: r.expected_since for r in reports if r.rank != self._peers.rank})
         self._handover.hand_over_all()
         self._round += 1

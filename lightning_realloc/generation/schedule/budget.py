@@ -1,39 +1,37 @@
-"""Budgets of tokens and seconds, for one generation call and for the rollout of one iteration."""
+"""The budget of one iteration's rollout."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType
 from typing import Literal, get_args
 
-from lightning_realloc.errors import ConfigError, GenerationError
-from lightning_realloc.generation.core.sampling import check_kind, is_of_kind
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.core.sampling import is_of_kind
 from lightning_realloc.setting_hints import suggest_settings
 
 LateResponses = Literal["finish", "drop"]
-"""What becomes of a response that was carried on as often as it may be: finished whatever it takes, or left out."""
+"""Handling of a response at its limit of iterations: generate the rest at any cost, or drop it."""
 
 
 @suggest_settings({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBudget:
-    """How much each rank that generates may spend in one iteration; what is unfinished then goes on in the next one.
+    """Bound on each rank's generation in one iteration; unfinished responses continue in the next one.
 
-    A rank goes on nevertheless until it has finished a sample for every mini-batch, or all that it has.
+    A rank exceeds the bound until it has finished a sample for every mini-batch, or all that it has.
     """
 
     tokens: int | None = None
-    """Most tokens of the model on each rank that generates samples of its own, counting no environment's."""
+    """Most tokens that the model generates on each rank, not counting an environment's; None: no bound."""
     seconds: float | None = None
-    """Most seconds."""
+    """Most seconds; None: no bound."""
     max_staleness: int = 4
-    """Iterations that a response may be carried on: none of its tokens comes from an older policy."""
+    """Most iterations that a response may continue: no token comes from an older policy."""
     late: LateResponses = "finish"
-    """Of a response that would be carried on for longer: ``"finish"`` spends what it takes, ``"drop"`` leaves it, or
-    its group, out."""
+    """Handling of a response that would continue for longer: ``"finish"`` generates the rest at any cost, ``"drop"``
+    drops it, or its group."""
 
     def __post_init__(self) -> None:
         if self.tokens is None and self.seconds is None:
@@ -56,38 +54,3 @@ class RolloutBudget:
             )
         if self.late not in get_args(LateResponses):
             raise ConfigError(f"RolloutBudget(late={self.late!r}) must be one of {', '.join(get_args(LateResponses))}")
-
-
-class Budget:
-    """Tokens and seconds of one call, from its beginning."""
-
-    def __init__(
-        self,
-        tokens: int | None,
-        seconds: float | None,
-        clock: Callable[[], float],
-        may_stop: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Begin now; None: without bound. While ``may_stop`` returns False, the call goes on whatever was spent.
-
-        Raises:
-            GenerationError: for a budget that allows nothing.
-        """
-        check_kind("token_budget", tokens, Real, "a number", optional=True)
-        check_kind("seconds_budget", seconds, Real, "a number", optional=True)
-        if tokens is not None and tokens < 1:
-            raise GenerationError(f"token_budget={tokens} must be at least 1; leave it out to finish every response")
-        if seconds is not None and not seconds > 0:
-            raise GenerationError(f"seconds_budget={seconds} must be positive; leave it out to finish every response")
-        self._tokens = math.inf if tokens is None else tokens
-        self._clock = clock
-        self._may_stop = may_stop
-        self._end = None if seconds is None else clock() + seconds
-
-    def seconds_left(self) -> float:
-        """Return the seconds that are left, infinity where they are not bounded."""
-        return math.inf if self._end is None or not self._may_stop() else self._end - self._clock()
-
-    def is_spent(self, num_tokens: int) -> bool:
-        """Return whether so many tokens, or the seconds so far, use it up."""
-        return (num_tokens >= self._tokens and self._may_stop()) or self.seconds_left() <= 0

@@ -1,9 +1,9 @@
-"""How many tokens an unfinished response is still expected to get, judged by other responses.
+"""Predict the remaining tokens of unfinished responses from other responses.
 
-Those that are finished at any moment are the short ones: their mean says too little. So the chance to end is
-estimated per token, from all responses that got so far, whether they ended there or not: events over exposure, in spans
-of growing length (the piecewise exponential model of survival analysis; Friedman, "Piecewise exponential models for
-survival data with covariates", Annals of Statistics 10, 1982).
+The responses that have finished at any moment are the short ones, so their mean is too low. Instead the chance to end
+is estimated per token, from all responses that got so far: events over exposure, in spans of growing length. This is
+the piecewise exponential model of survival analysis. Source: Friedman, "Piecewise exponential models for survival data
+with covariates", Annals of Statistics 10, 1982.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from itertools import accumulate, pairwise
 from math import exp
 
 _PRIOR_OF_SPAN = 1.0
-"""Ends that a span is taken to have seen at the rate of all spans."""
+"""Pseudo-count of ends in a span, at the rate of all spans."""
 _PRIOR_OF_RANK = 8.0
-"""Ends that a rank is taken to have seen at the rate of all ranks."""
+"""Pseudo-count of ends on a rank, at the rate of all ranks."""
 _LEAST_ENDS = 8
-"""Of all ranks, before anything is made of them."""
+"""Ends on all ranks from which on their common rate is used."""
 _NO_END = 0.5
-"""Ends that are taken to have been seen where all responses were cut off at their limit."""
+"""Number of ends assumed where every response was cut off at its limit."""
 
 
 def _edges(first: int = 8, ratio: float = 1.25, longest: int = 1 << 22) -> tuple[int, ...]:
@@ -36,34 +36,35 @@ _SPANS = tuple(pairwise(_EDGES))
 
 
 class LengthPredictor:
-    """Lengths of responses: finished ones by prompt, and those that still grow."""
+    """Predicts remaining lengths from finished responses, by prompt, and from unfinished ones.
+
+    Args:
+        history: Lengths of the responses that each prompt got in earlier epochs.
+        is_shared: Whether other ranks report evidence; one rank's own is then not enough.
+    """
 
     def __init__(self, history: Mapping[int, Iterable[int]] | None = None, *, is_shared: bool = False) -> None:
-        """Start from ``history``: lengths of the responses that each prompt got before, in earlier epochs.
-
-        ``is_shared``: other ranks are heard of, and what one sees alone is not much.
-        """
         self._history = {prompt: _Lengths(lengths) for prompt, lengths in (history or {}).items()}
         self._events = [0.0] * len(_SPANS)
         """Responses that ended in each span."""
         self._exposure = [0.0] * len(_SPANS)
-        """Tokens of finished responses that lie in each span."""
+        """Tokens of finished responses in each span."""
         self._ended: list[tuple[int, bool]] = []
-        """Responses that are in neither yet: their tokens, and whether they were cut off."""
+        """Responses not yet counted in either: tokens, and whether the length limit cut them off."""
         self._growing: Sequence[int] = ()
         self._is_shared = is_shared
         self._common_rate: float | None = None
-        """Ends per token on all ranks; None: not known."""
+        """Ends per token on all ranks; None: unknown."""
         self._expected_at_edges: list[float] | None = None
         self._rates: list[float] = []
 
     def finish(self, prompt: int, num_tokens: int, *, is_cut: bool = False) -> None:
-        """Learn from a response of ``num_tokens`` to ``prompt`` that is over; ``is_cut``: it did not end by itself."""
+        """Learn from a finished response; ``is_cut``: the length limit ended it."""
         self._ended.append((num_tokens, is_cut))
         self._expected_at_edges = None
 
     def decayed(self) -> LengthPredictor:
-        """Return what is known before the next generation: responses of this one count half, and so on."""
+        """Return a predictor for the next generation, in which this one's responses count half."""
         self._settle()
         after = LengthPredictor(is_shared=self._is_shared)
         after._events = [events / 2 for events in self._events]
@@ -71,32 +72,33 @@ class LengthPredictor:
         return after
 
     def watch(self, num_tokens: Iterable[int]) -> None:
-        """Take the lengths of those responses that are not over, in place of what they were before."""
+        """Replace the lengths of all unfinished responses."""
         self._growing = tuple(num_tokens)
         self._expected_at_edges = None
 
     @property
     def evidence(self) -> tuple[float, float]:
-        """Responses that are over, and the tokens of all: what others may judge by, too."""
+        """Number of finished responses, and the tokens of all; other ranks use it too."""
         self._settle()
         return sum(self._events), sum(self._exposure) + sum(self._growing)
 
     @property
     def knows_ends(self) -> bool:
-        """Whether so many responses are over, on all ranks that are heard of, that others may be judged by them."""
+        """Whether enough responses have finished on all reporting ranks."""
         return self._common_rate is not None
 
-    def hear(self, evidence: Iterable[tuple[float, float]]) -> None:
-        """Take in the evidence of all ranks, this one among them."""
+    def receive_evidence(self, evidence: Iterable[tuple[float, float]]) -> None:
+        """Replace the evidence of all ranks, including this one."""
         ends, tokens = (sum(values) for values in zip(*evidence, strict=True))
         self._common_rate = ends / tokens if ends >= _LEAST_ENDS else None
         self._expected_at_edges = None
 
     def expected(self, prompt: int, num_tokens: int, *, max_new_tokens: int) -> float:
-        """Return the tokens to come of a response to ``prompt`` that has ``num_tokens``.
+        """Return the expected remaining tokens of a response to ``prompt`` that has ``num_tokens``.
 
-        The mean of what longer earlier responses to the prompt had beyond ``num_tokens``; without any, what responses
-        of this call that got so far come to; before any is over, half of what ``max_new_tokens`` leaves.
+        The mean excess of longer earlier responses to the prompt, if there are any. Otherwise an estimate from the
+        responses of this call that got so far. Before any has finished, half of the tokens that ``max_new_tokens``
+        leaves.
         """
         self._settle()
         left = max(max_new_tokens - num_tokens, 0)
@@ -109,7 +111,7 @@ class LengthPredictor:
         return min(self._expected_of_all(num_tokens), left)
 
     def _settle(self) -> None:
-        """Take in what ended: of many responses, those of one length at once."""
+        """Count finished responses, those of one length together."""
         if not self._ended:
             return
         for (num_tokens, is_cut), count in Counter(self._ended).items():
@@ -133,7 +135,7 @@ class LengthPredictor:
         if self._common_rate is not None:
             tokens_of_prior = _PRIOR_OF_RANK / self._common_rate
             overall = (sum(self._events) + _PRIOR_OF_RANK) / (sum(exposure) + tokens_of_prior)
-        # Behind the longest response, all spans have the same rate, and so the same to come.
+        # Beyond the longest response all spans have the same rate, and so the same expectation.
         num_seen = next((span for span in range(len(_SPANS), 0, -1) if exposure[span - 1]), 0)
         seen = zip(self._events[:num_seen], exposure[:num_seen], strict=True)
         self._rates = [(events + _PRIOR_OF_SPAN) / (tokens + _PRIOR_OF_SPAN / overall) for events, tokens in seen]
@@ -145,7 +147,8 @@ class LengthPredictor:
 
 
 def _expected(width: float, rate: float, beyond: float) -> float:
-    """Return the expected tokens within ``width`` at a chance ``rate`` per token to end, and ``beyond`` behind it."""
+    """Return the expected tokens within ``width`` at the ending chance ``rate`` per token, plus ``beyond`` if none ends
+    it."""
     stays = exp(-rate * width)
     return (1.0 - stays) / rate + stays * beyond
 
@@ -162,15 +165,15 @@ def _expose(exposure: list[float], num_tokens: int, count: int = 1) -> None:
 
 
 class _Lengths:
-    """A multiset of lengths that knows the mean of its upper part."""
+    """A multiset of lengths with fast means of its upper part."""
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self._sorted = sorted(lengths)
         self._sums = list(accumulate(self._sorted, initial=0))
-        """Of the first lengths, by how many they are."""
+        """Sums of the first lengths, by their number."""
 
     def mean_above(self, floor: int) -> float | None:
-        """Return the mean of all lengths above ``floor``; None if there is none."""
+        """Return the mean of all lengths above ``floor``; None if there are none."""
         begin = bisect_right(self._sorted, floor)
         if begin == len(self._sorted):
             return None

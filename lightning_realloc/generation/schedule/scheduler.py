@@ -1,9 +1,9 @@
-"""Which sample runs in which slot, and when. Pure: it sees lengths and indices, never a token or a tensor.
+"""Assign slots to samples, step by step. Pure: it handles lengths and indices, no tokens or tensors.
 
-Invariants, held by a property test: after every step the running samples fill the first slots without holes, and those
-that are parked keep a slot behind them; every sample is admitted exactly once; a prompt is computed once however many
-samples it has, and its other samples copy it from a slot that still holds it; what a sample needs is read in order,
-and it runs once all of it is read; a copy or a move never reads a slot that an earlier one of the step overwrote.
+A property test holds these invariants. After every step running samples fill the first slots without holes, and parked
+ones keep slots after them. Every sample is admitted once. A prompt is read once; its other samples copy it from a slot
+that still holds it. A sample's tokens are read in order, and it runs once all are read. A copy or a move never reads a
+slot that an earlier one of the step has overwritten.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from lightning_realloc.limits import MAX_PREFILL_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt waiting for slots."""
+    """A prompt whose samples wait for slots."""
 
     index: int
     num_tokens: int
-    """Tokens that must be computed before its samples can run."""
+    """Tokens to read before its samples can run."""
     samples: tuple[int, ...]
     length_hint: int = 0
-    """Expected response length. Longer prompts of a batch are admitted first, so that they do not end it alone."""
+    """Expected response length. Longer ones are admitted first, so that they do not run alone at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Samples of one prompt that get their slots in this step."""
+    """Samples of one prompt that get slots in this step."""
 
     prompt: int
     samples: tuple[int, ...]
     slots: tuple[int, ...]
-    """One per sample."""
+    """One slot per sample."""
     source: int | None
-    """A slot that holds this prompt already; None: the prompt has to be computed."""
+    """Slot that holds this prompt; None: it has to be read."""
     num_held: int = 0
-    """Positions of it that the slots hold already, in pages of others; in a paged cache alone."""
+    """Positions that shared pages hold already; 0 without pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A sample changes into a slot that nobody needs."""
+    """Move a sample to an unused slot."""
 
     source: int
     target: int
@@ -51,7 +51,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Two samples change their slots: the one in ``source`` runs, the one in ``target`` does not."""
+    """Exchange two samples: the one in ``source`` runs, the one in ``target`` does not."""
 
     source: int
     target: int
@@ -59,79 +59,109 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Positions of a sequence that the step's forward computes, before it takes its running samples further."""
+    """Positions of a sequence that the step's forward reads before its samples run on."""
 
     samples: tuple[int, ...]
     slots: tuple[int, ...]
-    """One per sample, after the step's moves."""
+    """One slot per sample, after the step's moves."""
     begin: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do for the next forward: copy prompts of ``admissions``, carry out ``moves``, then compute ``reads``."""
+    """Actions before and in the next forward, in this order: ``admissions`` (copies of prompts), ``moves``,
+    ``reads``."""
 
     admissions: tuple[Admission, ...] = ()
     moves: tuple[Move | Swap, ...] = ()
     reads: tuple[Read, ...] = ()
     preempted: tuple[int, ...] = ()
-    """Samples that lost their slot before all that, with all that it held; they will be admitted again."""
+    """Samples that lost their slot and its content before all this; they will be admitted again."""
 
 
 @dataclass(slots=True)
 class Unread:
-    """Positions that samples hold nothing of yet."""
+    """Positions of samples that are still to be read."""
 
     samples: tuple[int, ...]
     begin: int
     end: int
 
 
+_READING_IN_STEPS = 3.0
+"""Duration of a step that reads prompts, in steps of one that is a CUDA graph: 2.5 to 4 on an H200, with one and eight
+billion weights. A constant, because a measured value would differ between runs, and rounding with it."""
+
+
+class PrefillBatching:
+    """Defers prefills until several slots are free, where a step that reads prompts is much slower than another.
+
+    Such a step takes about as long however few prompts it reads. So slots stay free until their unused steps add up to
+    the extra time of one such step. As in ski rental, that costs at most twice the optimum. Source: Karlin, Manasse,
+    Rudolph, Sleator, "Competitive snoopy caching", Algorithmica 3, 1988.
+    """
+
+    def __init__(self) -> None:
+        self._idle_steps = 0.0
+        """Unused steps of free slots since prompts were last read, in steps of all slots."""
+
+    def should_defer(self, *, num_running: int, num_free: int) -> bool:
+        """Return whether waiting samples keep waiting although slots are free. Called once per step."""
+        self._idle_steps += num_free / (num_running + num_free)
+        waits = num_running > 0 and self._idle_steps < _READING_IN_STEPS
+        if not waits:
+            self._idle_steps = 0.0
+        return waits
+
+
 class Scheduler:
     """Continuous batching over a fixed number of slots, with refill and compaction.
 
-    Slots of finished samples are given to waiting ones first; only when nobody waits is the last running sample
-    moved into the hole, so that a forward always works on the first slots. A sample that cannot run now is parked
-    behind them: because its owner says so, or because not all of its tokens are read yet.
+    Waiting samples get the slots of finished ones. Only when none waits, the last running sample moves into the hole,
+    so a forward always works on the first slots. Samples that cannot run now are parked in slots after them: they wait
+    for `read`, or their tokens are not all read yet.
+
+    Args:
+        prompts: Admitted by length hint, longest first; equal hints keep the order given.
+        num_slots: Samples that hold a slot at a time.
+        max_prefill_tokens: Most tokens that a step reads besides those of running samples; the rest follows in later
+            steps.
     """
 
     def __init__(
         self, prompts: Iterable[Prompt], *, num_slots: int, max_prefill_tokens: int = MAX_PREFILL_TOKENS
     ) -> None:
-        """Order the prompts by length hint, longest first; equal hints keep the order given.
-
-        ``max_prefill_tokens`` bounds the tokens read in one step, besides those of running samples. What is longer is
-        read in several.
-        """
         self._queue = deque(sorted(prompts, key=lambda prompt: -prompt.length_hint))
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._max_prefill_tokens = max_prefill_tokens
         self._begun = 0
-        """Samples of the prompt at the head of the queue that were admitted already."""
+        """Admitted samples of the prompt at the head of the queue."""
         self._slots: list[int | None] = []
-        """Sample per slot; None: nobody needs it any more."""
+        """Sample in each slot; None: unused."""
         self._resident: list[int] = []
-        """Prompt whose keys and values the slot holds."""
+        """Prompt whose keys and values each slot holds."""
         self._num_running = 0
         self._parked: set[int] = set()
         self._unread: deque[Unread] = deque()
+        self._batching = PrefillBatching()
         self.should_defer = False
-        """Whether prompts go on waiting, though slots are free; one whose other samples run already does not."""
+        """Whether prompts keep waiting although slots are free. A prompt with running samples does not: the others copy
+        it from their slots."""
 
     @property
     def running(self) -> Sequence[int | None]:
-        """The sample in each of the first slots, None in a slot whose sample finished since the last step."""
+        """Sample in each of the first slots; None if it has finished since the last step."""
         return self._slots[: self._num_running]
 
     @property
     def slots(self) -> Sequence[int | None]:
-        """The sample in each slot, running or parked; None where nobody needs it."""
+        """Sample in each slot, running or parked; None if the slot is unused."""
         return self._slots
 
     @property
     def num_waiting(self) -> int:
-        """Prompts with samples that have no slot yet."""
+        """Number of prompts with samples that have no slot yet."""
         return len(self._queue)
 
     @property
@@ -142,12 +172,12 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds."""
-        return self._num_slots - sum(sample is not None for sample in self._slots)
+        """Number of unused slots."""
+        return self.num_slots - sum(sample is not None for sample in self._slots)
 
     @property
     def reads_to_admit(self) -> bool:
-        """Whether the next step reads prompts if it admits samples, and otherwise nothing."""
+        """Whether the next step reads prompts only if it admits samples."""
         return bool(self._queue) and not self._begun and not self._unread
 
     @property
@@ -156,42 +186,41 @@ class Scheduler:
         return bool(self._queue) or any(sample is not None for sample in self._slots)
 
     @property
-    def _waits_on(self) -> bool:
-        # Samples of a prompt that others read copy it from their slots, as long as one of these holds it.
+    def _defers(self) -> bool:
         return self.should_defer and not self._begun
 
     def finish(self, slot: int) -> None:
-        """Take the sample out of ``slot``. What the slot holds stays usable until the next step's moves."""
+        """Free a slot. Its content stays usable until the next step's moves."""
         sample = self._slots[slot]
         assert sample is not None, f"slot {slot} has no sample to finish"
         self._parked.discard(sample)
         self._slots[slot] = None
 
     def park(self, slot: int) -> None:
-        """Let the sample in ``slot`` wait, with all that its slot holds, for :meth:`read` or :meth:`drop`."""
+        """Let the sample in ``slot`` keep its slot and wait for :meth:`read` or :meth:`drop`."""
         sample = self._slots[slot]
         assert sample is not None, f"slot {slot} has no sample to park"
         self._parked.add(sample)
 
     def is_parked(self, sample: int) -> bool:
-        """Whether the sample holds a slot and does not run."""
+        """Return whether the sample holds a slot and does not run."""
         return sample in self._parked
 
     def read(self, sample: int, begin: int, end: int) -> None:
-        """Let a parked sample run again once these positions of it are read."""
+        """Let a parked sample run again after these positions of it are read."""
         assert sample in self._parked, f"sample {sample} is not parked"
         self._unread.append(Unread((sample,), begin, end))
 
     def drop(self, sample: int) -> None:
-        """Give the slot of a parked sample back."""
+        """Free the slot of a parked sample."""
         self.finish(self._slots.index(sample))
 
     def add(self, prompt: Prompt) -> None:
-        """Let another prompt wait, behind those that wait already."""
+        """Add a prompt at the end of the queue."""
         self._queue.append(prompt)
 
     def withdraw(self, samples: Collection[int]) -> None:
-        """Take samples that wait for a slot out of the queue."""
+        """Remove waiting samples from the queue."""
         left: deque[Prompt] = deque()
         for place, prompt in enumerate(self._queue):
             begun = self._begun if place == 0 else 0
@@ -203,7 +232,7 @@ class Scheduler:
         self._queue = left
 
     def seat(self, sample: int, prompt: int) -> int | None:
-        """Give a sample of another rank a slot, parked for :meth:`read`; None where it has to wait like others."""
+        """Give another rank's sample a slot, parked for :meth:`read`; return None if it has to wait in the queue."""
         if self._queue or not self.num_free:
             return None
         holes = deque(slot for slot, owner in enumerate(self._slots) if owner is None)
@@ -219,9 +248,16 @@ class Scheduler:
         self._unread.clear()
         self._num_running = self._begun = 0
 
+    def batch_prefills(self, *, is_worthwhile: bool) -> None:
+        """Decide whether the next step defers prompts; ``is_worthwhile``: reading few takes as long as reading many."""
+        self.should_defer = False
+        if is_worthwhile and self.reads_to_admit and self.num_free > 0:
+            num_running = sum(sample is not None for sample in self.running)
+            self.should_defer = self._batching.should_defer(num_running=num_running, num_free=self.num_free)
+
     def next_step(self) -> Step:
-        """Read on, admit whom there is room for, and put those who run into the first slots."""
-        may_admit = self._queue and len(self._slots) < self._num_slots and not self._waits_on
+        """Continue reads, admit samples, and move running ones into the first slots."""
+        may_admit = self._queue and len(self._slots) < self.num_slots and not self._defers
         if not (may_admit or self._parked or None in self._slots):
             return Step()
         unread = tuple(self._unread)
@@ -240,7 +276,7 @@ class Scheduler:
         return Step(tuple(admissions), moves, tuple(reads))
 
     def _read_some(self, unread: Unread, budget: int) -> Unread:
-        """Return what of it is read in this step; its samples run if that is all, and are parked otherwise."""
+        """Return the part that this step reads. Its samples run if nothing is left, and are parked otherwise."""
         end = min(unread.end, unread.begin + budget)
         if end == unread.end:
             self._parked.difference_update(unread.samples)
@@ -250,15 +286,15 @@ class Scheduler:
         return Unread(unread.samples, unread.begin, end)
 
     def _admit(self, budget: int, being_read: Collection[int]) -> tuple[list[Admission], list[Unread]]:
-        """Return who gets slots, and what of their prompts is read at once.
+        """Return the admissions, and the parts of their prompts that this step reads.
 
-        A prompt that samples are still reading in this step cannot be copied from them yet.
+        Samples whose prompt is still being read in this step cannot copy it yet.
         """
         admissions, parts = [], []
         holes = deque(slot for slot, sample in enumerate(self._slots) if sample is None)
-        while self._queue and not self._waits_on:
+        while self._queue and not self._defers:
             prompt = self._queue[0]
-            room = len(holes) + self._num_slots - len(self._slots)
+            room = len(holes) + self.num_slots - len(self._slots)
             may_begin = prompt.samples[0] not in being_read if self._begun else self._may_read(prompt, budget)
             if not room or not may_begin:
                 break
@@ -276,9 +312,9 @@ class Scheduler:
         return admissions, parts
 
     def _may_read(self, prompt: Prompt, budget: int) -> bool:
-        """Return whether to begin a prompt with what is left of the budget.
+        """Return whether the rest of the budget is enough to begin a prompt.
 
-        Only what exceeds a whole budget is cut, and not for the last crumbs of one.
+        Only a prompt longer than a whole budget is split, and only if half a budget is left.
         """
         whole = self._max_prefill_tokens
         return prompt.num_tokens <= budget or (prompt.num_tokens > whole and 2 * budget >= whole)
@@ -294,7 +330,7 @@ class Scheduler:
         return slot
 
     def _arrange(self) -> tuple[Move | Swap, ...]:
-        """Bring every running sample that is behind the first slots into one of them, the last one first."""
+        """Move running samples that are after the first slots into holes there, the last one first."""
         runs = [sample is not None and sample not in self._parked for sample in self._slots]
         self._num_running = sum(runs)
         behind = [slot for slot in range(self._num_running, len(runs)) if runs[slot]]
@@ -305,7 +341,7 @@ class Scheduler:
             self._slots[slot], self._resident[slot] = self._slots[source], self._resident[source]
             self._slots[source] = gone
             if gone is None:
-                moves.append(Move(source, slot))  # a copy: what `source` holds is still there
+                moves.append(Move(source, slot))  # a copy: `source` keeps its content
             else:
                 moves.append(Swap(source, slot))
                 self._resident[source] = left

@@ -24,11 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
-from lightning_realloc.generation.core.model_config import text_config_of, vocabulary_of
+from lightning_realloc.generation.core.model_config import check_supported, text_config_of, vocabulary_of
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.forward.attention import check_supported, slot_attention
+from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk
+from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange

@@ -8,7 +8,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.generation.forward.attention import check_loaded
+from lightning_realloc.generation.core.model_config import check_loaded
 from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter, load_draft_model

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, keyed_uniforms, stream_key
-from lightning_realloc.generation.core.plain_decoding import Emitted, KeyedSampler
-from lightning_realloc.generation.core.repetition import HeldTokens, Repeated
+from lightning_realloc.generation.core.plain_decoding import Emitted, HeldTokens, KeyedSampler
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import (
     Forbidden,
+    Repeated,
     SamplingParams,
     draw_gumbel,
     draw_weights,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.cache.page_table import PageTables
+from lightning_realloc.generation.cache.page_table import PageTables, PrefixIndex
 from lightning_realloc.generation.cache.paged_cache import blocks_of
-from lightning_realloc.generation.cache.prefix_index import PrefixIndex
 
 PAGE_SIZE = 3
 

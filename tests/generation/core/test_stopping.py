@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine, HFEngine, SamplingParams
-from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.stopping import StopRule
+from lightning_realloc.generation.core.sample import Sample, StopRule
 from tests.models import byte_tokenizer, tiny_model
 
 

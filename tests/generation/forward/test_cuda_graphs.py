@@ -18,9 +18,9 @@ from lightning_realloc.generation import engine as engine_module
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, StepShape, _state_of, filled_up, rounded_up
-from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk
+from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
-from lightning_realloc.generation.schedule.admission import PrefillBatching
+from lightning_realloc.generation.schedule.scheduler import PrefillBatching
 from lightning_realloc.generation.speculative import draft_model as draft_model_module
 from tests.generation.test_engine import draw_prompts, tokens_of
 from tests.models import tiny_model

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_realloc.generation.cache.page_table import PageTables
-from lightning_realloc.generation.cache.prefix_index import SampleLengths, longest_of
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Move, Prompt, Step
@@ -43,12 +42,12 @@ class Play:
         n = setting.n
         self.samples = [Sample(index, index // n, tuple(setting.prompts[index // n]), setting.most, 0)
                         for index in range(len(setting.prompts) * n)]  # fmt: skip
-        num_pages = max(setting.num_pages, *(-(-longest_of(sample) // PAGE_SIZE) for sample in self.samples))
+        num_pages = max(setting.num_pages, *(-(-sample.max_length // PAGE_SIZE) for sample in self.samples))
         self.tables = PageTables(num_pages, PAGE_SIZE, num_slots=setting.num_slots)
         queue = [Prompt(index, len(prompt) - 1, tuple(range(index * n, (index + 1) * n)))
                  for index, prompt in enumerate(setting.prompts)]  # fmt: skip
         self.scheduler = PagedScheduler(
-            queue, lengths=SampleLengths(self.samples, PAGE_SIZE), tables=self.tables, num_slots=setting.num_slots,
+            queue, samples=self.samples, tables=self.tables, num_slots=setting.num_slots,
             num_ahead=setting.num_ahead, num_spare=setting.num_spare,
             max_prefill_tokens=setting.max_prefill_tokens,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.forward.packed_rows import PrefillChunk
+from lightning_realloc.generation.forward.packed_step import PrefillChunk
 from lightning_realloc.generation.speculative import config as speculation
 from lightning_realloc.generation.speculative import draft_model
 from lightning_realloc.generation.speculative.draft_distillation import Distillation

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.generation.cache.kv_cache import Places, SlotCache
-from lightning_realloc.generation.forward import ragged_layout as token_grid
-from lightning_realloc.generation.forward.attention import PackedStep, _decode
-from lightning_realloc.generation.forward.attention_scores import Scores
-from lightning_realloc.generation.forward.ragged_layout import PaddedRows, best_width
+from lightning_realloc.generation.forward import packed_step
+from lightning_realloc.generation.forward.attention import Scores, _decode
+from lightning_realloc.generation.forward.packed_step import PackedStep, PaddedRows, best_width
 
 COUNTS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
@@ -37,7 +36,7 @@ def test_where_padding_is_free_the_grid_is_as_wide_as_the_longest() -> None:
 @given(counts=COUNTS, call_in_tokens=st.sampled_from([0.0, 3.0, 1e9]))
 def test_tokens_come_back_in_their_order(counts: list[int], call_in_tokens: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(token_grid._CALL_IN_TOKENS, "cpu", call_in_tokens)
+        patch.setitem(packed_step._CALL_IN_TOKENS, "cpu", call_in_tokens)
         grid = PaddedRows(counts, torch.device("cpu"))
     tokens = torch.arange(1.0, sum(counts) + 1)[:, None]
     laid_out = grid.lay_out(tokens)
@@ -45,7 +44,7 @@ def test_tokens_come_back_in_their_order(counts: list[int], call_in_tokens: floa
     starts = [sum(counts[:slot]) for slot in range(len(counts))]
     for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
         inside = min(count, grid.width)
-        assert torch.equal(grid.of(laid_out)[slot, :inside], tokens[start : start + inside])
+        assert torch.equal(grid.as_grid(laid_out)[slot, :inside], tokens[start : start + inside])
         rest = [overhang for overhang in grid.overhangs if overhang.slot == slot]
         assert len(rest) == (count > inside)
         for overhang in rest:
@@ -71,7 +70,7 @@ def test_attention_is_the_same_whatever_hangs_over(scores: Scores, window: int |
     attended, num_overhangs = [], []
     for call_in_tokens in (1e9, 0.0, 6.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(token_grid._CALL_IN_TOKENS, "cpu", call_in_tokens)
+            patch.setitem(packed_step._CALL_IN_TOKENS, "cpu", call_in_tokens)
             step = PackedStep(cached, positions, counts, lengths, max(lengths))
         stored_step = step.cached.store(0, key, value)
         attended.append(_decode(query, stored_step, step, scores, window))
