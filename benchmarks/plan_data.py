@@ -22,9 +22,8 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 
 PROMPT_TOKENS = RESPONSE_TOKENS = 1024
 PER_TOKEN = ("behaviour_logprobs", "ref_logprobs", "values", "advantages", "returns")

@@ -18,8 +18,7 @@ from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.strategies.calls.call_runner import CallRunner
-from lightning_realloc.strategies.calls.overlap_options import OverlapOptions
+from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
 from lightning_realloc.strategies.calls.train_call import OptimizerHooks
 from lightning_realloc.strategies.pool.builder import PoolBuilder
 from lightning_realloc.strategies.pool.model_pool import ModelPool

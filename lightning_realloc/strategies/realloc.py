@@ -31,8 +31,7 @@ from lightning_realloc.runtime.measure.host_memory import (
 )
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
-from lightning_realloc.strategies.calls.call_runner import CallRunner
-from lightning_realloc.strategies.calls.overlap_options import OverlapOptions
+from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
 from lightning_realloc.strategies.checkpoints.checkpoint import optimizer_settings
 from lightning_realloc.strategies.lightning.checkpoint_hooks import RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy

@@ -11,32 +11,68 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.calls.engines import EnginePool, refuse_long_prompts
+from lightning_realloc.strategies.calls.engines import EnginePool, PeerFailure, refuse_long_prompts
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls
 from lightning_realloc.strategies.calls.infer_call import InferCalls
-from lightning_realloc.strategies.calls.lockstep import PeerFailure
-from lightning_realloc.strategies.calls.overlap_options import OverlapOptions
-from lightning_realloc.strategies.calls.run_metrics import RunMetrics
+from lightning_realloc.strategies.calls.metrics import RunMetrics
 from lightning_realloc.strategies.calls.train_call import OptimizerHooks, TrainCalls
-from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
-from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.replica import Replica
+from lightning_realloc.tuning.timeline.simulator import Overlap
 
 PhaseContext = Callable[[str], AbstractContextManager[Replica]]
 """Surrounds a call, given by name: announces it to callbacks, and yields the replica that it works on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapOptions:
+    """Options of overlapping calls; `ReallocStrategy` documents each.
+
+    Raises:
+        ConfigError: for values out of range, and for options that would have no effect together.
+    """
+
+    overlap: Overlap = "iterations"
+    """Calls that may run on disjoint ranks at the same time: of all iterations, of one, or none."""
+    max_staleness: int = 0
+    """Training steps by which the generating policy may be older than the one that is trained."""
+    generation_chunks: int = 1
+    """Chunks in which samples are sent to inference while others are generated."""
+
+    def __post_init__(self) -> None:
+        chunks, overlap, staleness = self.generation_chunks, self.overlap, self.max_staleness
+        if overlap not in get_args(Overlap):
+            raise ConfigError(f"overlap={overlap!r} must be one of {', '.join(get_args(Overlap))}")
+        if staleness not in (0, 1):
+            raise ConfigError(f"max_staleness={staleness!r}: generation runs at most one step ahead; use 0 or 1")
+        if chunks < 1:
+            raise ConfigError(f"generation_chunks={chunks} must be at least 1, which sends all samples at the end")
+        if chunks > 1 and overlap == "none":
+            raise ConfigError(
+                f"generation_chunks={chunks} lets inference begin during generation, and overlap='none' runs one call "
+                f"at a time; use overlap='calls', or generation_chunks=1"
+            )
+        if chunks > 1 and staleness:
+            raise ConfigError(
+                f"generation_chunks={chunks} lets inference begin during generation, and under "
+                f"max_staleness={staleness} it reads samples of the iteration before; use max_staleness=0, or "
+                f"generation_chunks=1"
+            )
 
 
 @dataclass(frozen=True, slots=True)

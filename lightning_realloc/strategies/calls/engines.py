@@ -29,10 +29,56 @@ from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
 from lightning_realloc.generation.speculative.registry import build_drafter
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.metrics import migration_metrics, preemption_metrics, speculation_metrics
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.replica import Replica
+
+_IDLE, _WORKING, _FAILED = range(3)
+
+
+class PeerFailure(Exception):
+    """Another rank of the group failed; it reports the cause."""
+
+
+class Lockstep:
+    """Agrees before every step of a generation, on all ranks of a group, whether any of them still has work.
+
+    Args:
+        group: The ranks whose forward passes wait for each other.
+        device: A device that the group can communicate from.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._status = torch.zeros(1, dtype=torch.int32, device=device)
+        self._others_wait = False
+
+    def begin(self) -> None:
+        """Start a generation: from here on every rank agrees on at least one step."""
+        self._others_wait = True
+
+    def __call__(self, has_work: bool) -> bool:
+        """Return whether any rank has work. Collective over the group.
+
+        Raises:
+            PeerFailure: when another rank gave up.
+        """
+        status = self._agree(_WORKING if has_work else _IDLE)
+        self._others_wait = status == _WORKING
+        if status == _FAILED:
+            raise PeerFailure
+        return status == _WORKING
+
+    def give_up(self) -> None:
+        """Release the ranks that wait for this one's next step: there will be none."""
+        if self._others_wait:
+            self._agree(_FAILED)
+            self._others_wait = False
+
+    def _agree(self, status: int) -> int:
+        self._status.fill_(status)
+        dist.all_reduce(self._status, op=dist.ReduceOp.MAX, group=self._group)
+        return int(self._status.item())
 
 
 @dataclass(frozen=True, slots=True)

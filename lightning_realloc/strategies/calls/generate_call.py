@@ -8,11 +8,9 @@ from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.calls.early_inference import EarlyInference
-from lightning_realloc.strategies.calls.engines import EnginePool
-from lightning_realloc.strategies.calls.infer_call import InferCalls
-from lightning_realloc.strategies.calls.lockstep import PeerFailure
-from lightning_realloc.strategies.calls.run_metrics import IdleClock
+from lightning_realloc.strategies.calls.engines import EnginePool, PeerFailure
+from lightning_realloc.strategies.calls.infer_call import EarlyInference, InferCalls
+from lightning_realloc.strategies.calls.metrics import IdleClock
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import without_gradients

@@ -1,14 +1,28 @@
-"""Metrics of an iteration's speed: names in a rank's report, and rates from the merged reports. Pure."""
+"""Measure an iteration's speed: seconds of calls, waiting, and rates; exchange the metrics of training calls.
+
+Metrics of calls before training travel with an `IterationReport`. The first rank of a training call sends those of
+that call to all others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import GenerationStats
 from lightning_realloc.generation.rebalance.handover import MigrationStats
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.pool.model_pool import ModelPool
 
+T = TypeVar("T")
 ITERATION_S = "iteration_s"
 """Name of the seconds of the iteration before, in a rank's report."""
 IDLE_SHARE = "idle_share"
@@ -16,6 +30,148 @@ IDLE_SHARE = "idle_share"
 _GENERATED, _ROW_STEPS, _TOKENS_PER_STEP = "generated/", "row_steps/", "tokens_per_step/"
 _MOVED, _PREEMPTIONS = "moved_samples/", "preemptions/"
 _SECONDS, _BYTES, _RATE = "reallocation_s/", "reallocation_bytes/", "reallocation_GB_per_s/"
+
+
+class IdleClock:
+    """Measures how long this rank waits for data, weights and other ranks, and its share of an iteration."""
+
+    def __init__(self, mailbox: Mailbox, pool: ModelPool) -> None:
+        self._mailbox, self._pool = mailbox, pool
+        self._elsewhere_s = 0.0
+        self._begin = time.perf_counter()
+        self._seconds_at_begin = 0.0
+        self._share: float | None = None
+        self._iteration_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of waiting since the run began."""
+        return self._mailbox.seconds_waited + self._elsewhere_s
+
+    def measure(self, action: Callable[[], T]) -> T:
+        """Call ``action``, and count its seconds as waiting, less those in which the pool moves weights."""
+        begin, moving = time.perf_counter(), self._pool.seconds_moving
+        result = action()
+        self._elsewhere_s += max(0.0, time.perf_counter() - begin - (self._pool.seconds_moving - moving))
+        return result
+
+    def add(self, seconds: float) -> None:
+        """Count seconds of waiting that this clock did not measure."""
+        self._elsewhere_s += seconds
+
+    def begin(self) -> None:
+        """Start to measure an iteration."""
+        self._begin, self._seconds_at_begin = time.perf_counter(), self.seconds
+
+    def end(self) -> None:
+        """Finish measuring an iteration."""
+        self._iteration_s = time.perf_counter() - self._begin
+        self._share = (self.seconds - self._seconds_at_begin) / self._iteration_s
+
+    def metrics(self, rank: int) -> dict[str, float]:
+        """Return the share of waiting in the last iteration, and its seconds."""
+        return {} if self._share is None else {f"{IDLE_SHARE}/{rank}": self._share, ITERATION_S: self._iteration_s}
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingMetrics:
+    """Metrics of one training call, wherever they are."""
+
+    run: int
+    index: int
+    """The call's place in running order."""
+    source: int
+    """The rank that sends them."""
+    own: Mapping[str, float] | None
+    """The metrics themselves on that rank; None on others."""
+
+
+class RunMetrics:
+    """This rank's metrics of calls and iterations.
+
+    Args:
+        mailbox: Messages between the ranks.
+        pool: The models; reports the seconds and bytes of moved weights.
+        rank: This process.
+        may_be_late: Whether metrics of a training call on some ranks may be those of the iteration before, so that no
+            rank waits for them.
+    """
+
+    def __init__(self, mailbox: Mailbox, pool: ModelPool, *, rank: int, may_be_late: bool) -> None:
+        self.idle = IdleClock(mailbox, pool)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Call -> seconds on this rank, over all iterations."""
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        """Call -> how often this rank took part in it."""
+        self._mailbox, self._pool, self._rank = mailbox, pool, rank
+        self._may_be_late = may_be_late
+        self._late: dict[str, _TrainingMetrics] = {}
+        """Training call -> metrics that are logged with the next iteration."""
+        self._num_tokens = 0
+        """Prompt and response tokens of the last iteration."""
+        self._of_next: dict[str, float] = {}
+        """Metrics of calls that ran before the iteration that they belong to."""
+
+    def record_call(self, data: IterationData, call: ModelFunctionCall, seconds: float | None) -> None:
+        """Record the seconds of a call, None on a rank without part in it, and of moving its weights."""
+        moved = self._pool.take_report(call.name)
+        data.report.metrics |= {} if moved is None else reallocation_metrics(call.name, moved)
+        if seconds is None:
+            return
+        self.seconds[call.name] += seconds
+        self.counts[call.name] += 1
+        metrics = data.training_metrics[call.name] if call.kind == "train" else data.report.metrics
+        metrics[f"seconds/{call.name}"] = seconds
+
+    def keep_for_next(self, reported: Mapping[str, float]) -> None:
+        """Log these merged metrics with the next iteration."""
+        self._of_next = dict(reported)
+
+    def summarize(
+        self, data: IterationData, reported: Mapping[str, float], known: Samples, *, wait: bool
+    ) -> dict[str, float]:
+        """Return an iteration's metrics, the same on all ranks.
+
+        Args:
+            data: The iteration's data.
+            reported: Merged metrics of all ranks' reports.
+            known: The iteration's samples.
+            wait: Whether metrics of training calls may not be late.
+        """
+        metrics = with_rates(self._of_next | dict(reported), num_tokens=self._num_tokens)
+        self._of_next, self._num_tokens = {}, count_tokens(known)
+        return metrics | self._exchange_training_metrics(data, wait=wait)
+
+    def drain(self) -> None:
+        """Receive the metrics of training calls that are on their way."""
+        for late in self._late.values():
+            self._receive(late)
+        self._late.clear()
+
+    def _exchange_training_metrics(self, data: IterationData, *, wait: bool) -> dict[str, float]:
+        """Send this rank's metrics of training calls, and return those of all ranks; late ones are an iteration old."""
+        due: list[_TrainingMetrics] = []
+        for call in data.routes.calls:
+            if call.kind != "train":
+                continue
+            index, ranks = data.index(call), data.routes.placements[call.name].layout.ranks
+            own = data.training_metrics[call.name] if ranks[0] == self._rank else None
+            if own is not None:
+                self._mailbox.send(
+                    self._mailbox.others, FrameKind.METRICS, data.run, index, encode_message(own, {})
+                )  # fmt: skip
+            earlier, latest = self._late.pop(call.name, None), _TrainingMetrics(data.run, index, ranks[0], own)
+            due += [earlier] if earlier else []
+            if self._may_be_late and len(ranks) <= len(self._mailbox.others) and not wait:
+                self._late[call.name] = latest
+            else:
+                due.append(latest)
+        return {name: value for metrics in due for name, value in self._receive(metrics).items()}
+
+    def _receive(self, metrics: _TrainingMetrics) -> Mapping[str, float]:
+        if metrics.own is not None:
+            return metrics.own
+        return decode_message(self._mailbox.receive(FrameKind.METRICS, metrics.run, metrics.index, metrics.source))[0]
 
 
 def reallocation_metrics(call: str, report: ReallocationReport) -> dict[str, float]:

@@ -33,7 +33,7 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.strategies.calls.lockstep import Lockstep
+from lightning_realloc.strategies.calls.engines import Lockstep
 from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, Profiler
 from lightning_realloc.strategies.pool.memory_probe import require_free_memory

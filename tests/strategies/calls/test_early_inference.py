@@ -21,9 +21,8 @@ from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.calls.early_inference import EarlyInference
-from lightning_realloc.strategies.exchange.call_placement import CallPlacement
-from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.strategies.calls.infer_call import EarlyInference
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
 from lightning_realloc.tuning.timeline.fusion import tail_sources
 from tests.generation.random_moves import moving

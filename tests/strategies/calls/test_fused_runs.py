@@ -21,9 +21,8 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from tests.models import tiny_scorer
 from tests.strategies import runs
 from tests.strategies.exchange.test_iteration_data import (

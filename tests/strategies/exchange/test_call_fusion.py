@@ -12,8 +12,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.strategies.exchange.call_placement import CallPlacement
-from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from lightning_realloc.strategies.exchange.sample_table import ChunkResults, Holders, SampleTable
 from tests.strategies.exchange.test_iteration_data import CALLS, GENERATE, INFER, JUDGE, REWARD
 

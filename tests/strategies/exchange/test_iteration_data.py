@@ -22,9 +22,8 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.runtime.messages.codec import decode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.routing import Routes, table_owner
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes, table_owner
 
 DEADLINE_S = 20.0
 

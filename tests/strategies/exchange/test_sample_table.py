@@ -11,8 +11,7 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.strategies.exchange.call_placement import CallPlacement
-from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
 
 TRAIN = ModelFunctionCall("actor.train", "train", "actor", "actor_loss", ("batch",), ())
