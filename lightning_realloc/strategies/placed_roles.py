@@ -19,6 +19,7 @@ from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
+from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.train_call import OptimizerHooks
 from lightning_realloc.strategies.pool.builder import PoolBuilder
 from lightning_realloc.strategies.pool.model_pool import ModelPool
@@ -166,6 +167,11 @@ class PlacedRoles:
         role = str(self.pool.dataflow.call(call).role)
         return (self.pool.target(call) if moves else self.pool.home(role)).layout
 
+    @property
+    def frees_copies(self) -> bool:
+        """Whether replicas leave memory between their calls."""
+        return self._reallocation is not None and self._reallocation.free_after
+
     # ---- changes between iterations
     def apply_plan(self, plan: NamedPlan) -> None:
         """See `ReallocStrategy.set_plan`."""
@@ -216,17 +222,7 @@ class PlacedRoles:
         return Offloader(pool, OffloadSchedule(pool.dataflow, pool.plan, rank, pool.leaders, pool.sharers), device)
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
-        strategy, reallocation = self._strategy, self._reallocation
-        return CallRunner(
-            module,
-            pool,
-            Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group()),
-            self.phase,
-            self._optimizers,
-            layout_of=self.layout_of,
-            options=self._options.overlap,
-            frees_copies=reallocation is not None and reallocation.free_after,
-            stop=strategy.stop,
-            device=strategy.root_device,
-            rank=strategy.global_rank,
-        )
+        strategy = self._strategy
+        mailbox = Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group())
+        context = CallContext(module, pool, mailbox, strategy.root_device, strategy.global_rank)
+        return CallRunner(context, self, self._optimizers, self._options.overlap, strategy.stop)

@@ -8,20 +8,19 @@ learns of failures elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.messages.mailbox import Mailbox
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
 from lightning_realloc.strategies.calls.engines import EnginePool, PeerFailure, refuse_long_prompts
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls
 from lightning_realloc.strategies.calls.infer_call import InferCalls
@@ -31,12 +30,8 @@ from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from lightning_realloc.strategies.lightning.signals import StopRequest
-from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.replica import Replica
 from lightning_realloc.tuning.timeline.simulator import Overlap
-
-PhaseContext = Callable[[str], AbstractContextManager[Replica]]
-"""Surrounds a call, given by name: announces it to callbacks, and yields the replica that it works on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,50 +84,44 @@ class IterationResult:
     """The first samples by id, with their responses; None if none were asked for."""
 
 
+class PlacedModels(Protocol):
+    """The models as callbacks and the plan place them for each call; `PlacedRoles` implements it."""
+
+    @property
+    def frees_copies(self) -> bool:
+        """Whether replicas leave memory between their calls."""
+
+    def phase(self, call: str) -> AbstractContextManager[Replica]:
+        """Surround a call, given by name: announce it to callbacks, and yield the replica that it works on."""
+
+    def layout_of(self, call: str) -> Layout:
+        """Return the layout in which a call will find its model."""
+
+
 class CallRunner:
     """Runs the calls of one algorithm.
 
     Args:
-        algorithm: The algorithm; its methods do the work.
-        pool: Its models.
-        mailbox: Messages between the ranks.
-        phase: Surrounds every call with a model.
+        context: The algorithm, its models, and this rank.
+        placed: The replicas of each call.
         hooks: Lightning's optimizers and hooks, for training calls.
-        layout_of: Call -> the layout in which its model will be.
         options: Which calls run at the same time.
-        frees_copies: Whether copies of models leave memory between their calls.
         stop: Whether the run should end; travels with the ranks' reports.
-        device: Device of this rank.
-        rank: This process.
     """
 
     def __init__(
-        self,
-        algorithm: RunnableAlgorithm,
-        pool: ModelPool,
-        mailbox: Mailbox,
-        phase: PhaseContext,
-        hooks: OptimizerHooks,
-        *,
-        layout_of: Callable[[str], Layout],
-        options: OverlapOptions,
-        frees_copies: bool = False,
+        self, context: CallContext, placed: PlacedModels, hooks: OptimizerHooks, options: OverlapOptions,
         stop: StopRequest,
-        device: torch.device,
-        rank: int,
-    ) -> None:
-        self._algorithm, self._pool, self._mailbox = algorithm, pool, mailbox
-        self._enter_phase, self._layout_of = phase, layout_of
-        self._options, self._frees_copies = options, frees_copies
-        self._stop = stop
-        self._rank = rank
-        self._metrics = RunMetrics(mailbox, pool, rank=rank, may_be_late=options.overlap == "iterations")
-        self._engines = EnginePool(algorithm, pool, mailbox, device=device, rank=rank)
-        self._inference = InferCalls(algorithm, pool, device=device, rank=rank)
-        self._generation = GenerateCalls(
-            algorithm, pool, self._engines, self._inference, self._metrics.idle, device=device
-        )
-        self._training = TrainCalls(algorithm, hooks, pool.meshes, device=device, rank=rank)
+    ) -> None:  # fmt: skip
+        self._context, self._mailbox, self._pool = context, context.mailbox, context.pool
+        self._placed, self._options, self._stop = placed, options, stop
+        self._metrics = RunMetrics(context, may_be_late=options.overlap == "iterations")
+        self._engines = EnginePool(context)
+        self._infer, self._train = InferCalls(context), TrainCalls(context, hooks)
+        generate = GenerateCalls(context, self._engines, self._infer, self._metrics.idle)
+        self._calls_of: Mapping[str, CallsOfOneKind] = {
+            "generate": generate, "infer": self._infer, "train": self._train
+        }  # fmt: skip
         self._ahead: tuple[IterationData, ...] = ()
         """Batches with responses that were not trained on yet."""
         self._version = 0
@@ -215,7 +204,7 @@ class CallRunner:
     def plan_changed(self) -> None:
         """Forget the models of the plan before: the pool serves another plan from now on."""
         self._engines.forget()
-        self._training.forget_skipped_steps()
+        self._train.forget_skipped_steps()
 
     def finish(self) -> None:
         """Receive all pending messages. Collective over all ranks, after the last iteration.
@@ -237,32 +226,36 @@ class CallRunner:
         """Return the data of a new pass over the calls."""
         self._run += 1
         self._engines.receive_history(before=self._run - 1)  # or its senders could not free it while no call generates
-        placements = {call.name: self._placement(call, iteration) for call in calls if call.role is not None}
         routes = Routes(
-            calls, placements, 1 + len(self._mailbox.others), num_chunks=self._options.generation_chunks,
-            group_size=self._algorithm.group_size, generates_ahead=generates_ahead,
-        )  # fmt: skip
-        data = IterationData(
-            batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version, num_shown=num_shown
+            calls,
+            {call.name: self._placement(call, iteration) for call in calls if call.role is not None},
+            1 + len(self._mailbox.others),
+            num_chunks=self._options.generation_chunks,
+            group_size=self._context.algorithm.group_size,
+            generates_ahead=generates_ahead,
         )
-        data.report.metrics |= self._metrics.idle.metrics(self._rank)
+        rank, version = self._context.rank, self._version
+        data = IterationData(
+            batch, routes, self._mailbox, rank=rank, run=self._run, version=version, num_shown=num_shown
+        )
+        data.report.metrics |= self._metrics.idle.metrics(rank)
         if all(call.kind == "train" for call in calls):
             self._send_report(data)  # there is nothing to wait for
         return data
 
     def _placement(self, call: ModelFunctionCall, iteration: int) -> CallPlacement:
-        options = self._algorithm.train_options_of(str(call.role))
+        options = self._context.algorithm.train_options_of(str(call.role))
         return CallPlacement(
-            layout=self._layout_of(call.name),
+            layout=self._placed.layout_of(call.name),
             micro_batch_tokens=self._pool.plan.call(call.name).micro_batch_tokens or options.micro_batch_tokens,
             train_options=options,
-            order_seeds=self._training.order_seeds(str(call.role), iteration),
+            order_seeds=self._train.order_seeds(str(call.role), iteration),
         )
 
     def _run_calls(self, calls: Sequence[ModelFunctionCall], data: IterationData) -> None:
         """Run some calls of a batch, and send this rank's report after the last one before training."""
         before_training = [call for call in data.routes.calls if call.kind != "train"]
-        alone = self._pool.alone(frees_copies=self._frees_copies)
+        alone = self._pool.alone(frees_copies=self._placed.frees_copies)
         for group in data.routes.fusion.groups(calls, alone=alone):
             is_fused = group[0].name in data.routes.fusion.sources
             seconds = self._run_fused(group, data) if is_fused else self._run_timed(group[0], data)
@@ -282,17 +275,12 @@ class CallRunner:
 
     def _run_with_model(self, call: ModelFunctionCall, data: IterationData) -> bool:
         """Run a call on this rank's samples, and record its results; return whether this rank takes part."""
-        role, made = str(call.role), None
+        role = str(call.role)
         if call.kind == "generate":
             refuse_long_prompts(data.table(call).known, self._pool.home(role))
         with self._phase(call.name) as replica:
-            takes_part = self._rank in replica.layout
-            if takes_part and call.kind == "generate":
-                made = self._generation.run(call, replica, data)
-            elif takes_part and call.kind == "infer":
-                made = self._inference.run(call, replica, data)
-            elif takes_part:
-                self._training.run(call, replica, data)
+            takes_part = self._context.rank in replica.layout
+            made = self._calls_of[call.kind].run(call, replica, data) if takes_part else None
             if call.kind == "train":
                 self._pool.weights_trained(role)
                 self._pool.update_averages(role)
@@ -303,8 +291,8 @@ class CallRunner:
         """Run fused calls of one source together, and return the seconds of those in which this rank takes part."""
         with ExitStack() as stack:
             replicas = {call.name: stack.enter_context(self._phase(call.name)) for call in calls}
-            mine = [call for call in calls if self._rank in replicas[call.name].layout]
-            results = self._inference.run_fused(mine, replicas, data) if mine else {}
+            mine = [call for call in calls if self._context.rank in replicas[call.name].layout]
+            results = self._infer.run_fused(mine, replicas, data) if mine else {}
         for call in calls:
             data.record(call, results[call.name].samples if call.name in results else None)
         return {name: made.seconds for name, made in results.items()}
@@ -312,17 +300,16 @@ class CallRunner:
     def _compute(self, call: ModelFunctionCall, data: IterationData) -> bool:
         """Run a computation on this rank's samples, and record its results; return whether this rank takes part."""
         # A rank without part in it does not wait for samples to be generated.
-        rows = data.inputs(call) if self._rank in data.routes.computing_ranks(call) else None
+        rows = data.inputs(call) if self._context.rank in data.routes.computing_ranks(call) else None
         if rows is None:
             return False
-        columns: Mapping[str, Column] = getattr(self._algorithm, call.method)(rows)
-        data.record(call, Samples(rows.ids, columns).to("cpu"))
+        data.record(call, Samples(rows.ids, self._context.method_of(call)(rows)).to("cpu"))
         return True
 
     @contextmanager
     def _phase(self, call: str) -> Iterator[Replica]:
         with ExitStack() as stack:
-            yield self._metrics.idle.measure(lambda: stack.enter_context(self._enter_phase(call)))
+            yield self._metrics.idle.measure(lambda: stack.enter_context(self._placed.phase(call)))
 
     # ---- the end of an iteration
     def _conclude(self, data: IterationData, *, is_last: bool) -> IterationResult:

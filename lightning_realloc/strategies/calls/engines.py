@@ -27,10 +27,9 @@ from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.generation.rebalance.protocol import WaitingCalls
 from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
 from lightning_realloc.generation.speculative.registry import build_drafter
-from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.runtime.messages.mailbox import FrameKind
+from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.metrics import migration_metrics, preemption_metrics, speculation_metrics
-from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.replica import Replica
 
 _IDLE, _WORKING, _FAILED = range(3)
@@ -134,21 +133,11 @@ class EnginePool:
     """Builds engines for replicas, and exchanges responses between their drafters.
 
     Args:
-        algorithm: Settings of engines, speculation and caches.
-        pool: The models.
-        mailbox: Messages between the ranks.
-        device: Device of inputs.
-        rank: This process.
+        context: The algorithm with its settings of engines, speculation and caches, and this rank.
     """
 
-    def __init__(
-        self, algorithm: RunnableAlgorithm, pool: ModelPool, mailbox: Mailbox, *, device: torch.device, rank: int
-    ) -> None:
-        self._algorithm = algorithm
-        self._pool = pool
-        self._mailbox = mailbox
-        self._device = device
-        self._rank = rank
+    def __init__(self, context: CallContext) -> None:
+        self._context, self._algorithm = context, context.algorithm
         self._engines: dict[int, ReplicaEngine] = {}
         """Engines by the id of their model."""
         self._kept: dict[str, list[Drafter]] = {}
@@ -188,20 +177,20 @@ class EnginePool:
         stats, moved = generator.engine.stats, generator.migration_stats
         metrics: dict[str, float] = {}
         if self._algorithm.speculation is not None:
-            metrics |= speculation_metrics(call, stats, self._rank)
-        if replica.layout.coordinate(self._rank).tp:
+            metrics |= speculation_metrics(call, stats, self._context.rank)
+        if replica.layout.coordinate(self._context.rank).tp:
             return metrics
         if self._algorithm.max_cache_bytes is not None:
-            metrics |= preemption_metrics(call, stats, self._rank)
+            metrics |= preemption_metrics(call, stats, self._context.rank)
         if moved is not None:
-            metrics |= migration_metrics(call, moved, self._rank)
+            metrics |= migration_metrics(call, moved, self._context.rank)
         return metrics
 
     def send_history(self, generator: ReplicaEngine, run: int, index: int) -> None:
         """Send the peers' drafters the responses of call number ``index`` of a run, without waiting."""
         if generator.peers and generator.drafter.exchanges:
             content = _packed(generator.drafter.news())
-            self._mailbox.send(generator.peers, FrameKind.HISTORY, run, index, content)
+            self._context.mailbox.send(generator.peers, FrameKind.HISTORY, run, index, content)
             self._expected.append((generator, run, index))
 
     def receive_history(self, *, before: int | None = None) -> None:
@@ -209,7 +198,9 @@ class EnginePool:
         due = [expected for expected in self._expected if before is None or expected[1] < before]
         for generator, run, index in due:
             for peer in generator.peers:
-                generator.drafter.receive_news(_unpacked(self._mailbox.receive(FrameKind.HISTORY, run, index, peer)))
+                generator.drafter.receive_news(
+                    _unpacked(self._context.mailbox.receive(FrameKind.HISTORY, run, index, peer))
+                )
         self._expected = self._expected[len(due) :]
 
     def forget(self) -> None:
@@ -230,7 +221,7 @@ class EnginePool:
         speculation = self._algorithm.speculation
         if speculation is None:
             return Drafter()
-        group = self._pool.meshes.group(replica.layout, "tp")
+        group = self._context.pool.meshes.group(replica.layout, "tp")
         if group is not None:
             return build_drafter(speculation, replica.model, spread=partial(_spread, group))
         kept = self._kept.get(replica.role)
@@ -238,23 +229,27 @@ class EnginePool:
 
     def _build(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
         layout = replica.layout
-        peers = tuple(rank for rank in layout.group(self._rank, "dp", "fsdp") if rank != self._rank)
-        max_slots, tokenizer = self._pool.plan.call(call.name).max_slots, self._algorithm.tokenizer
+        peers = tuple(rank for rank in layout.group(self._context.rank, "dp", "fsdp") if rank != self._context.rank)
+        max_slots, tokenizer = self._context.pool.plan.call(call.name).max_slots, self._algorithm.tokenizer
         self._check(call, replica)
         if self._algorithm.engine == "hf":
             oracle = HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots)
             return ReplicaEngine(replica.role, oracle, None, Drafter(), peers)
         lockstep = None
         if replica.is_sharded:
-            group = self._pool.meshes.group(layout, "dp", "fsdp")
-            lockstep = None if group is None else Lockstep(group, self._device)
+            group = self._context.pool.meshes.group(layout, "dp", "fsdp")
+            lockstep = None if group is None else Lockstep(group, self._context.device)
         speculation = self._algorithm.speculation
         drafter = self._build_drafter(replica)
         drafter.has_listeners = bool(peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
         setting = self._algorithm.sample_reallocation
         movable: MovableSamples = "all" if setting == "all" else "queued"
-        moves = Peers(self._mailbox, self._rank, peers, movable) if setting and lockstep is None and peers else None
+        moves = (
+            Peers(self._context.mailbox, self._context.rank, peers, movable)
+            if setting and lockstep is None and peers
+            else None
+        )
         engine = GenerationEngine(
             replica.model,
             tokenizer=tokenizer,
@@ -263,7 +258,7 @@ class EnginePool:
             speculation=speculation,
             drafter=None if speculation is None else drafter,
             max_cache_bytes=self._algorithm.max_cache_bytes,
-            agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
+            agree=_agreement(self._context.pool.meshes.group(layout, "tp"), self._context.device),
             peers=moves,
         )
         return ReplicaEngine(replica.role, engine, lockstep, drafter, peers, moves)

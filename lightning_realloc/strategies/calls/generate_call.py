@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation.loop.streaming import PartialResults
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engines import EnginePool, PeerFailure
 from lightning_realloc.strategies.calls.infer_call import EarlyInference, InferCalls
 from lightning_realloc.strategies.calls.metrics import IdleClock
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.precision import without_gradients
 from lightning_realloc.strategies.pool.replica import Replica
 
 
@@ -21,20 +17,14 @@ class GenerateCalls:
     """Runs generating calls.
 
     Args:
-        algorithm: Its methods generate.
-        pool: The models.
+        context: The algorithm and its models on this rank.
         engines: Engines of the models' replicas.
         inference: Runs calls that a rank may start before all ranks have finished generating.
         idle: Clock of this rank's waiting.
-        device: Device of this rank.
     """
 
-    def __init__(
-        self, algorithm: RunnableAlgorithm, pool: ModelPool, engines: EnginePool, inference: InferCalls,
-        idle: IdleClock, *, device: torch.device,
-    ) -> None:  # fmt: skip
-        self._algorithm, self._pool, self._engines = algorithm, pool, engines
-        self._inference, self._idle, self._device = inference, idle, device
+    def __init__(self, context: CallContext, engines: EnginePool, inference: InferCalls, idle: IdleClock) -> None:
+        self._context, self._engines, self._inference, self._idle = context, engines, inference, idle
 
     def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples:
         """Return the samples that this rank generates; chunks of them are sent as soon as they are full."""
@@ -47,13 +37,12 @@ class GenerateCalls:
         partial_results = PartialResults(num_chunks, lambda made: data.send_chunk(call, made))
         early = None
         if replica_engine.moves is not None:
-            early = EarlyInference.from_fusion(call, data, self._pool, self._inference, partial_results)
+            early = EarlyInference.from_fusion(call, data, self._context.pool, self._inference, partial_results)
         if num_chunks > 1 or early is not None:
             engine.partial_results = partial_results
         try:
-            precision, adapted = without_gradients(replica.model, self._device), self._pool.adapted_for
-            with precision, replica_engine.freed_for(early), adapted(call, replica.model):
-                made: Samples | Divided = getattr(self._algorithm, call.method)(engine, prompts)
+            with self._context.reading(call, replica), replica_engine.freed_for(early):
+                made: Samples | Divided = self._context.method_of(call)(engine, prompts)
             self._engines.send_history(replica_engine, data.run, data.index(call))
             data.report.metrics |= self._engines.metrics(call.name, replica)
             self._idle.add(replica_engine.seconds_waited)

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Ragged, Samples
-from lightning_realloc.batch.training import MicroBatch, pack_columns
+from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows, check_unchanged
 from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.precision import without_gradients
 from lightning_realloc.strategies.pool.replica import Replica
 
 
@@ -30,19 +29,16 @@ class InferCalls:
     """Runs inference calls.
 
     Args:
-        algorithm: Its methods run the models.
-        pool: The models.
-        device: Device of the inputs.
-        rank: This process.
+        context: The algorithm and its models on this rank.
     """
 
-    def __init__(self, algorithm: RunnableAlgorithm, pool: ModelPool, *, device: torch.device, rank: int) -> None:
-        self._algorithm, self._pool, self._device, self._rank = algorithm, pool, device, rank
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
 
     def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
         """Return the results of this rank's samples, early ones included; None if it holds none."""
         early, table = data.early(call), data.table(call)
-        micro_batches = data.routes.micro_batches(call, table)[replica.layout.data_parallel_index(self._rank)]
+        micro_batches = data.routes.micro_batches(call, table)[replica.layout.data_parallel_index(self._context.rank)]
         rest = micro_batches[len(early.chunks) :]
         if not rest:
             return early.samples
@@ -64,7 +60,7 @@ class InferCalls:
                 for call in calls:
                     layout = replicas[call.name].layout
                     shares = data.routes.fusion.chunk_shares(call, chunk.lengths)
-                    share = shares[layout.data_parallel_index(self._rank)]
+                    share = shares[layout.data_parallel_index(self._context.rank)]
                     if share:
                         self.run_timed(call, replicas[call.name], chunk.rows, share, results[call.name])
         except Exception:
@@ -91,11 +87,10 @@ class InferCalls:
         self, call: ModelFunctionCall, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch]
     ) -> Samples | None:
         """Return the results of some micro-batches; None if none of them counts, or another stage holds them."""
-        method = getattr(self._algorithm, call.method)
+        method = self._context.method_of(call)
         replica.model.eval()  # the home replica may come from a training call with dropout
         parts = [rows.select(micro.positions) for micro in micro_batches]
-        precision, adapted = without_gradients(replica.model, self._device), self._pool.adapted_for
-        with torch.no_grad(), precision, adapted(call, replica.model):
+        with torch.no_grad(), self._context.reading(call, replica):
             values = self._forward(method, replica, parts)
         if values is None:
             return None
@@ -114,9 +109,9 @@ class InferCalls:
             values = method(model, batch)
             return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
 
-        packs = (pack_columns(part, self._device, share_prompts=self._algorithm.share_prompts) for part in parts)
+        packs = (self._context.pack(part) for part in parts)
         if replica.layout.dims.pp > 1:
-            stage = PipelineStage(replica.model, replica.model_layout, self._pool.meshes)
+            stage = PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
             return pipeline_infer(stage, list(packs), column_of)
         return [column_of(replica.model, batch) for batch in packs]
 

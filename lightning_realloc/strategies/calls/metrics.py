@@ -19,6 +19,7 @@ from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
@@ -90,20 +91,18 @@ class RunMetrics:
     """This rank's metrics of calls and iterations.
 
     Args:
-        mailbox: Messages between the ranks.
-        pool: The models; reports the seconds and bytes of moved weights.
-        rank: This process.
+        context: This rank, its messages, and its models, which report the seconds and bytes of moved weights.
         may_be_late: Whether metrics of a training call on some ranks may be those of the iteration before, so that no
             rank waits for them.
     """
 
-    def __init__(self, mailbox: Mailbox, pool: ModelPool, *, rank: int, may_be_late: bool) -> None:
-        self.idle = IdleClock(mailbox, pool)
+    def __init__(self, context: CallContext, *, may_be_late: bool) -> None:
+        self.idle = IdleClock(context.mailbox, context.pool)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Call -> seconds on this rank, over all iterations."""
         self.counts: defaultdict[str, int] = defaultdict(int)
         """Call -> how often this rank took part in it."""
-        self._mailbox, self._pool, self._rank = mailbox, pool, rank
+        self._context, self._mailbox = context, context.mailbox
         self._may_be_late = may_be_late
         self._late: dict[str, _TrainingMetrics] = {}
         """Training call -> metrics that are logged with the next iteration."""
@@ -114,7 +113,7 @@ class RunMetrics:
 
     def record_call(self, data: IterationData, call: ModelFunctionCall, seconds: float | None) -> None:
         """Record the seconds of a call, None on a rank without part in it, and of moving its weights."""
-        moved = self._pool.take_report(call.name)
+        moved = self._context.pool.take_report(call.name)
         data.report.metrics |= {} if moved is None else reallocation_metrics(call.name, moved)
         if seconds is None:
             return
@@ -155,7 +154,7 @@ class RunMetrics:
             if call.kind != "train":
                 continue
             index, ranks = data.index(call), data.routes.placements[call.name].layout.ranks
-            own = data.training_metrics[call.name] if ranks[0] == self._rank else None
+            own = data.training_metrics[call.name] if ranks[0] == self._context.rank else None
             if own is not None:
                 self._mailbox.send(
                     self._mailbox.others, FrameKind.METRICS, data.run, index, encode_message(own, {})

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from lightning_realloc.batch.training import (
     MicroBatch,
     Totals,
     TrainOptions,
-    pack_columns,
 )
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError, ReallocError
@@ -28,9 +28,8 @@ from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.gradients import clip_gradients, first_bad_gradient
-from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.checkpoints.rng_state import seeded
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
@@ -62,28 +61,32 @@ class OptimizerHooks(Protocol):
         """Step the optimizer with Lightning's hooks."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One training call on this rank."""
+
+    method: LossMethod
+    """The algorithm's loss."""
+    replica: Replica
+    """Home replica of the trained role."""
+    rows: PositionedRows
+    """This rank's samples."""
+    options: TrainOptions
+    """Options of the role."""
+    optimizer: torch.optim.Optimizer
+    """Optimizer of the role."""
+
+
 class TrainCalls:
     """Runs training calls on the home replicas of their roles.
 
     Args:
-        algorithm: Its methods compute the losses.
+        context: The algorithm, whose methods compute the losses, and its models on this rank.
         hooks: Lightning's optimizers and hooks.
-        meshes: Process groups.
-        device: Device of the models.
-        rank: This process.
     """
 
-    def __init__(
-        self, algorithm: RunnableAlgorithm, hooks: OptimizerHooks, meshes: MeshRegistry, *, device: torch.device,
-        rank: int,
-    ) -> None:  # fmt: skip
-        self._algorithm = algorithm
-        self._options_of = algorithm.train_options_of
-        self._hooks = hooks
-        self._meshes = meshes
-        self._device = device
-        self._rank = rank
-        self._seed = algorithm.seed
+    def __init__(self, context: CallContext, hooks: OptimizerHooks) -> None:
+        self._context, self._hooks = context, hooks
         self._skipped = SkippedSteps()
 
     def forget_skipped_steps(self) -> None:
@@ -92,67 +95,52 @@ class TrainCalls:
 
     def order_seeds(self, role: str, iteration: int) -> list[int]:
         """Return a seed per epoch of a role's training call, for the order of its mini-batches."""
-        num_epochs = self._options_of(role).num_epochs
-        return [hash((self._seed, iteration, epoch)) % 2**63 for epoch in range(num_epochs)]
+        algorithm = self._context.algorithm
+        epochs = range(algorithm.train_options_of(role).num_epochs)
+        return [hash((algorithm.seed, iteration, epoch)) % 2**63 for epoch in epochs]
 
     def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> None:
         """Take the optimizer steps of one iteration, and record their mean loss, metrics and gradient norm."""
-        method, rows, table = getattr(self._algorithm, call.method), data.rows(call), data.table(call)
-        steps = data.routes.train_steps(call, table)
-        set_training_mode(replica.model, dropout=self._algorithm.dropout)
-        sums = _MetricSums()
-        # Dropout: the same masks on all ranks of a tensor-parallel group, whose activations must stay equal, others on
-        # every data-parallel rank and pipeline stage, and the same ones again in a run that is resumed here.
-        layout, options = replica.layout, self._options_of(replica.role)
-        share = layout.data_parallel_index(self._rank) + layout.data_parallel_size * layout.coordinate(self._rank).pp
-        own_masks = seeded(hash((self._seed, self._hooks.iteration, share)) % 2**63, self._device)
-        with own_masks, compiled_blocks(replica.model, options.compile):
-            for step in steps:
-                totals = table.totals(
-                    step.positions, group_size=self._algorithm.group_size, sums_of=self._algorithm.totals_of
-                )
-                mine = step.shares[layout.data_parallel_index(self._rank)]
-                if not self._step(method, replica, rows, mine, totals, sums):
+        algorithm, table, role = self._context.algorithm, data.table(call), replica.role
+        method, options = self._context.method_of(call), algorithm.train_options_of(role)
+        job = _Job(method, replica, data.rows(call), options, self._hooks.optimizer_of(role))
+        share, sums = replica.layout.data_parallel_index(self._context.rank), _MetricSums()
+        set_training_mode(replica.model, dropout=algorithm.dropout)
+        with self._dropout_masks(replica), compiled_blocks(replica.model, options.compile):
+            for step in data.routes.train_steps(call, table):
+                totals = table.totals(step.positions, group_size=algorithm.group_size, sums_of=algorithm.totals_of)
+                if not self._step(job, step.shares[share], totals, sums):
                     break
         means = self._means(replica, sums) | {"skipped_steps": float(sums.num_skipped)}
         if options.stop_above:
             means["steps"] = float(sums.num_steps)
-        data.training_metrics[call.name] = {f"{replica.role}/{name}": value for name, value in means.items()}
+        data.training_metrics[call.name] = {f"{role}/{name}": value for name, value in means.items()}
 
-    def _means(self, replica: Replica, sums: _MetricSums) -> dict[str, float]:
-        """Return the means over all ranks, the same on each. Collective over the layout."""
-        means = {name: float(value) for name, value in sums.reduce(self._group(replica), self._device).items()}
-        if replica.layout.dims.pp > 1:  # only the last stage knows losses and metrics
-            means = PipelineStage(replica.model, replica.model_layout, self._meshes).from_last(means)
-        return means
+    def _dropout_masks(self, replica: Replica) -> AbstractContextManager[None]:
+        """Seed dropout by iteration and rank, so that a resumed run draws the same masks.
 
-    def _step(
-        self, method: LossMethod, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch],
-        totals: Totals, sums: _MetricSums,
-    ) -> bool:  # fmt: skip
+        Ranks of a tensor-parallel group draw equal masks, since their activations must stay equal. Data-parallel ranks
+        and pipeline stages draw different ones.
+        """
+        layout, rank = replica.layout, self._context.rank
+        share = layout.data_parallel_index(rank) + layout.data_parallel_size * layout.coordinate(rank).pp
+        seed = hash((self._context.algorithm.seed, self._hooks.iteration, share)) % 2**63
+        return seeded(seed, self._context.device)
+
+    def _step(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums) -> bool:
         """Take one optimizer step; return False if its mini-batch exceeds a limit, without a step.
 
         A step whose gradient norm is not finite is skipped, and the next mini-batch is tried.
         """
-        options = self._options_of(replica.role)
-        optimizer = self._hooks.optimizer_of(replica.role)
+        replica, options, optimizer = job.replica, job.options, job.optimizer
         optimizer.zero_grad(set_to_none=True)
         measured = _MetricSums()
-        if replica.layout.dims.pp > 1:
-            self._through_pipeline(method, replica, rows, micro_batches, totals, measured)
-            micro_batches = ()
-        for number, micro in enumerate(micro_batches):
-            if isinstance(replica.model, FSDPModule):
-                replica.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
-            batch = self._pack(rows, micro)
-            with self._hooks.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
-                loss = self._loss(method, replica, batch, micro, totals, measured)
-            self._hooks.backward_loss(loss)
+        self._accumulate_gradients(job, micro_batches, totals, measured)
         sums.merge(measured)
-        if options.stop_above and self._exceeds(options, replica, measured):
+        if options.stop_above and self._exceeds(job, measured):
             optimizer.zero_grad(set_to_none=True)
             return False
-        norm = clip_gradients(replica.model, replica.model_layout, self._meshes, options.max_grad_norm)
+        norm = clip_gradients(replica.model, replica.model_layout, self._context.pool.meshes, options.max_grad_norm)
         is_finite = bool(norm.isfinite())  # the one wait for the device per step
         if options.max_grad_norm is not None:
             sums.add_shared("grad_norm", norm if is_finite else norm.new_full((), torch.nan))
@@ -162,53 +150,37 @@ class TrainCalls:
             sums.num_steps += 1
         else:
             sums.num_skipped += 1
-            self._record_skip(replica, float(norm), sums.num_minibatches)
+            self._record_skip(job, float(norm), sums.num_minibatches)
         optimizer.zero_grad(set_to_none=True)  # the calls after this one need the memory
         return True
 
-    def _pack(self, rows: PositionedRows, micro: MicroBatch) -> PackedBatch:
-        return pack_columns(rows.select(micro.positions), self._device, share_prompts=self._algorithm.share_prompts)
+    def _accumulate_gradients(
+        self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums
+    ) -> None:
+        """Run forward and backward of all micro-batches. In a pipeline only the last stage knows losses."""
+        model, is_wrapped = job.replica.model, isinstance(job.replica.model, FSDPModule)
+        packs = (self._context.pack(job.rows.select(micro.positions)) for micro in micro_batches)
+        if job.replica.layout.dims.pp > 1:
+            batches = list(packs)
+            pipeline_train(
+                self._stage(job.replica),
+                batches,
+                lambda _, number: self._loss(job, batches[number], micro_batches[number], totals, sums),
+                context=partial(self._hooks.forward_context, wrapped=is_wrapped),
+                backward=self._hooks.backward_loss,
+            )
+            return
+        for number, (batch, micro) in enumerate(zip(packs, micro_batches, strict=True), start=1):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(number == len(micro_batches))
+            with self._hooks.forward_context(wrapped=is_wrapped):
+                loss = self._loss(job, batch, micro, totals, sums)
+            self._hooks.backward_loss(loss)
 
-    def _record_skip(self, replica: Replica, norm: float, minibatch: int) -> None:
-        """Log a skipped mini-batch, and stop the run after too many. Collective over the layout."""
-        bad = first_bad_gradient(replica.model, replica.model_layout, self._meshes)
-        cause = f"its gradient norm is {norm}" + ("" if bad is None else f", the first bad parameter is {bad}")
-        self._skipped.record_skip(
-            replica.role, f"iteration {self._hooks.iteration}, mini-batch {minibatch}", cause,
-            limit=self._options_of(replica.role).max_skipped_steps, warns=self._rank == replica.layout.ranks[0],
-        )  # fmt: skip
-
-    def _exceeds(self, options: TrainOptions, replica: Replica, measured: _MetricSums) -> bool:
-        """Return whether a mini-batch exceeds a limit; the same on every rank of the layout, to the last bit."""
-        above = options.exceeded(self._means(replica, measured)) is not None
-        group = self._meshes.group(replica.layout, *AXES)
-        if group is None:
-            return above
-        anywhere = torch.tensor(above, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
-        return bool(anywhere)
-
-    def _through_pipeline(
-        self, method: LossMethod, replica: Replica, rows: PositionedRows, micros: Sequence[MicroBatch], totals: Totals,
-        sums: _MetricSums,
-    ) -> None:  # fmt: skip
-        """Run forward and backward of all micro-batches; the last stage alone knows losses."""
-        stage = PipelineStage(replica.model, replica.model_layout, self._meshes)
-        batches = [self._pack(rows, micro) for micro in micros]
-        pipeline_train(
-            stage,
-            batches,
-            lambda _, number: self._loss(method, replica, batches[number], micros[number], totals, sums),
-            context=partial(self._hooks.forward_context, wrapped=isinstance(replica.model, FSDPModule)),
-            backward=self._hooks.backward_loss,
-        )
-
-    def _loss(
-        self, method: LossMethod, replica: Replica, batch: PackedBatch, micro: MicroBatch, totals: Totals,
-        sums: _MetricSums,
-    ) -> Tensor:  # fmt: skip
+    def _loss(self, job: _Job, batch: PackedBatch, micro: MicroBatch, totals: Totals, sums: _MetricSums) -> Tensor:
         """Return the scalar that backward starts from for one micro-batch, and add its loss to ``sums``."""
-        loss = method(replica.model, batch, totals)
+        replica = job.replica
+        loss = job.method(replica.model, batch, totals)
         if not loss.value.requires_grad:
             raise PlanError(
                 f"the loss of {replica.role} does not depend on its weights; is a role frozen that is trained?"
@@ -217,8 +189,33 @@ class TrainCalls:
         # Sharded data parallelism averages gradients over its ranks, and the parts of a loss must add up.
         return loss.value * (replica.layout.data_parallel_size if micro.counts else 0)
 
-    def _group(self, replica: Replica) -> dist.ProcessGroup | None:
-        return self._meshes.group(replica.layout, "dp", "fsdp")
+    def _stage(self, replica: Replica) -> PipelineStage:
+        return PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
+
+    def _means(self, replica: Replica, sums: _MetricSums) -> dict[str, float]:
+        """Return the means over all ranks, the same on each. Collective over the layout."""
+        group = self._context.pool.meshes.group(replica.layout, "dp", "fsdp")
+        means = {name: float(value) for name, value in sums.reduce(group, self._context.device).items()}
+        return self._stage(replica).from_last(means) if replica.layout.dims.pp > 1 else means
+
+    def _exceeds(self, job: _Job, measured: _MetricSums) -> bool:
+        """Return whether a mini-batch exceeds a limit; the same on every rank of the layout, to the last bit."""
+        above = job.options.exceeded(self._means(job.replica, measured)) is not None
+        group = self._context.pool.meshes.group(job.replica.layout, *AXES)
+        if group is None:
+            return above
+        anywhere = torch.tensor(above, dtype=torch.uint8, device=self._context.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        return bool(anywhere)
+
+    def _record_skip(self, job: _Job, norm: float, minibatch: int) -> None:
+        """Log a skipped mini-batch, and stop the run after too many. Collective over the layout."""
+        replica = job.replica
+        bad = first_bad_gradient(replica.model, replica.model_layout, self._context.pool.meshes)
+        cause = f"its gradient norm is {norm}" + ("" if bad is None else f", the first bad parameter is {bad}")
+        place = f"iteration {self._hooks.iteration}, mini-batch {minibatch}"
+        warns, limit = self._context.rank == replica.layout.ranks[0], job.options.max_skipped_steps
+        self._skipped.record_skip(replica.role, place, cause, limit=limit, warns=warns)
 
 
 class SkippedSteps:

@@ -1,0 +1,59 @@
+"""Context of a call on this rank: the algorithm, its models, messages and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import pack_columns
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.runtime.messages.mailbox import Mailbox
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.precision import without_gradients
+from lightning_realloc.strategies.pool.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """The parts of a run that every kind of call needs."""
+
+    algorithm: RunnableAlgorithm
+    """The algorithm, whose methods do the work."""
+    pool: ModelPool
+    """Its models."""
+    mailbox: Mailbox
+    """Messages between the ranks."""
+    device: torch.device
+    """Device of this rank."""
+    rank: int
+    """This process."""
+
+    def method_of(self, call: ModelFunctionCall) -> Callable[..., Any]:
+        """Return the algorithm's method for a call."""
+        method: Callable[..., Any] = getattr(self.algorithm, call.method)
+        return method
+
+    def pack(self, samples: Samples) -> PackedBatch:
+        """Return samples as one micro-batch on the device."""
+        return pack_columns(samples, self.device, share_prompts=self.algorithm.share_prompts)
+
+    @contextmanager
+    def reading(self, call: ModelFunctionCall, replica: Replica) -> Iterator[None]:
+        """Surround forward passes without gradients: autocast where weights need it, and the call's adapters."""
+        with without_gradients(replica.model, self.device), self.pool.adapted_for(call, replica.model):
+            yield
+
+
+class CallsOfOneKind(Protocol):
+    """Runs the calls of one kind: ``generate``, ``infer`` or ``train``."""
+
+    def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
+        """Receive this rank's samples from ``data``, and return the results; None if this rank holds none."""
