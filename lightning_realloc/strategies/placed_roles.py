@@ -219,7 +219,7 @@ class PlacedRoles:
 
     def _make_offloader(self, pool: ModelPool) -> Offloader:
         rank, device = self._strategy.global_rank, self._strategy.root_device
-        return Offloader(pool, OffloadSchedule(pool.dataflow, pool.plan, rank, pool.leaders, pool.sharers), device)
+        return Offloader(pool, OffloadSchedule(pool.dataflow, pool.plan, rank, pool.average_of, pool.sharers), device)
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
         strategy = self._strategy

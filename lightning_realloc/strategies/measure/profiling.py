@@ -36,7 +36,7 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.calls.engines import Lockstep
 from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, Profiler
-from lightning_realloc.strategies.pool.memory_probe import require_free_memory
+from lightning_realloc.strategies.pool.memory_check import require_free_memory
 from lightning_realloc.tuning.estimate.pass_samples import TINY, TINY_STEP, Grid, Size
 from lightning_realloc.tuning.estimate.profile import Curve, ProfileTable
 from lightning_realloc.tuning.memory.parts import Workload

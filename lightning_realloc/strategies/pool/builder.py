@@ -29,12 +29,12 @@ from lightning_realloc.strategies.pool.memory_check import (
     engine_memory,
     memory_settings,
     refuse_too_large,
+    require_free_memory,
     with_callbacks,
 )
-from lightning_realloc.strategies.pool.memory_probe import require_free_memory
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.plan_source import NamedPlan, require_equal_plans, work_out_plan
-from lightning_realloc.strategies.pool.pool_options import Following, PoolOptions
+from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.tuning.memory.forecast import transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings
@@ -77,11 +77,12 @@ class PoolBuilder:
         return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
 
     @property
-    def followers(self) -> dict[str, Following]:
-        """Role -> the trained role and the rate of its moving average."""
-        roles = self.module.roles()
+    def averages(self) -> dict[str, MovingAverage]:
+        """Role -> the moving average that its weights are."""
         return {
-            role.name: Following(role.average_of, role.average_rate) for role in roles if role.average_of is not None
+            role.name: MovingAverage(role.average_of, role.average_rate)
+            for role in self.module.roles()
+            if role.average_of is not None
         }
 
     @property
@@ -102,7 +103,7 @@ class PoolBuilder:
             mixed_precision=policy if self.precision == "bf16-mixed" else None,
             transport=self.transport,
             tp_plans=self.tp_plans,
-            followers=self.followers,
+            averages=self.averages,
             sharers=self.sharers,
         )
 
@@ -193,9 +194,9 @@ class PoolBuilder:
     def _widen_masters(self, models: Mapping[str, nn.Module]) -> None:
         """Cast to float32 the weights that optimizers and moving averages change: narrower ones lose small updates."""
         found: dict[str, torch.dtype] = {}
-        for role in (*self.dataflow.trained_roles, *self.followers):
+        for role in (*self.dataflow.trained_roles, *self.averages):
             parameters = models[role].named_parameters() if role in models else ()
-            changing = {name: p for name, p in parameters if p.requires_grad or role in self.followers}
+            changing = {name: p for name, p in parameters if p.requires_grad or role in self.averages}
             others = {
                 name: p.dtype for name, p in changing.items() if p.is_floating_point() and p.dtype != torch.float32
             }

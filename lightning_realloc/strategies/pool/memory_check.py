@@ -1,8 +1,13 @@
-"""Check that a plan fits into memory before any model is built, from configurations and shapes alone."""
+"""Check that a plan fits into memory: by a forecast before any model is built, and by an allocation before a move.
+
+The forecast reads configurations and shapes alone. The allocation is needed since memory is shared and fragmented: a
+rank that runs out of memory during a move leaves the others waiting in it. So all ranks allocate before the move. The
+allocator keeps the block, and the move's tensors come out of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,7 +56,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
         if hasattr(config, "get_text_config"):
             shape = ModelShape.from_config(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
         described[role.name] = RoleMemory(
-            model=spec, shape=shape, frozen_params=role.frozen_parameters(model), follows=role.average_of
+            model=spec, shape=shape, frozen_params=role.frozen_parameters(model), average_of=role.average_of
         )
     return described
 
@@ -170,3 +175,37 @@ def refuse_too_large(
     found = [text for text in gather_objects(excess) if text is not None]
     if found:
         raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top")
+
+
+def allocate_once(num_bytes: int, device: torch.device) -> None:
+    """Allocate bytes and free them. Raises torch.cuda.OutOfMemoryError if there is no room."""
+    torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def require_free_memory(
+    num_bytes: int,
+    device: torch.device,
+    *,
+    what: str,
+    way_out: str = "use a plan that moves fewer roles or cuts them more, or offload",
+    take: Callable[[int, torch.device], Any] = allocate_once,
+) -> None:
+    """Refuse a step that some rank has no room for. Does nothing on CPU. Collective over all ranks.
+
+    Raises:
+        PlanError: on every rank, naming the first rank without room.
+    """
+    if device.type == "cpu":
+        return
+    has_room = True
+    try:
+        take(num_bytes, device)
+    except torch.cuda.OutOfMemoryError:
+        has_room = False
+    answers = gather_objects((has_room, num_bytes))
+    without = [(rank, size) for rank, (has, size) in enumerate(answers) if not has]
+    if without:
+        rank, size = without[0]
+        raise PlanError(
+            f"{what} needs {size / 2**20:.0f} MiB more on rank {rank}, and its device has no room; {way_out}"
+        )

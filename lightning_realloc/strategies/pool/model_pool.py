@@ -33,13 +33,11 @@ from lightning_realloc.runtime.parallel.shards import (
 )
 from lightning_realloc.runtime.parallel.weightless import weightless_copy
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
-from lightning_realloc.strategies.pool.copies import empty_model_like, prepare_copy
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.strategies.pool.replan import StateMover, move_optimizer, move_weights
-from lightning_realloc.strategies.pool.replica import Replica
-from lightning_realloc.strategies.pool.weight_copy import WeightCopy, refuse_thawed
+from lightning_realloc.strategies.pool.replica import Replica, WeightCopy, empty_model_like, prepare_copy, refuse_thawed
 
 
 class ModelPool:
@@ -267,12 +265,12 @@ class ModelPool:
     @property
     def changing_roles(self) -> tuple[str, ...]:
         """Roles whose weights change during a run: trained roles and their moving averages."""
-        return (*self.dataflow.trained_roles, *self._options.followers)
+        return (*self.dataflow.trained_roles, *self._options.averages)
 
     @property
-    def leaders(self) -> dict[str, str]:
+    def average_of(self) -> dict[str, str]:
         """Role -> the trained role whose moving average it is."""
-        return {role: following.role for role, following in self._options.followers.items()}
+        return {role: average.average_of for role, average in self._options.averages.items()}
 
     @property
     def shared_bytes(self) -> int:
@@ -359,11 +357,11 @@ class ModelPool:
         refuse_thawed(role, self._home[role].model, self._frozen[role])
         self._home[role].version += 1
 
-    def update_averages(self, leader: str) -> None:
-        """Move the averages of ``leader`` one step towards its weights. Collective over all ranks."""
-        for role, following in self._options.followers.items():
-            if following.role == leader:
-                self.seconds_moving += self._averages.take_step(self.home(role), self.home(leader), following.rate)
+    def update_averages(self, trained: str) -> None:
+        """Move the averages of role ``trained`` one step towards its weights. Collective over all ranks."""
+        for role, average in self._options.averages.items():
+            if average.average_of == trained:
+                self.seconds_moving += self._averages.take_step(self.home(role), self.home(trained), average.rate)
                 self.weights_changed(role)
 
     def _connect(self, home: Replica, target: Replica) -> WeightCopy:

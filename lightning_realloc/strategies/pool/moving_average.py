@@ -25,10 +25,10 @@ class AveragedRoles:
     def __init__(self, dataflow: Dataflow, options: PoolOptions) -> None:
         self._options = options
         self._reallocations: dict[str, Reallocation] = {}
-        for role, following in options.followers.items():
-            if following.role not in dataflow.trained_roles:
+        for role, average in options.averages.items():
+            if average.average_of not in dataflow.trained_roles:
                 raise PlanError(
-                    f"role {role!r} follows {following.role!r}, which is not trained; trained are "
+                    f"role {role!r} is the average of {average.average_of!r}, which is not trained; trained are "
                     f"{', '.join(dataflow.trained_roles) or 'none'}"
                 )
 
@@ -59,8 +59,8 @@ class AveragedRoles:
         """Return the reallocation from the trained role's layout to the average's."""
         if trained.model_layout.model != average.model_layout.model:
             raise PlanError(
-                f"role {average.role!r} follows {trained.role!r}, whose parameters have other names or shapes; build "
-                f"both from the same model"
+                f"role {average.role!r} is the average of {trained.role!r}, whose parameters have other names or "
+                f"shapes; build both from the same model"
             )
         options = self._options
         return Reallocation(

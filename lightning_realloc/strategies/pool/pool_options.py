@@ -14,10 +14,10 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class MovingAverage:
     """The moving average that a role's weights are."""
 
-    role: str
+    average_of: str
     """The trained role."""
     rate: float
     """Weight of the trained role in one step: 1 minus the decay of the moving average."""
@@ -43,7 +43,7 @@ class PoolOptions:
     """How weights travel; ``auto`` probes."""
     tp_plans: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Role -> tensor-parallel styles, for models without a plan of their own."""
-    followers: Mapping[str, Following] = field(default_factory=dict)
+    averages: Mapping[str, MovingAverage] = field(default_factory=dict)
     """Role -> the moving average that its weights are."""
     sharers: Mapping[str, str] = field(default_factory=dict)
     """Role without weights of its own -> the role whose base it uses, with adapters off."""

@@ -1,14 +1,85 @@
-"""Replica: one role's weights in one layout."""
+"""Replicas: a role's weights in one layout, the modules that hold them, and the copy that fills them.
+
+A copy moves frozen weights once, and trained weights every time. With adapters over a frozen base, a base of gigabytes
+stays where it is and megabytes of adapters move.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import reduce
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.model import ModelLayout
-from lightning_realloc.strategies.pool.weight_copy import WeightCopy
+from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallel.shards import bind_tensors
+from lightning_realloc.runtime.parallel.stage import cut_stage
+from lightning_realloc.runtime.parallel.weightless import weightless_copy
+from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
+from lightning_realloc.strategies.pool.pool_options import PoolOptions
+
+MakeReallocation = Callable[[ModelLayout, ModelLayout, Mapping[str, Tensor]], Reallocation]
+"""(source layout, target layout, source tensors) -> `Reallocation`. Collective over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCopy:
+    """The reallocations from a home replica to another one."""
+
+    frozen: Reallocation | None
+    """For frozen parameters; None if there are none."""
+    trained: Reallocation | None
+    """For all other parameters; None if there are none."""
+
+    @classmethod
+    def prepare(
+        cls,
+        home: ModelLayout,
+        tensors: Mapping[str, Tensor],
+        target: ModelLayout,
+        frozen: Set[str],
+        connect: MakeReallocation,
+    ) -> WeightCopy:
+        """Plan both reallocations. Collective over all ranks, which pass the same ``frozen`` names."""
+        parts = []
+        for chosen in (frozen, {param.name for param in home.model.params} - frozen):
+            spec = _part(home.model, chosen)
+            held = {name: tensor for name, tensor in tensors.items() if name in chosen}
+            here, there = ModelLayout(spec, home.layout), ModelLayout(spec, target.layout)
+            parts.append(connect(here, there, held) if chosen else None)
+        return cls(*parts)
+
+    @property
+    def _parts(self) -> tuple[Reallocation, ...]:
+        return tuple(part for part in (self.frozen, self.trained) if part is not None)
+
+    @property
+    def target_tensors(self) -> dict[str, Tensor]:
+        """Parameter name -> local tensor of the target replica on this rank; see `Reallocation`."""
+        return {name: tensor for part in self._parts for name, tensor in part.target_tensors.items()}
+
+    @property
+    def shared_bytes(self) -> int:
+        """This rank's share of the bytes in memory shared with other ranks."""
+        return sum(part.shared_bytes for part in self._parts)
+
+    def run(self, *, frozen: bool, trained: bool) -> ReallocationReport | None:
+        """Copy frozen or trained weights or both; None if there are none. Collective over the ranks of both layouts."""
+        due = (self.frozen if frozen else None, self.trained if trained else None)
+        reports = [part.run() for part in due if part is not None]
+        return reduce(_added, reports) if reports else None
+
+    def release(self) -> None:
+        """Release the target replica's memory; see `Reallocation.release`."""
+        for part in self._parts:
+            part.release()
 
 
 @dataclass(slots=True)
@@ -41,3 +112,82 @@ class Replica:
     def is_sharded(self) -> bool:
         """Whether a forward pass gathers weights, and so is collective."""
         return self.layout.dims.fsdp > 1
+
+
+def prepare_copy(
+    role: str, blank: nn.Module, target: ModelLayout, meshes: MeshRegistry, options: PoolOptions
+) -> nn.Module:
+    """Return this rank's part of a role's model under ``target``, without weights.
+
+    Only FSDP's shards have memory at once. Collective over the ranks of ``target``.
+    """
+    model = weightless_copy(blank).eval().requires_grad_(False)
+    tp_plan = options.tp_plans.get(role)
+    if options.rank not in target.layout.ranks:
+        return model
+    if target.layout.dims.fsdp > 1:
+        bind_tensors(model, {
+            spec.name: torch.empty(spec.shape, dtype=options.copy_dtype, device=options.device)
+            for spec in target.model.params
+        })  # fmt: skip
+        return parallelize(model, target, meshes, tp_plan=tp_plan)
+    tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
+    if target.layout.dims.pp > 1:
+        cut_stage(model, target, options.rank)
+    return model
+
+
+def empty_model_like(blank: nn.Module, old: Replica, device: torch.device, *, has_weights: bool) -> nn.Module:
+    """Return an undivided model like ``old``'s with undefined weights.
+
+    Args:
+        blank: The same model without weights.
+        old: The replica whose frozen parameters and training mode are taken over. Collective if it is a pipeline.
+        device: Device of the weights.
+        has_weights: Whether to allocate memory for them.
+    """
+    model = weightless_copy(blank)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        room = torch.empty(parameter.shape if has_weights else (1,), dtype=parameter.dtype, device=device)
+        tensors[name] = room.expand(parameter.shape)
+    bind_tensors(model, tensors)
+    model.to(device)
+    frozen = {name for name, parameter in old.model.named_parameters() if not parameter.requires_grad}
+    if old.layout.dims.pp > 1:  # this rank may hold one stage of the old model
+        frozen = set().union(*gather_objects(frozen))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return model.train(old.model.training)
+
+
+def refuse_thawed(role: str, model: nn.Module, frozen: Set[str]) -> None:
+    """Refuse to train a parameter that was frozen when its role was laid out: other replicas would keep old values.
+
+    Raises:
+        PlanError: naming the first such parameter.
+    """
+    thawed = [name for name, p in model.named_parameters() if p.requires_grad and name in frozen] if frozen else []
+    if thawed:
+        raise PlanError(
+            f"{role} parameter {thawed[0]} was frozen when {role} was laid out and is trained now; replicas in other "
+            f"layouts would keep its old values; leave requires_grad unchanged from configure_model on"
+        )
+
+
+def _part(spec: ModelSpec, names: Set[str]) -> ModelSpec:
+    return replace(
+        spec,
+        params=tuple(param for param in spec.params if param.name in names),
+        aliases=tuple((alias, owner) for alias, owner in spec.aliases if owner in names),
+    )
+
+
+def _added(one: ReallocationReport, other: ReallocationReport) -> ReallocationReport:
+    return ReallocationReport(
+        bytes_moved=one.bytes_moved + other.bytes_moved,
+        bytes_minimum=one.bytes_minimum + other.bytes_minimum,
+        bytes_written=one.bytes_written + other.bytes_written,
+        seconds=one.seconds + other.seconds,
+        transport=one.transport if one.transport == other.transport else f"{one.transport}, {other.transport}",
+    )

@@ -145,7 +145,7 @@ class _Forecaster:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
-        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders, sharers_of(self.roles))
+        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._average_of, sharers_of(self.roles))
         yield PhaseMemory(SET_UP, rank, self._set_up(rank))
         for call in self.dataflow.iteration_calls:
             if call.role is None:
@@ -159,8 +159,8 @@ class _Forecaster:
             yield PhaseMemory(call.name, rank, base + self._during(call, rank))
 
     @property
-    def _leaders(self) -> dict[str, str]:
-        return {name: role.follows for name, role in self.roles.items() if role.follows is not None}
+    def _average_of(self) -> dict[str, str]:
+        return {name: role.average_of for name, role in self.roles.items() if role.average_of is not None}
 
     def _owner(self, role: str) -> str:
         """Return the role whose replicas a role's calls use."""

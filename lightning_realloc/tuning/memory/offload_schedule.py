@@ -20,7 +20,7 @@ class OffloadSchedule:
     dataflow: Dataflow
     plan: ExecutionPlan
     rank: int
-    leaders: Mapping[str, str] = field(default_factory=dict)
+    average_of: Mapping[str, str] = field(default_factory=dict)
     """Role -> the trained role whose weights it averages."""
     sharers: Mapping[str, str] = field(default_factory=dict)
     """Role -> the role whose weights its calls use."""
@@ -37,7 +37,7 @@ class OffloadSchedule:
         wanted = {self.sharers.get(str(chosen.role), str(chosen.role))}
         if chosen.kind == "train":
             wanted.add(f"{chosen.role}{OPTIMIZER_SUFFIX}")
-            wanted.update(role for role, leader in self.leaders.items() if leader == chosen.role)
+            wanted.update(role for role, trained in self.average_of.items() if trained == chosen.role)
         return frozenset(wanted.intersection(self.parts))
 
     def prefetched(self, call: str) -> frozenset[str]:

@@ -76,7 +76,7 @@ class MemorySettings:
 
     def home_bytes(self, role: RoleMemory, *, is_trained: bool) -> int:
         """Return the bytes of a weight that a role's home computes with; with adapters, of a weight of the base."""
-        whole = not role.frozen_params if is_trained else role.follows is not None
+        whole = not role.frozen_params if is_trained else role.average_of is not None
         return self.master_bytes if whole else self.copy_bytes
 
     def weights_bytes(self, role: RoleMemory, num: int, num_trained: int, *, is_trained: bool) -> int:
@@ -88,7 +88,7 @@ class MemorySettings:
             num: Number of weights.
             num_trained: Number of them that are trained.
         """
-        exact = num_trained if is_trained else num if role.follows is not None else 0
+        exact = num_trained if is_trained else num if role.average_of is not None else 0
         return exact * self.master_bytes + (num - exact) * self.copy_bytes
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ class RoleMemory:
     """Sizes of the decoder; None for a module without a config, whose activations and caches are then left out."""
     frozen_params: frozenset[str] = frozenset()
     """Names of the parameters of a trained role that have no gradient, as under adapters."""
-    follows: str | None = None
+    average_of: str | None = None
     """The trained role whose weights this role averages, with the precision of trained weights; None: no averaging."""
     shares: str | None = None
     """The role whose replicas this role's calls use, since it has none of its own; None: it has its own."""

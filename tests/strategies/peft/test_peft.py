@@ -14,7 +14,7 @@ from lightning_realloc.callbacks import ParameterReallocation
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.model.adapter_layers import merge_permanently
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.pool.weight_copy import refuse_thawed
+from lightning_realloc.strategies.pool.replica import refuse_thawed
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan, adapted_grpo, train, train_checked, train_ppo

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.strategies.pool.memory_probe import allocate_once, require_free_memory
+from lightning_realloc.strategies.pool.memory_check import allocate_once, require_free_memory
 
 GPU = torch.device("cuda")
 

@@ -27,15 +27,15 @@ PLANS = (
 )
 
 
-class Following(runs.RecordedGRPO):
+class Averaged(runs.RecordedGRPO):
     """GRPO whose reference is a moving average of the actor."""
 
-    leader = "actor"
+    trained = "actor"
 
     def roles(self) -> tuple[Role, ...]:
         """Return GRPO's roles with another reference."""
         actor, reference = super().roles()
-        return actor, replace(reference, average_of=self.leader, average_rate=RATE)
+        return actor, replace(reference, average_of=self.trained, average_rate=RATE)
 
 
 class Weights(runs.Record):
@@ -51,7 +51,7 @@ class Weights(runs.Record):
         self.actors.append(trainer.strategy.full_weights("actor"))
 
 
-def _make(module_class: type = Following) -> Any:
+def _make(module_class: type = Averaged) -> Any:
     from tests.models import byte_tokenizer, tiny_model
 
     return module_class(
@@ -101,20 +101,20 @@ def _resume(folder: Path) -> dict[str, Tensor]:
     return strategy.full_weights("reference")
 
 
-class FollowingNobody(Following):
+class AverageOfNobody(Averaged):
     """An average of a role that is not trained."""
 
-    leader = "critic"
+    trained = "critic"
 
 
 def _refused() -> str:
     with pytest.raises(PlanError) as caught:
-        runs.trainer(ReallocStrategy("heuristic"), 1).fit(_make(FollowingNobody), Batches(1))
+        runs.trainer(ReallocStrategy("heuristic"), 1).fit(_make(AverageOfNobody), Batches(1))
     return str(caught.value)
 
 
-def test_only_trained_roles_are_followed_and_only_by_others(workers: WorkerPool) -> None:
+def test_only_trained_roles_are_averaged_and_only_by_others(workers: WorkerPool) -> None:
     (message,) = workers.run(_refused, world_size=1, init_process_group=False)
-    assert message == "role 'reference' follows 'critic', which is not trained; trained are actor"
+    assert message == "role 'reference' is the average of 'critic', which is not trained; trained are actor"
     with pytest.raises(ConfigError, match="a moving average is not trained"):
         Role(name="reference", source=torch.nn.Linear(1, 1), trained=True, average_of="actor")

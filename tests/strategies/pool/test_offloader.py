@@ -17,7 +17,7 @@ from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
 from tests.strategies.pool import test_memory_check as test_memory
-from tests.strategies.pool.test_moving_average import Following
+from tests.strategies.pool.test_moving_average import Averaged
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.workers import WorkerPool
 
@@ -105,7 +105,7 @@ def fit_following(plans: list[Any], folder: Path) -> list[tuple[Any, Any]]:
     world_size = runs.world_size()
 
     def fit(plan: Any, save: Save, **options: Any) -> tuple[Any, Any]:
-        module = Following(
+        module = Averaged(
             tiny_model("llama"), runs.low_tokens, reference=tiny_model("llama", seed=1), sampling=runs.SAMPLING,
             tokenizer=byte_tokenizer(), learning_rate=1e-2,
         )  # fmt: skip

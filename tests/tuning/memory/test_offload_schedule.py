@@ -38,10 +38,10 @@ LAYOUTS = {
 OFFLOAD = ["reference", "reward", "actor.optimizer"]
 
 
-def _present(rank: int, offload: list[str], leaders: dict[str, str] | None = None) -> dict[str, set[str]]:
+def _present(rank: int, offload: list[str], average_of: dict[str, str] | None = None) -> dict[str, set[str]]:
     plan = ExecutionPlan.from_mapping({"calls": LAYOUTS, "offload": offload})
     plan.check(FLOW, 4)
-    schedule = OffloadSchedule(FLOW, plan, rank, leaders or {})
+    schedule = OffloadSchedule(FLOW, plan, rank, average_of or {})
     return {call.name: set(schedule.present(call.name)) for call in FLOW.calls}
 
 
