@@ -103,9 +103,10 @@ class OnPolicyDistillation(PolicyModule):
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
         """Return the student and the teacher."""
+        saved = self.peft_of("teacher", trained=False)
         return (
             Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor")),
-            Role(name="teacher", source=self.sources["teacher"], trained=False),
+            Role(name="teacher", source=self.sources["teacher"], trained=False, peft=saved),
         )
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:

@@ -99,7 +99,8 @@ class PPO(PolicyModule):
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``.
         critic_warmup: Iterations in which the critic learns alone.
         critic_learning_rate: Learning rate of the critic; None: the actor's. See ``optimizers`` for other settings.
-        critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's.
+        critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's without
+            ``stop_above``, whose limits are on metrics of the actor's loss.
         kl: Group of the settings ``kl_*``; its fields take precedence.
         settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
             :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
@@ -155,7 +156,7 @@ class PPO(PolicyModule):
         self.entropy_coef = entropy_coef
         self.loss_average = loss_average
         self.critic_warmup = critic_warmup
-        self.critic_train_options = critic_train_options or self.train_options
+        self.critic_train_options = critic_train_options or replace(self.train_options, stop_above={})
         self.tokenizer = tokenizer
         self.return_moments = RunningMoments()
         self.missing_eos_penalty = missing_eos_penalty

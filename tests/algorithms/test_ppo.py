@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,10 @@ def test_the_critic_has_options_of_its_own() -> None:
     assert rates == {"actor": 0.25, "critic": 0.5}
     assert module.train_options_of("critic") is options
     assert module.train_options_of("actor") is module.train_options
-    assert runs.ppo(train_options=options).train_options_of("critic") is options
+    assert runs.ppo(train_options=options).train_options_of("critic") == options
+    # Limits are on metrics of the actor's loss, which the critic's does not measure.
+    limited = replace(options, stop_above={"behaviour_kl": 0.02})
+    assert runs.ppo(train_options=limited).train_options_of("critic") == options
 
 
 def word_tokenizer(*words: str) -> PreTrainedTokenizerFast:

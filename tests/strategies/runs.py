@@ -123,9 +123,14 @@ def rows_of_tokens(samples: Samples) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in samples.tensor("tokens").tolist()]
 
 
+def high_rate(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return a learning rate at which two iterations differ, where no optimizer brings its own."""
+    return {} if "optimizer" in settings else {"learning_rate": 1e-2}
+
+
 def grpo(**settings: Any) -> RecordedGRPO:
     """Return GRPO on the tiny llama, with a learning rate at which two iterations differ."""
-    settings = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
+    settings = {"sampling": SAMPLING, "tokenizer": byte_tokenizer(), **high_rate(settings), **settings}
     reward = settings.pop("reward", low_tokens)
     model = settings.pop("actor", None) or tiny_model("llama")
     reference = settings.pop("reference", None) or tiny_model("llama", seed=1)
@@ -153,7 +158,7 @@ class RecordedPPO(PPO):
 
 def ppo(**settings: Any) -> RecordedPPO:
     """Return PPO on tiny llamas with a high learning rate. Only the actor and the critic have the same shape."""
-    settings = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
+    settings = {"sampling": SAMPLING, "tokenizer": byte_tokenizer(), **high_rate(settings), **settings}
     reward = settings.pop("reward", low_tokens)
     model = settings.pop("actor", None) or tiny_model("llama")
     reference = settings.pop("reference", None) or tiny_model("llama", seed=1)
@@ -162,7 +167,7 @@ def ppo(**settings: Any) -> RecordedPPO:
 
 def sft(**settings: Any) -> SFT:
     """Return SFT on the tiny llama."""
-    settings = {"learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
+    settings = {"tokenizer": byte_tokenizer(), **high_rate(settings), **settings}
     return SFT(settings.pop("actor", None) or tiny_model("llama"), **settings)
 
 

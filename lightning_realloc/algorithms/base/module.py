@@ -72,7 +72,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     Args:
         learning_rate: Learning rate of AdamW without weight decay, the default optimizer. None:
             ``default_learning_rate`` of the algorithm, ten times that for adapters.
-        optimizer: Function of the parameters that makes an optimizer; overrides ``learning_rate``.
+        optimizer: Function of the parameters that makes an optimizer, with its own learning rate: leave
+            ``learning_rate`` out.
         lr_scheduler: Function of an optimizer that makes a learning-rate schedule, which steps once per iteration.
         weight_decay: Weight decay of all but ``no_decay``; None leaves it to ``optimizer``.
         no_decay: Kinds of weights that do not decay: ``norms``, ``biases``, ``embeddings``; None: the first two.
@@ -139,6 +140,12 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         check_type(TrainOptions, train_options=train_options)
         check_type(GenerationOptions, generation=generation)
         check_type(bool, allow_missing=allow_missing, liger_kernels=liger_kernels)
+        if optimizer is not None and learning_rate is not None:
+            raise ConfigError(
+                f"learning_rate={learning_rate} is for the default AdamW, and optimizer={optimizer} brings a learning "
+                f"rate of its own; give it there, as in partial(torch.optim.SGD, lr={learning_rate}), and leave "
+                f"learning_rate out"
+            )
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
         options = GenerationOptions(
@@ -231,9 +238,10 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
         That is an actor with adapters, without them: it needs no copy of its own.
         """
-        if source is None and actor.has_adapters:
+        peft = self.peft_of("reference", trained=False)
+        if source is None and peft is None and actor.has_adapters:
             return Role(name="reference", source=actor.source, trained=False, shares=actor.name)
-        return Role(name="reference", source=actor.source if source is None else source, trained=False)
+        return Role(name="reference", source=actor.source if source is None else source, trained=False, peft=peft)
 
     def with_carried(self, batch: Samples) -> Samples:
         """Return what an iteration works on: the loader's batch, and prompts of earlier ones that it goes on with.
@@ -350,6 +358,13 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
                 f"peft_config names {', '.join(map(str, unknown))}, and the roles are {', '.join(roles)}; write "
                 f"role: configuration, or a single configuration with peft_type: LORA"
             )
+        for role in self.roles():
+            if role.peft is None and self.peft_of(role.name, trained=role.trained) is not None:
+                raise ConfigError(
+                    f"peft_config={config!r} gives {role.name} adapters, and its Role has peft=None; write "
+                    f"Role(name={role.name!r}, ..., peft=self.peft_of({role.name!r})) in roles() of "
+                    f"{type(self).__name__}, or name only roles that have adapters: peft_config={{role: configuration}}"
+                )
         if unknown := sorted(self.role_optimizers.keys() - set(trained)):
             raise ConfigError(
                 f"optimizers names {', '.join(unknown)}, and the trained roles are {', '.join(trained) or 'none'}; "

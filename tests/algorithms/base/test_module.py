@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from transformers import PreTrainedModel
 
-from lightning_realloc import DPO, GRPO, OnlineDPO, ProcessReward, PromptDataModule, RewardModel
+from lightning_realloc import DPO, GRPO, OnlineDPO, OnPolicyDistillation, ProcessReward, PromptDataModule, RewardModel
 from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.role import Role
@@ -214,6 +214,20 @@ class Choosy(Scoring):
         return tuple(call for call in super().calls() if call.name != "actor.infer" or "second" not in self.names)
 
 
+def test_a_role_that_leaves_its_adapters_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gives actor adapters, and its Role has peft=None; write Role\("):
+        Scoring("actor", peft_config=LORA).configure_model()
+    with pytest.raises(ConfigError, match=r"gives second adapters, .*, or name only roles that have adapters"):
+        Scoring("actor", "second", peft_config={"second": "folder"}).configure_model()
+
+
+def test_frozen_roles_that_are_named_merge_saved_adapters() -> None:
+    named = {"actor": LORA, "reference": "one", "teacher": "two"}
+    actor, reference = runs.grpo(peft_config=named).roles()
+    assert (actor.peft, reference.peft, reference.shares) == (LORA, "one", None)
+    assert [role.peft for role in OnPolicyDistillation("x", "y", peft_config=named).roles()] == [LORA, "two"]
+
+
 def test_settings_choose_between_producers_of_one_name() -> None:
     for names, producer in ((("actor",), "actor.infer"), (("actor", "second"), "second.infer")):
         flow = Choosy(*names).dataflow
@@ -238,8 +252,10 @@ def test_old_names_of_a_moving_average_still_work_and_warn() -> None:
     with pytest.warns(DeprecationWarning, match=r"Role\(follows=\) is now Role\(average_of=\)"):
         averaged = Role(name="reference", source=reference.source, trained=False, follows="actor", follow_rate=0.5)  # type: ignore[call-arg]
     assert averaged == replace(reference, average_of="actor", average_rate=0.5)
+    with pytest.raises(ConfigError, match=r"Role\(follows='actor', average_of='critic'\) sets one thing twice"):
+        Role(name="reference", source=reference.source, trained=False, follows="actor", average_of="critic")  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match=r"Role\(follow_rate=\) is now Role\(average_rate=\)"):
-        again = replace(averaged, follow_rate=0.25)  # type: ignore[call-arg]
+        again = replace(reference, average_of="actor", follow_rate=0.25)  # type: ignore[call-arg]
     assert (again.average_of, again.average_rate) == ("actor", 0.25)
     with pytest.warns(DeprecationWarning, match="average_of"):
         assert averaged.follows == "actor"  # type: ignore[attr-defined]
