@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
@@ -35,15 +33,12 @@ from lightning_realloc.algorithms.losses.functional import (
 )
 from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
-from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
-    RewardSources,
-    RewardTokenizer,
     calls_of_further,
     less_for_cut_off,
-    with_further,
 )
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
 from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantages
 from lightning_realloc.algorithms.settings import (
     Unpack,
@@ -63,7 +58,7 @@ from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 
 
-class PPO(PolicyModule):
+class PPO(RewardedModule):
     """Train an actor on rewards, by each token's advantage over a critic's estimate.
 
     Source: Schulman et al., arXiv:1707.06347; for language models: Ziegler et al., arXiv:1909.08593.
@@ -74,12 +69,6 @@ class PPO(PolicyModule):
             import paths (``package.module:name``), or a list of any of them.
         critic: Token classifier of one label. None: the first reward model with a value for every token; where there is
             none or it reads other tokens, the actor's layers below a new head.
-        reference: Model that the policy is kept close to; None: the actor as it was loaded.
-        reward_weights: Weight of each reward; None: all count 1.
-        tokenizer: Tokenizer of the actor; None: the one next to its weights.
-        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: texts by their own
-            tokenizers; a tokenizer: texts by that one.
-        missing_eos_penalty: Subtracted in training from the score of a response that is cut off; None: nothing.
         sampling: Sampling of the rollout.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` subtracts it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
@@ -96,18 +85,18 @@ class PPO(PolicyModule):
         reward_scale: Factor of every score.
         reward_clip: Largest absolute score after scaling; None does not clip.
         entropy_coef: Weight of the entropy bonus.
-        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``.
+        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
+            sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         critic_warmup: Iterations in which the critic learns alone.
         critic_learning_rate: Learning rate of the critic; None: the actor's. See ``optimizers`` for other settings.
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's without
             ``stop_above``, whose limits are on metrics of the actor's loss.
         kl: Group of the settings ``kl_*``; its fields take precedence.
-        settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
-            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
+        settings: Settings of :class:`RewardedModule` (reward weights, reference, tokenizer), :class:`PolicyModule`
+            (evaluation, environment, conversation, rollout budget) and :class:`MultiModelModule` (learning rate,
+            optimizer, schedule, training options, seed).
     """
 
-    optional_roles = ("reference", "reward")
-    share_prompts = True
     reward_column = "scores"
 
     def __init__(
@@ -116,11 +105,6 @@ class PPO(PolicyModule):
         reward: RewardSource,
         *,
         critic: ModelSource | None = None,
-        reference: ModelSource | None = None,
-        reward_weights: Sequence[float] | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        reward_tokenizer: RewardTokenizer = "actor",
-        missing_eos_penalty: float | None = None,
         sampling: SamplingParams | None = None,
         kl_coef: float = 0.05,
         kl_place: KLPlace = "reward",
@@ -142,9 +126,9 @@ class PPO(PolicyModule):
         critic_learning_rate: float | None = None,
         critic_train_options: TrainOptions | None = None,
         kl: KLOptions | None = None,
-        **settings: Unpack[PolicySettings],
+        **settings: Unpack[RewardedSettings],
     ) -> None:
-        super().__init__(sampling=sampling or SamplingParams(), **settings)
+        super().__init__(actor, reward, sampling=sampling or SamplingParams(), **settings)
         self.role_optimizers = with_learning_rate(self.role_optimizers, "critic", critic_learning_rate)
         self.clip_low = clip_low
         self.clip_high = clip_high
@@ -157,9 +141,7 @@ class PPO(PolicyModule):
         self.loss_average = loss_average
         self.critic_warmup = critic_warmup
         self.critic_train_options = critic_train_options or replace(self.train_options, stop_above={})
-        self.tokenizer = tokenizer
         self.return_moments = RunningMoments()
-        self.missing_eos_penalty = missing_eos_penalty
         self._check_loss()
         check_type(KLOptions, kl=kl)
         divergence = kl or KLOptions()
@@ -168,22 +150,15 @@ class PPO(PolicyModule):
         self._set_divergence(
             given(divergence.coef, kl_coef), given(divergence.target, kl_target), given(divergence.gain, kl_gain)
         )
-        self._set_reward(reward, reward_weights, reward_tokenizer)
-        self._set_sources(actor, critic, reference)
+        self.sources["critic"] = critic or (self.sources["reward"] if self._judges.reads_actor_tokens else actor)
+        if self._judges.is_one_model:
+            self.evaluation_calls = ("actor.generate", "reward.infer")
 
     def _check_loss(self) -> None:
-        if self.sampling.temperature == 0:
-            raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
         check_choice("loss_average", self.loss_average, get_args(LossAverage))
         for name in ("clip_low", "clip_high", "entropy_coef", "critic_warmup"):
             check_not_negative(**{name: getattr(self, name)})
-        check_positive(value_clip=self.value_clip, missing_eos_penalty=self.missing_eos_penalty)
-
-    def _set_sources(self, actor: ModelSource, critic: ModelSource | None, reference: ModelSource | None) -> None:
-        self.sources["actor"] = actor
-        self.sources["critic"] = critic or (self.sources["reward"] if self._judges.reads_actor_tokens else actor)
-        if reference is not None:
-            self.sources["reference"] = reference
+        check_positive(value_clip=self.value_clip)
 
     def _set_divergence(self, coef: float, target: float | None, gain: float) -> None:
         check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
@@ -192,42 +167,37 @@ class PPO(PolicyModule):
         check_positive(kl_target=target)
         if target is not None and coef == 0:
             raise ConfigError(f"kl_target={target} steers kl_coef, which is 0 and leaves the reference out; raise it")
-        self.has_reference = coef > 0
+        self._has_reference = coef > 0
         self.kl_controller = KLController(coef, target=target, gain=gain)
 
-    def _set_reward(self, reward: RewardSource, weights: Sequence[float] | None, tokenizer: RewardTokenizer) -> None:
-        self._judges = judges = RewardSources(reward, self.sources, weights=weights, tokenizer=tokenizer)
-        self._reward_functions = judges.functions
-        self._one_model = judges.functions is None and len(judges.models) == 1 and weights is None
-        """Whether a reward model's scores are the scores: then nobody has to add them up."""
-        self.evaluation_calls = ("actor.generate", *(("reward.infer",) if self._one_model else judges.evaluation_calls))
-        for model in judges.models[1:]:
-            setattr(self, model.method, partial(self._score, model.role))
+    @property
+    def has_reference(self) -> bool:
+        """Whether the divergence from a reference counts."""
+        return self._has_reference
 
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the critic, and the reference and reward models where they take part."""
-        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        actor, *others = super().roles()
         critic = Role(name="critic", source=self.sources["critic"], trained=True, task="token_classification",
                       peft=self.peft_of("critic"))  # fmt: skip
-        reference = (self.reference_of(actor, self.sources.get("reference")),) if self.has_reference else ()
-        return (actor, critic, *reference, *self._judges.roles(self.sources, self.peft_of))
+        return (actor, critic, *others)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Let a single reward model's scores be the scores, and add several up; the actor needs the reference only in
-        its loss."""
-        calls = [call for call in super().calls() if call.name != "judge" or not self._one_model]
-        if self.kl_place != "loss":
-            calls = [replace(call, needs=("rollout", "advantages")) if call.name == "actor.train" else call
-                     for call in calls]  # fmt: skip
-        added_up = self._judges.models and not self._one_model
-        return _added_up(calls, self._judges.further_calls()) if added_up else tuple(calls)
+        """Return the calls without ``judge`` for a single reward model; the actor needs the reference in its loss."""
+        calls = super().calls()
+        if self._judges.is_one_model:
+            calls = _scored_by_one_model(calls)
+        if self.kl_place == "loss":
+            return calls
+        needs = ("rollout", "advantages")
+        return tuple(replace(call, needs=needs) if call.name == "actor.train" else call for call in calls)
 
     @classmethod
     def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
-        """Add up what several reward models score."""
-        calls, further = super().calls_for(roles), calls_of_further(roles)
-        return _added_up(calls, further) if further else calls
+        """Return the calls without ``judge`` where the only judge is a reward model."""
+        calls = super().calls_for(roles)
+        return _scored_by_one_model(calls) if "reward" in roles and not calls_of_further(roles) else calls
 
     def runs(self, call: str, iteration: int) -> bool:
         """Let the critic learn alone at first."""
@@ -237,33 +207,19 @@ class PPO(PolicyModule):
         """Return the critic's own, where there are some."""
         return self.critic_train_options if role == "critic" else self.train_options
 
-    def configure_model(self) -> None:
-        """Build the models, once it is known that they read the same tokens."""
-        if not self.models():
-            self._check_vocabularies()
-        super().configure_model()
-
     def _check_vocabularies(self) -> None:
-        roles, tokenizer = self.roles(), self.tokenizer
         # Rewards first: where the critic begins as a copy of one, the reward is what was given.
-        self._judges.check_vocabularies(roles, tokenizer)
-        for role in roles[1:]:
+        super()._check_vocabularies()
+        actor, *others = self.roles()
+        for role in others:
             if role.name in ("critic", "reference"):
                 way_out = f"give {role.name}= a model with the actor's tokenizer"
-                require_same_vocabulary(role, roles[0], tokenizer, way_out=way_out)
+                require_same_vocabulary(role, actor, self.tokenizer, way_out=way_out)
 
     # ---- the calls
-    @infer("reward", needs="rollout", produces="scores")
-    def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the first reward model's score of every sequence."""
-        return self._score("reward", reward, batch)
-
-    def _score(self, role: str, reward: nn.Module, batch: PackedBatch) -> Tensor:
-        return self._judges.score(role, reward, batch, self.tokenizer)
-
-    @compute(needs="rollout", produces="scores")
+    @compute(needs=("rollout", "reward_scores"), produces="scores")
     def judge(self, samples: Samples) -> Mapping[str, Column]:
-        """Return what reward functions, and models beside them, say of every response."""
+        """Return the weighted sum of all rewards of every response."""
         rewards = self._judges.judge(samples, self.tokenizer)
         return {"scores": rewards.total, **reward_columns(rewards)}
 
@@ -315,7 +271,7 @@ class PPO(PolicyModule):
             "behaviour_kl": kl_estimate(behaviour, now, estimator="k3"),
         }
         metrics = {name: Average(masked_sum(values, mask), mask.sum()) for name, values in measured.items()}
-        return Loss(averaged_loss(values, batch, totals, average=self.loss_average), metrics)
+        return Loss(self._averaged(values, batch, totals), metrics)
 
     @train("critic", needs=("rollout", "values", "returns"))
     def critic_loss(self, critic: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
@@ -325,8 +281,7 @@ class PPO(PolicyModule):
         error = clipped_value_loss(values, batch["values"], batch["returns"], clip=self.value_clip)
         mask = batch.response_mask
         clipped = Average(masked_sum(error.clipped.float(), mask), mask.sum())
-        loss = averaged_loss(error.values, batch, totals, average=self.loss_average)
-        return Loss(loss, {"clip_fraction": clipped})
+        return Loss(self._averaged(error.values, batch, totals), {"clip_fraction": clipped})
 
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
@@ -350,14 +305,16 @@ class PPO(PolicyModule):
             self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
+        """Refuse also fewer samples than mini-batches of the critic."""
+        super().check_batch(batch)
         if self.training_now:
-            for role in ("actor", "critic"):
-                check_minibatches(len(batch) * self.sampling.n, self.train_options_of(role))
-        if self._reward_functions is not None:
-            self._reward_functions.check_columns(batch.data)
+            check_minibatches(len(batch) * self.sampling.n, self.critic_train_options)
 
     # ---- helpers
+    def _averaged(self, values: Tensor, batch: PackedBatch, totals: Totals) -> Tensor:
+        max_tokens = self.sampling.max_new_tokens
+        return averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens)
+
     def _values(self, critic: nn.Module, batch: PackedBatch) -> Tensor:
         """Return (N,) the value of the state before each token, which is what the critic says at the token before."""
         values = packed_logits(critic, batch)
@@ -366,12 +323,7 @@ class PPO(PolicyModule):
         return values[batch.predecessors, 0].float()
 
 
-def _added_up(
-    calls: Sequence[ModelFunctionCall], further: Sequence[ModelFunctionCall]
-) -> tuple[ModelFunctionCall, ...]:
-    """Return calls of which ``judge`` makes the scores, out of what models score and functions say."""
-    changes: dict[str, dict[str, Any]] = {
-        "reward.infer": {"produces": ("reward_scores",)},
-        "judge": {"needs": ("rollout", "reward_scores")},
-    }
-    return with_further([replace(call, **changes.get(call.name, {})) for call in calls], further)
+def _scored_by_one_model(calls: Sequence[ModelFunctionCall]) -> tuple[ModelFunctionCall, ...]:
+    """Return the calls with a reward model's scores as the scores, so that ``judge`` has nothing to add up."""
+    kept = (call for call in calls if call.name != "judge")
+    return tuple(replace(call, produces=("scores",)) if call.name == "reward.infer" else call for call in kept)

@@ -301,7 +301,7 @@ def test_models_with_the_wrong_head_are_refused(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     for settings, message in (
-        ({"sampling": runs.SamplingParams(temperature=0.0)}, "sampling.temperature=0 explores nothing"),
+        ({"sampling": runs.SamplingParams(temperature=0.0)}, "sampling.temperature=0 gives every .* explores nothing"),
         ({"kl_place": "nowhere"}, "kl_place='nowhere' must be one of loss, reward"),
         ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
         ({"loss_average": "group"}, "loss_average='group'"),

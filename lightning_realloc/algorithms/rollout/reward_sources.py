@@ -135,6 +135,11 @@ class RewardSources:
         return bool(self.models) and self._tokenizer == "actor"
 
     @property
+    def is_one_model(self) -> bool:
+        """Whether the rewards are the scores of a single model, so that nothing has to be added up."""
+        return self.functions is None and [model.weight for model in self.models] == [1.0]
+
+    @property
     def evaluation_calls(self) -> tuple[str, ...]:
         """The calls from responses to rewards."""
         return (*[f"{model.role}.infer" for model in self.models], "judge")

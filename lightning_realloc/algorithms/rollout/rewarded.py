@@ -126,10 +126,14 @@ class RewardedModule(PolicyModule):
         return with_further(super().calls_for(roles), calls_of_further(roles))
 
     def configure_model(self) -> None:
-        """Build the models, once it is known that reward models read the actor's tokens."""
-        if not self.models() and self._judges.models:
-            self._judges.check_vocabularies(self.roles(), self.tokenizer)
+        """Build the models, after a check that they read the actor's tokens."""
+        if not self.models():
+            self._check_vocabularies()
         super().configure_model()
+
+    def _check_vocabularies(self) -> None:
+        if self._judges.models:
+            self._judges.check_vocabularies(self.roles(), self.tokenizer)
 
     @infer("reward", needs="rollout", produces="reward_scores")
     def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
