@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.algorithms.losses.functional import ClippedLoss
+from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, TrainOptions, pack_columns
@@ -92,6 +94,23 @@ def loss_and_gradient(module: Any, model: Any, samples: Samples) -> tuple[Tensor
     loss = module.actor_loss(model, pack_columns(samples, CPU), Totals(4, 9))
     loss.value.backward()
     return loss.value.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+class Linear(runs.RecordedGRPO):
+    """GRPO with a loss that is linear in the ratio, and clips nothing."""
+
+    def token_losses(self, logprobs: Tensor, before: Tensor, advantages: Tensor, batch: PackedBatch) -> ClippedLoss:
+        """Return minus the ratio times the advantage."""
+        ratio = (logprobs - before).exp()
+        return ClippedLoss(-ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def test_a_subclass_replaces_the_formula_of_the_policy_loss() -> None:
+    model, batch = tiny_model("llama"), pack_columns(rollout(), CPU)
+    unclipped, own = runs.grpo(clip_low=9.0, clip_high=1e9), Linear(model, fixed, sampling=runs.SAMPLING)
+    ours, theirs = (module.actor_loss(model, batch, Totals(4, 9)) for module in (own, unclipped))
+    assert ours.value.item() == pytest.approx(theirs.value.item(), rel=1e-5)
+    assert ours.metrics.keys() == theirs.metrics.keys()
 
 
 def test_in_one_step_ratios_to_the_trained_model_are_1_whatever_the_engine_recorded() -> None:

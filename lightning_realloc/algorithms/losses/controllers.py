@@ -1,6 +1,6 @@
-"""Modules that keep state between iterations, whose buffers are part of every checkpoint.
+"""Modules with state between iterations: weight of the divergence, running moments of returns.
 
-They are updated from per-sample columns that every rank has, and so hold the same on every rank.
+Their buffers are part of checkpoints. They are updated from columns that every rank has, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 
 MOST_ERROR = 0.2
-"""The largest relative error of the divergence that one iteration reacts to."""
+"""Bound on the relative error of the divergence in one update."""
 
 
 class KLController(nn.Module):
-    """The weight of the divergence from the reference: fixed, or steered towards a target.
+    """Weight of the divergence from the reference: fixed, or steered towards a target.
 
     Source: Ziegler et al., arXiv:1909.08593, §2.2, eq. for the dynamic coefficient.
 
     Args:
-        coefficient: The weight to begin with.
-        target: The divergence to keep, in nats per response; None keeps the weight as it is.
-        gain: How much of the (clipped) relative error the weight changes by in one iteration.
+        coefficient: Initial weight.
+        target: Divergence to keep, in nats per response; None keeps the weight fixed.
+        gain: Relative change of the weight per clipped relative error, in one iteration.
     """
 
     coefficient: Tensor
-    """Scalar float64: the weight now."""
+    """Scalar float64: the current weight."""
 
     def __init__(self, coefficient: float, *, target: float | None = None, gain: float = 0.1) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class KLController(nn.Module):
         self.register_buffer("coefficient", torch.tensor(coefficient, dtype=torch.float64))
 
     def update(self, kl: Tensor) -> None:
-        """Move the weight up where the mean divergence per response is above the target, down where it is below.
+        """Raise the weight if the mean divergence per response is above the target, lower it if it is below.
 
-        A divergence that is not finite leaves it as it is.
+        A divergence that is not finite changes nothing.
         """
         if self.target is None or not bool(kl.isfinite()):
             return
@@ -44,19 +44,19 @@ class KLController(nn.Module):
 
 
 class RunningMoments(nn.Module):
-    """Mean and standard deviation of all values seen so far, merged batch by batch without keeping any.
+    """Mean and standard deviation of all values so far, merged batch by batch.
 
-    Before the first values the mean is 0 and the deviation 1, so that normalising changes nothing.
+    Before the first values the mean is 0 and the deviation 1, so normalizing changes nothing.
 
     Source: Chan et al., "Updating formulae and a pairwise algorithm for computing sample variances", 1979, eq. 2.1.
     """
 
     count: Tensor
-    """Scalar float64: how many values."""
+    """Scalar float64: number of values."""
     mean: Tensor
-    """Scalar float64."""
+    """Scalar float64: their mean."""
     squares: Tensor
-    """Scalar float64: the sum of the squared distances from the mean."""
+    """Scalar float64: sum of squared deviations from the mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """The population's standard deviation; 1 where there is none yet."""
+        """Population standard deviation; 1 before values differ."""
         variance = self.squares / self.count.clamp(min=1)
         return torch.where(variance > 0, variance, 1.0).sqrt()
 
     def merged(self, count: Tensor | float, total: Tensor, total_squares: Tensor) -> RunningMoments:
-        """Return what :meth:`update` would make of these moments, and leave them as they are."""
+        """Return the moments after :meth:`update`, without changing these."""
         other = RunningMoments().to(self.mean.device)
         for name, buffer in self.named_buffers():
             getattr(other, name).copy_(buffer)
@@ -78,9 +78,9 @@ class RunningMoments(nn.Module):
         return other
 
     def update(self, count: Tensor | float, total: Tensor, total_squares: Tensor) -> None:
-        """Take in ``count`` more values, known by their sum and the sum of their squares.
+        """Add ``count`` values, given by their sum and sum of squares.
 
-        Sums that are not finite are left out: they would be part of all later moments.
+        Sums that are not finite are ignored, since they would spoil all later moments.
         """
         count = torch.as_tensor(count).to(self.count)
         if not bool(count > 0) or not bool(total.isfinite() & total_squares.isfinite()):

@@ -1,7 +1,7 @@
 """Importance weights that correct for the difference between the engine's and the training's log-probabilities.
 
-The same weights give other log-probabilities in an engine that multiplies other shapes, or in 16 bit. Where ratios are
-to the trained model's own log-probabilities, these weights correct for that. Bounds keep single tokens from dominating.
+An engine with other matrix shapes or in 16 bit computes other log-probabilities from the same parameters. Ratios to the
+trained model's own log-probabilities leave this difference out; the weights add it, bounded.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class EngineCorrection:
     """
 
     cap: float = 2.0
-    """The largest weight."""
+    """Largest weight."""
     floor: float = 0.0
-    """The smallest one."""
+    """Smallest weight."""
     level: Literal["token", "sequence"] = "token"
-    """Of each token by itself, or of its whole response: the product over it."""
+    """``"token"``: one weight per token; ``"sequence"``: the product over the response."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """What becomes of a weight beyond these bounds: it is the bound, or 0, so that nothing is learnt from there."""
+    """Treatment of a weight outside the bounds: ``"truncate"`` sets it to the bound, ``"mask"`` to 0."""
 
     def __post_init__(self) -> None:
         check_positive(cap=self.cap)
@@ -48,11 +48,11 @@ class EngineCorrection:
             raise ConfigError(f"floor={self.floor} must lie below cap={self.cap}")
 
     def weights(self, proximal: Tensor, behaviour: Tensor, batch: PackedBatch) -> Tensor:
-        """Return (N,) the factor of each token's loss, without a gradient.
+        """Return the (N,) factors of the tokens' losses, without a gradient.
 
         Args:
-            proximal: (N,) log-probabilities of the trained model before it learns.
-            behaviour: (N,) those that the engine recorded.
+            proximal: (N,) log-probabilities of the trained model before its first step.
+            behaviour: (N,) log-probabilities that the engine recorded.
         """
         differences = (proximal - behaviour).detach()
         if self.level == "sequence":
@@ -64,8 +64,7 @@ class EngineCorrection:
 
 
 def mismatch_metrics(proximal: Tensor, behaviour: Tensor, batch: PackedBatch) -> dict[str, Average]:
-    """Return how far the engine's log-probabilities are from the trained model's: mean |difference|, and k3 from
-    the engine to the trained model, which is what the tokens are draws for."""
+    """Return the mean absolute difference between engine and trained model, and k3 from the engine to the model."""
     mask, proximal = batch.response_mask, proximal.detach()
     measured = {
         "engine_difference": (proximal - behaviour).abs(),

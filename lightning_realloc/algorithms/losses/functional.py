@@ -1,7 +1,7 @@
 """Formulas over packed tokens, without models, ranks or settings.
 
-Losses are per token and are summed here, never averaged. A caller divides by the totals of the whole mini-batch, so
-the parts of micro-batches and data-parallel ranks sum to the same loss however the samples were split.
+Losses are per token. A caller sums them and divides by the totals of the whole mini-batch, so that micro-batches and
+data-parallel ranks sum to the same loss for every split of the samples.
 Shapes: N packed tokens, B sequences.
 """
 
@@ -23,25 +23,26 @@ class ClippedLoss:
     """The clipped loss of each token."""
 
     values: Tensor
-    """(N,): what is minimised."""
+    """(N,) losses."""
     clipped: Tensor
-    """(N,) bool: True where the clip took the gradient away."""
+    """(N,) bool: True where clipping removed the gradient, or bounded its weight."""
 
 
 def cross_entropy(logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """Return the (N,) negative log-likelihoods of the kept tokens, zero wherever ``response_mask`` is False."""
+    """Return the (N,) negative log-likelihoods of tokens, zero where ``response_mask`` is False."""
     return torch.where(response_mask, -logprobs, 0.0)
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None = 1e-4) -> Tensor:
-    """Return how much better each of the (B,) rewards is than its group: ``(r - mean) / (std + std_eps)``.
+    """Return the (B,) advantages over the group: ``(r - mean) / (std + std_eps)``.
 
-    The standard deviation is the unbiased one, zero in a group of one. All samples of a group must be here.
-    A reward of NaN is missing: it is left out of its group, and its own advantage is NaN.
+    The standard deviation is unbiased, zero in a group of one. ``rewards`` must hold whole groups. A reward of NaN is
+    missing: it is excluded from its group, and its advantage is NaN.
 
     Args:
-        groups: (B,) integers; samples with the same one answer the same prompt.
-        std_eps: Added to the standard deviation; None leaves ``r - mean`` as it is.
+        rewards: (B,) rewards.
+        groups: (B,) integers, equal for responses to the same prompt.
+        std_eps: Added to the standard deviation; None returns ``r - mean``.
 
     Source: Shao et al., arXiv:2402.03300, §4.1.2; without the deviation: Liu et al., arXiv:2503.20783, eq. 3.
     """
@@ -55,10 +56,10 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None =
 
 
 def leave_one_out_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return how much better each of the (B,) rewards is than the mean of the others of its group.
+    """Return each of the (B,) rewards less the mean of the others in its group: ``n / (n - 1) * (r - mean)``.
 
-    That is ``n / (n - 1) * (r - mean)``; zero in a group of one. All samples of a group must be here. A reward of NaN
-    is missing: it is left out of its group, and its own advantage is NaN.
+    It is zero in a group of one. ``rewards`` must hold whole groups. A reward of NaN is missing: it is excluded from
+    its group, and its advantage is NaN.
 
     Source: Ahmadian et al., arXiv:2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019.
     """
@@ -67,7 +68,7 @@ def leave_one_out_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rewards less their group's mean, how many rewards each group has, and each sample's group among those."""
+    """Return rewards less their group's mean, the number of rewards per group, and each sample's group index."""
     members, index = torch.unique(groups.to(rewards.device), return_inverse=True)
     there = ~rewards.isnan()
     counts = rewards.new_zeros(members.shape[0]).index_add_(0, index, there.to(rewards))
@@ -85,7 +86,7 @@ def clipped_policy_loss(
 ) -> ClippedLoss:
     """Return ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` for each of the N tokens.
 
-    ``ratio`` is the token's probability now over its probability when it was drawn.
+    ``ratio`` is the token's current probability over its probability at the rollout.
 
     Source: Schulman et al., arXiv:1707.06347, eq. 7; two bounds: Yu et al., arXiv:2503.14476, eq. 10.
     """
@@ -98,7 +99,7 @@ def clipped_surrogate(
 ) -> ClippedLoss:
     """Return ``-min(min(ratio, clip_most) * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` for N ratios.
 
-    Without ``clip_most`` the loss of a bad token grows with its ratio without bound.
+    Without ``clip_most``, the loss of a token with a negative advantage grows with its ratio without bound.
 
     Source: as :func:`clipped_policy_loss`; ``clip_most``: Ye et al., arXiv:1912.09729; for language models: Prime
     Intellect, arXiv:2505.07291.
@@ -114,7 +115,8 @@ def clipped_surrogate(
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> ClippedLoss:
     """Return ``max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) / 2`` for each of the N tokens.
 
-    A value that has moved by more than ``clip`` since the rollout is pulled back, but not pushed on; None never clips.
+    A value that moved by more than ``clip`` since the rollout has no gradient away from its old value; None never
+    clips.
 
     Source: Schulman et al., arXiv:1707.06347, as in the authors' code, https://github.com/openai/baselines (ppo2);
     Engstrom et al., arXiv:2005.12729, §3.
@@ -129,9 +131,9 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
 def generalized_advantages(rewards: Ragged, values: Ragged, *, discount: float, gae_lambda: float) -> Ragged:
     """Return ``A_t = sum_k (discount * gae_lambda)^k * (r_{t+k} + discount * V_{t+k+1} - V_{t+k})`` for each token.
 
-    ``V_t`` is the value of the state in which token t was chosen. After the last token it is zero: a response is an
-    episode that ends. The sums are worked out over all sequences at once, in log2(longest) steps: with A_t over the
-    next 2^j tokens, ``A_t + factor^(2^j) * A_{t + 2^j}`` is that over the next 2^(j+1).
+    ``V_t`` is the value of the state before token t. After the last token it is zero: a response is an episode that
+    ends. Doubling computes the sums of all sequences in log2(longest) steps: with A_t over the next 2^j tokens,
+    ``A_t + factor^(2^j) * A_{t + 2^j}`` covers the next 2^(j+1).
 
     Source: Schulman et al., arXiv:1506.02438, eq. 16.
     """
@@ -147,7 +149,7 @@ def generalized_advantages(rewards: Ragged, values: Ragged, *, discount: float, 
 
 
 def _shifted(values: Tensor, step: int, remaining: Tensor) -> Tensor:
-    """Return what lies ``step`` tokens later in the same sequence, zero past its end."""
+    """Return the value ``step`` tokens later in the same sequence, zero past its end."""
     later = torch.cat([values[step:], values.new_zeros(min(step, values.shape[0]))])
     return torch.where(remaining > step, later, 0.0)
 
@@ -159,7 +161,7 @@ def shaped_scores(scores: Tensor, *, scale: float = 1.0, clip: float | None = No
 
 
 def token_rewards(scores: Tensor, penalties: Ragged) -> Ragged:
-    """Return each token's reward: minus its penalty, and at each sequence's last token its (B,) score besides.
+    """Return each token's reward: minus its penalty, plus the (B,) score at each sequence's last token.
 
     Source: Ziegler et al., arXiv:1909.08593, eq. 2, with the divergence token by token.
     """
@@ -186,8 +188,7 @@ def whiten(values: Tensor, mask: Tensor | None = None, *, eps: float = 1e-8) -> 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """Return ``1 - Var(returns - values) / Var(returns)``: 1 for a perfect critic, 0 for a constant one.
 
-    Zero where the returns do not vary: nothing is left to explain. NaN where there is none, as when nothing was judged,
-    and where values or returns are NaN.
+    It is zero if the returns do not vary, and NaN for empty or NaN values or returns.
     """
     if returns.numel() == 0:  # torch would warn of a variance without degrees of freedom
         return returns.new_full((), torch.nan)
@@ -198,7 +199,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimator = "k3") -> Tensor:
-    """Return per token an estimate of KL(policy || reference) from the one token that the policy drew.
+    """Return per token an estimate of KL(policy || reference) from the token that the policy sampled.
 
     With ``d = log policy - log reference``: k1 is ``d`` (unbiased, may be negative), k2 is ``d^2 / 2`` (biased, low
     variance), k3 is ``exp(-d) - 1 + d`` (unbiased, never negative).
@@ -216,12 +217,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimato
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the ``values`` whose ``mask`` is True; what the others hold, even NaN, does not matter."""
+    """Return the sum of the ``values`` whose ``mask`` is True. The others may be NaN."""
     return torch.where(mask, values, 0.0).sum()
 
 
 def kept_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
-    """Return every sequence without the values whose ``mask`` is False; None keeps all."""
+    """Drop the values of each sequence whose ``mask`` is False; None keeps all."""
     if mask is None:
         return values
     counts = sequence_sums(Ragged(mask.values.long(), mask.lengths)).cpu()
@@ -229,7 +230,7 @@ def kept_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
 
 
 def spread_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
-    """Return what :func:`kept_tokens` was given, with zeros where the ``mask`` is False."""
+    """Invert :func:`kept_tokens`, with zeros where the ``mask`` is False."""
     if mask is None:
         return values
     whole = values.values.new_zeros(mask.num_tokens)
@@ -244,7 +245,7 @@ def sequence_sums(values: Ragged) -> Tensor:
 
 
 def sequence_mean_sum(values: Tensor, mask: Tensor, sample_index: Tensor, num_sequences: int) -> Tensor:
-    """Return the sum over sequences of the mean of their kept values; a sequence that keeps none adds nothing.
+    """Return the sum over sequences of the mean of their kept values; a sequence without any counts 0.
 
     Args:
         values: (N,) one value per token.

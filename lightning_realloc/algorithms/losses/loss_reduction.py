@@ -11,11 +11,14 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import Totals
 
 LossAverage = Literal["sequence", "token", "constant", "sum"]
-"""The mean over every response's tokens, and then over the responses; over all tokens; over the responses of their
-tokens' sums, divided by the most tokens that a response may have; or of these sums as they are.
+"""Average of token losses over a mini-batch.
 
-Sources: Shao et al., arXiv:2402.03300, eq. 3; Yu et al., arXiv:2503.14476, eq. 8; Liu et al., arXiv:2503.20783 (which
-calls the first one biased: it tells a long wrong response less often that it is wrong); arXiv:2602.05261 (LUSPO).
+- ``"sequence"``: mean over each response's tokens, then over responses. Shao et al., arXiv:2402.03300, eq. 3. It
+  weights tokens of long responses less, which Liu et al. call a bias.
+- ``"token"``: mean over all tokens. Yu et al., arXiv:2503.14476, eq. 8.
+- ``"constant"``: mean over responses of their token sums, over the largest response length. Liu et al.,
+  arXiv:2503.20783.
+- ``"sum"``: mean over responses of their token sums. arXiv:2602.05261 (LUSPO).
 """
 
 
@@ -24,7 +27,7 @@ def averaged_loss(
 ) -> Tensor:
     """Return this micro-batch's part of the mean of (N,) ``values`` over the response tokens of the mini-batch.
 
-    ``max_tokens`` is what ``"constant"`` divides by.
+    ``max_tokens`` is the divisor of ``"constant"``.
     """
     if average == "token":
         return masked_sum(values, batch.response_mask) / totals.num_tokens

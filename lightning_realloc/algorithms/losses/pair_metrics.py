@@ -1,7 +1,6 @@
 """Ranking and calibration metrics of scores, over a whole set of responses.
 
-The curves are torchmetrics'. It takes values between 0 and 1, and large scores are all 1 in a sigmoid: ranks keep
-them apart.
+torchmetrics takes values between 0 and 1. A sigmoid maps all large scores to 1, so scores are replaced by their ranks.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from torch import Tensor
 from torchmetrics.classification import BinaryAUROC, BinaryCalibrationError
 
 NUM_BINS = 15
-"""Of the calibration error, as in Guo et al., arXiv:1706.04599."""
+"""Bins of the calibration error, as in Guo et al., arXiv:1706.04599."""
 
 
 def ranking_metrics(scores: Tensor, good: Tensor) -> dict[str, Tensor]:
-    """Return the area under the ROC curve of (B,) scores, nothing where all responses are good or none is.
+    """Return the area under the ROC curve of (B,) scores; {} if all responses are good, or all are bad.
 
-    It is the chance that any good response scores above any bad one, of other prompts too; equal scores count half.
+    It is the probability that a random good response scores above a random bad one; equal scores count half.
 
     Args:
         scores: Any numbers.
@@ -31,10 +30,10 @@ def ranking_metrics(scores: Tensor, good: Tensor) -> dict[str, Tensor]:
 
 
 def calibration_error(margins: Tensor) -> Tensor:
-    """Return the expected calibration error of ``s(|margin|)`` as the probability of having ordered a pair right.
+    """Return the expected calibration error of ``s(|margin|)`` as the probability of ordering a pair correctly.
 
     Args:
-        margins: (P,) by how much the chosen response scores higher, in nats of log-odds.
+        margins: (P,) chosen scores less rejected scores, in nats of log-odds.
 
     Source: Guo et al., arXiv:1706.04599, eq. 3.
     """

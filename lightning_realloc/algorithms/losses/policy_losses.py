@@ -1,7 +1,8 @@
 """Policy losses over packed tokens, one formula per name: ``clip``, ``cispo``, ``sapo`` and ``vespo``.
 
-All of them take the change of a token's probability since it was drawn, and the advantage of its response. They differ
-in how they treat tokens that have changed much. The caller averages, see ``loss_reduction.py``.
+Every formula takes the probability ratio and the advantage of each token, and returns one loss per token. The caller
+averages them, see ``loss_reduction.py``. To add a formula, add its name to ``PolicyLossName`` and its function to
+``_LOSSES``; constants are fields of ``PolicyLoss`` and ``PolicyLossOptions``.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from lightning_realloc.errors import ConfigError
 
 PolicyLossName = Literal["clip", "cispo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence", "product"]
-"""Of one token; the geometric mean over its response's; or their product, which is the response's own ratio."""
+"""Ratio of a token, geometric mean of its response's token ratios, or their product: the ratio of the response."""
 _LOG_RATIO_BOUND = 20.0
 _LEAST_LOG_WEIGHT = math.log(1e-8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Which loss, and its constants."""
+    """A policy loss by name, with its constants."""
 
     loss: PolicyLossName = "clip"
     ratio_level: RatioLevel = "token"
-    """Whose probability the ratios are of; ``vespo`` has one per response whatever this says."""
+    """Level of the probability ratios. ``vespo`` always uses the response's ratio."""
     clip_low: float = 0.2
-    """``clip``: how far a ratio may fall below 1 and still be pushed down."""
+    """``clip``: distance below 1 at which a ratio is clipped."""
     clip_high: float = 0.2
-    """``clip``: how far it may rise above 1 and still be pushed up; ``cispo``: how far it may rise as a weight."""
+    """``clip``: distance above 1 at which a ratio is clipped; ``cispo``: the largest weight, less 1."""
     clip_most: float | None = None
-    """``clip``: the largest ratio that a response with a negative advantage is pushed down by; None: any."""
+    """``clip``: largest ratio of a token with a negative advantage; None: no bound."""
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
-    """``sapo``: how sharply ratios are gated where the advantage is positive, and where it is not."""
+    """``sapo``: temperature of the gate for positive advantages, and for the others."""
     vespo_shapes: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
-    """``vespo``: k and lambda where the advantage is not negative, and where it is."""
+    """``vespo``: k and lambda for advantages from 0 on, and for the others."""
 
     def __post_init__(self) -> None:
         check_choice("loss", self.loss, get_args(PolicyLossName))
@@ -66,12 +67,12 @@ class PolicyLoss:
             )
 
     def __call__(self, logprobs: Tensor, before: Tensor, advantages: Tensor, batch: PackedBatch) -> ClippedLoss:
-        """Return the (N,) losses of tokens; what they are outside ``batch.response_mask`` does not matter.
+        """Return the (N,) losses of tokens. Values outside ``batch.response_mask`` are arbitrary.
 
         Args:
-            logprobs: (N,) now.
-            before: (N,) what ratios are taken to.
-            advantages: (N,) of each token.
+            logprobs: (N,) current log-probabilities.
+            before: (N,) log-probabilities in the denominator of ratios.
+            advantages: (N,) advantage of each token.
         """
         ratios = log_ratios(logprobs - before, batch, level="token" if self.loss == "vespo" else self.ratio_level)
         return _LOSSES[self.loss](self, _Tokens(logprobs, ratios, advantages, batch))
@@ -86,9 +87,9 @@ class _Tokens:
 
 
 def log_ratios(differences: Tensor, batch: PackedBatch, *, level: RatioLevel) -> Tensor:
-    """Return (N,) the logarithm of the ratio that each token counts with, from those of the tokens themselves.
+    """Return the (N,) log-ratios at a level, from the (N,) log-ratios of tokens.
 
-    Source of ``sequence``: Zheng et al., arXiv:2507.18071, eq. 7; of ``product``: Ahmadian et al., arXiv:2402.14740.
+    Source: ``sequence``: Zheng et al., arXiv:2507.18071, eq. 7; ``product``: Ahmadian et al., arXiv:2402.14740.
     """
     if level == "token":
         return differences
@@ -99,7 +100,7 @@ def log_ratios(differences: Tensor, batch: PackedBatch, *, level: RatioLevel) ->
 
 
 def response_sums(values: Tensor, batch: PackedBatch) -> Tensor:
-    """Return (B,) the sums of the (N,) values over the tokens of each response that count."""
+    """Return the (B,) sums of the (N,) values over each response's tokens in the mask."""
     kept = torch.where(batch.response_mask, values, 0.0)
     return kept.new_zeros(len(batch)).index_add(0, batch.sample_index, kept)
 
@@ -113,9 +114,9 @@ def _clip(settings: PolicyLoss, tokens: _Tokens) -> ClippedLoss:
 
 
 def _cispo(settings: PolicyLoss, tokens: _Tokens) -> ClippedLoss:
-    """``-sg(min(r, 1 + clip_high)) * A * log p``: no token loses its gradient, only weight.
+    """``-sg(min(r, 1 + clip_high)) * A * log p``: a clipped token keeps its gradient, with a bounded weight.
 
-    Without a lower bound, as its authors train. Source: MiniMax, arXiv:2506.13585, eq. 4 and 5.
+    There is no lower bound, as in the authors' training. Source: MiniMax, arXiv:2506.13585, eq. 4 and 5.
     """
     ratio, bound = tokens.log_ratios.detach().exp(), 1.0 + settings.clip_high
     clipped = (ratio > bound) & (tokens.advantages > 0)
@@ -123,10 +124,7 @@ def _cispo(settings: PolicyLoss, tokens: _Tokens) -> ClippedLoss:
 
 
 def _sapo(settings: PolicyLoss, tokens: _Tokens) -> ClippedLoss:
-    """``-(4 / t) * s(t * (r - 1)) * A``: a gate with slope 1 at r = 1 that closes on both sides.
-
-    Nothing is clipped. Source: arXiv:2511.20347.
-    """
+    """``-(4 / t) * s(t * (r - 1)) * A``: a smooth gate with slope 1 at r = 1. Source: arXiv:2511.20347."""
     rising, falling = settings.sapo_temperatures
     temperature = torch.where(tokens.advantages > 0, rising, falling)
     gate = torch.sigmoid(temperature * (tokens.log_ratios.exp() - 1.0)) * 4.0 / temperature
@@ -134,9 +132,10 @@ def _sapo(settings: PolicyLoss, tokens: _Tokens) -> ClippedLoss:
 
 
 def _vespo(settings: PolicyLoss, tokens: _Tokens) -> ClippedLoss:
-    """``-w^k * exp(l * (1 - w)) * A * log p`` with w the ratio of the whole response, and no gradient of the weight.
+    """``-w^k * exp(l * (1 - w)) * A * log p``, with w the ratio of the whole response. The weight has no gradient.
 
-    Source: arXiv:2602.10693, the gamma weighting; w is kept between 1e-8 and exp(20), and tokens' ratios likewise.
+    w is bounded by 1e-8 and exp(20), the tokens' ratios by exp(-20) and exp(20).
+    Source: arXiv:2602.10693, the gamma weighting.
     """
     bounded = tokens.log_ratios.detach().clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
     log_weight = response_sums(bounded, tokens.batch).clamp(_LEAST_LOG_WEIGHT, _LOG_RATIO_BOUND)

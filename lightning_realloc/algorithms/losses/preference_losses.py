@@ -1,8 +1,8 @@
-"""Losses on compared or judged responses: formulas over sequences, without models or settings.
+"""Losses of preference pairs and labelled responses: formulas over sequences, without models or settings.
 
 Losses are per pair or per sequence. Callers sum them and divide by the totals of a mini-batch.
 Shapes: P pairs of a chosen and a rejected response to the same prompt, B sequences. A log-ratio is the log-probability
-of a whole response less the reference's.
+of a whole response, less the reference's.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ PairLossName = Literal[
 OF_DIFFERENCES: frozenset[PairLossName] = frozenset(
     {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"}
 )
-"""Losses of the difference of a pair's scores, from which a divergence's unknown normaliser drops out."""
+"""Losses of the difference of a pair's scores. A divergence's unknown normalizer cancels in it."""
 OF_WHOLE_BATCH: frozenset[PairLossName] = frozenset({"aot", "aot_unpaired"})
-"""Losses that compare a value with that of equal rank in the whole mini-batch."""
+"""Losses that compare values of equal rank in the whole mini-batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """What a model and its reference say about P pairs."""
+    """Log-probabilities of P pairs under a model and its reference."""
 
     chosen: Tensor
     """(P,) log-probabilities of the chosen responses."""
     rejected: Tensor
-    """(P,) of the rejected ones."""
+    """(P,) log-probabilities of the rejected responses."""
     ref_chosen: Tensor
-    """(P,) the reference's of the chosen responses."""
+    """(P,) the reference's log-probabilities of the chosen responses."""
     ref_rejected: Tensor
-    """(P,) the reference's of the rejected ones."""
+    """(P,) the reference's log-probabilities of the rejected responses."""
     chosen_lengths: Tensor
-    """(P,) tokens of the chosen responses."""
+    """(P,) numbers of tokens of the chosen responses."""
     rejected_lengths: Tensor
-    """(P,) tokens of the rejected ones."""
+    """(P,) numbers of tokens of the rejected responses."""
     matches: tuple[Tensor, Tensor] | None = None
     """Two (P,), for losses of the whole mini-batch: see :func:`rank_matches`."""
 
@@ -61,7 +61,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLossSettings:
-    """What the losses of pairs depend on besides the pairs."""
+    """Constants of the pair losses."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -71,9 +71,9 @@ class PairLossSettings:
 
 
 def divergence_scores(ratios: Tensor, divergence: Divergence, *, alpha: float = 0.5) -> Tensor:
-    """Return ``f'(exp(ratio))`` for each (P,) log-ratio, up to a constant: the reward that an f-divergence implies.
+    """Return the (P,) rewards that an f-divergence implies: ``f'(exp(ratio))`` up to a constant.
 
-    Of ``alpha`` it is ``(exp((alpha - 1) * ratio) - 1) / (alpha - 1)``, which at 1 is that of the reverse KL.
+    For ``alpha`` this is ``(exp((alpha - 1) * ratio) - 1) / (alpha - 1)``; in the limit 1 it is the reverse KL's.
 
     Source: Wang et al., arXiv:2309.16240.
     """
@@ -87,17 +87,17 @@ def divergence_scores(ratios: Tensor, divergence: Divergence, *, alpha: float = 
         case "alpha":
             if math.isclose(alpha, 1.0, abs_tol=1e-6):  # the limit
                 return ratios
-            # exp(80) is still a float32; the gradient of what is larger than that says nothing.
+            # exp(80) is still a float32. Larger exponents overflow, and their gradient is useless.
             return torch.expm1(((alpha - 1.0) * ratios).clamp(max=80.0)) / (alpha - 1.0)
 
 
 def pair_loss(name: PairLossName, pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Return the (P,) losses of one kind."""
+    """Return the (P,) losses of a name."""
     return _PAIR_LOSSES[name](pairs, settings)
 
 
 def _difference(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Return beta times how much more the chosen response scores than the rejected one."""
+    """Return (P,) beta times the chosen less the rejected scores."""
     chosen, rejected = _scores(pairs, settings)
     return settings.beta * (chosen - rejected)
 
@@ -111,17 +111,17 @@ def _scores(pairs: Pairs, settings: PairLossSettings) -> tuple[Tensor, Tensor]:
 
 
 def _mean_difference(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Return how much more the chosen response scores per token than the rejected one."""
+    """Return (P,) the chosen less the rejected scores, each per token."""
     chosen, rejected = _scores(pairs, settings)
     return chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
 
 
 def policy_weights(aligned_means: Tensor) -> Tensor:
-    """Return the (P,) weights of pairs: how likely the policy would have written both of their responses itself.
+    """Return the (P,) weights of pairs by the policy's probability of their responses.
 
     Args:
-        aligned_means: (2P,) of chosen and rejected responses in turn, the mean over their tokens of
-            ``log p(token) - log(sum(p^2))``: how likely a token is beside those that the policy draws there.
+        aligned_means: (2P,) chosen and rejected responses in turn: mean over tokens of
+            ``log p(token) - log(sum(p^2))``, a token's probability relative to the expected one of a sample.
 
     Source: Zhou et al., arXiv:2406.11827 (WPO), eq. 2 and §3.2, sampled alignment.
     """
@@ -130,20 +130,20 @@ def policy_weights(aligned_means: Tensor) -> Tensor:
 
 
 def smoothed_logistic(logits: Tensor, smoothing: float) -> Tensor:
-    """Return ``-(1 - e) * log s(x) - e * log s(-x)``: the logistic loss where a share e of labels is wrong."""
+    """Return ``-(1 - e) * log s(x) - e * log s(-x)``: the logistic loss for a share e of wrong labels."""
     return -(1.0 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 
 def _sigmoid(pairs: Pairs, settings: PairLossSettings) -> Tensor:
     """``-log s(beta * difference)``. Source: Rafailov et al., arXiv:2305.18290, eq. 7.
 
-    With label smoothing it is conservative DPO: Mitchell, "A note on DPO with noisy preferences", 2023, https://ericmitchell.ai/cdpo.pdf
+    Label smoothing makes it conservative DPO: Mitchell, "A note on DPO with noisy preferences", 2023, https://ericmitchell.ai/cdpo.pdf
     """
     return smoothed_logistic(_difference(pairs, settings), settings.label_smoothing)
 
 
 def _sigmoid_norm(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """The same of means per token. Source: Lambert et al., arXiv:2411.15124, §5."""
+    """``sigmoid`` of means per token. Source: Lambert et al., arXiv:2411.15124, §5."""
     return smoothed_logistic(settings.beta * _mean_difference(pairs, settings), settings.label_smoothing)
 
 
@@ -155,7 +155,7 @@ def _hinge(pairs: Pairs, settings: PairLossSettings) -> Tensor:
 def _ipo(pairs: Pairs, settings: PairLossSettings) -> Tensor:
     """``(difference - 1 / (2 * beta))^2``. Source: Azar et al., arXiv:2310.12036, eq. 17.
 
-    Of means per token: of sums it would grow with the square of the length, and the authors' results are of means.
+    Means per token, as in the authors' results: with sums, the loss would grow with the square of the length.
     """
     return (_mean_difference(pairs, settings) - 1.0 / (2.0 * settings.beta)).square()
 
@@ -168,19 +168,19 @@ def _exo_pair(pairs: Pairs, settings: PairLossSettings) -> Tensor:
 
 
 def _nca_pair(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Noise contrastive alignment: likelihoods rise by themselves, too. Source: Chen et al., arXiv:2402.05369."""
+    """Noise contrastive alignment, which also learns likelihoods themselves. Source: Chen et al., arXiv:2402.05369."""
     chosen, rejected = settings.beta * pairs.chosen_ratios, settings.beta * pairs.rejected_ratios
     return -logsigmoid(chosen) - 0.5 * (logsigmoid(-chosen) + logsigmoid(-rejected))
 
 
 def _robust(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Unbiased where a share e < 1/2 of labels is flipped. Source: Chowdhury et al., arXiv:2403.00409."""
+    """Unbiased for a share e < 1/2 of flipped labels. Source: Chowdhury et al., arXiv:2403.00409."""
     logits, flipped = _difference(pairs, settings), settings.label_smoothing
     return (-(1.0 - flipped) * logsigmoid(logits) + flipped * logsigmoid(-logits)) / (1.0 - 2.0 * flipped)
 
 
 def _bco_pair(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """A classifier's loss of both sides. Source: Jung et al., arXiv:2404.04656, without the shift of rewards."""
+    """Binary classifier loss of both sides. Source: Jung et al., arXiv:2404.04656, without the shift of rewards."""
     return -logsigmoid(settings.beta * pairs.chosen_ratios) - logsigmoid(-settings.beta * pairs.rejected_ratios)
 
 
@@ -191,22 +191,19 @@ def _sppo_hard(pairs: Pairs, settings: PairLossSettings) -> Tensor:
 
 
 def _aot(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Stochastic dominance of the model's margins over the reference's, rank by rank.
-
-    Source: Melnyk et al., arXiv:2406.05882, the paired one.
-    """
+    """Dominance of the model's margins over the reference's. Source: Melnyk et al., arXiv:2406.05882, paired."""
     assert pairs.matches is not None, "aot needs the reference's margins of equal rank"
     margins = pairs.chosen - pairs.rejected
     return smoothed_logistic(settings.beta * (margins - pairs.matches[0]), settings.label_smoothing)
 
 
 def _aot_unpaired(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Stochastic dominance of the chosen log-ratios over the rejected ones, rank by rank.
+    """Dominance of the chosen log-ratios over the rejected ones, by rank.
 
-    Both sides of a comparison are learnt, and may lie in different micro-batches: each is compared with the other's
-    value before the step. The second term has a gradient and no value, so that none is counted twice.
+    The two sides of a comparison may lie in different micro-batches. Each is compared with the other's value before
+    the step. The second term has a gradient but no value, so that no comparison counts twice.
 
-    Source: Melnyk et al., arXiv:2406.05882, the unpaired one.
+    Source: Melnyk et al., arXiv:2406.05882, unpaired.
     """
     assert pairs.matches is not None, "aot_unpaired needs the log-ratios of equal rank"
     of_rejected, of_chosen = pairs.matches
@@ -217,12 +214,12 @@ def _aot_unpaired(pairs: Pairs, settings: PairLossSettings) -> Tensor:
 
 
 def _apo_zero(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Chosen up, rejected down. Source: D'Oosterlinck et al., arXiv:2408.06266, eq. 7."""
+    """Raise chosen, lower rejected. Source: D'Oosterlinck et al., arXiv:2408.06266, eq. 7."""
     return torch.sigmoid(-settings.beta * pairs.chosen_ratios) + torch.sigmoid(settings.beta * pairs.rejected_ratios)
 
 
 def _apo_down(pairs: Pairs, settings: PairLossSettings) -> Tensor:
-    """Both down, rejected more. Source: D'Oosterlinck et al., arXiv:2408.06266, eq. 8."""
+    """Lower both, rejected more. Source: D'Oosterlinck et al., arXiv:2408.06266, eq. 8."""
     chosen, rejected = settings.beta * pairs.chosen_ratios, settings.beta * pairs.rejected_ratios
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
@@ -253,10 +250,10 @@ _PAIR_LOSSES: Mapping[PairLossName, Callable[[Pairs, PairLossSettings], Tensor]]
 
 
 def rank_matches(name: PairLossName, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Return two (P,) of what ``name`` compares each pair with, from all pairs of a mini-batch.
+    """Return two (P,) of values of equal rank, to compare each pair of a mini-batch with.
 
-    Of ``aot`` both are the reference's margin of the same rank as the pair's own margin; of ``aot_unpaired`` the
-    rejected log-ratio of the same rank as the pair's chosen one, and the chosen one of the same rank as its rejected.
+    For ``aot`` both are reference margins, by the rank of the pair's margin. For ``aot_unpaired`` they are rejected
+    log-ratios by the rank of the chosen one, and chosen log-ratios by the rank of the rejected one.
     """
     if name == "aot":
         margins = of_equal_rank(pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected)
@@ -268,7 +265,7 @@ def rank_matches(name: PairLossName, pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 
 def of_equal_rank(values: Tensor, others: Tensor) -> Tensor:
-    """Return for each of the (P,) ``values`` the one of the (P,) ``others`` that has its rank, detached."""
+    """Return the (P,) ``others`` in the order of the ranks of the (P,) ``values``, detached."""
     matched = torch.empty_like(others)
     matched[values.detach().argsort(stable=True)] = others.detach().sort(stable=True).values
     return matched
@@ -278,11 +275,12 @@ def kto_loss(
     ratios: Tensor, desirable: Tensor, kl: Tensor | float, *, beta: float, desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Return ``w * (1 - s(beta * (ratio - kl)))`` for the desirable ones of (B,) log-ratios, else with ``kl - ratio``.
+    """Return the (B,) losses ``w * (1 - s(beta * (ratio - kl)))``, with ``kl - ratio`` for undesirable responses.
 
     Args:
+        ratios: (B,) log-ratios.
         desirable: (B,) bool.
-        kl: The point from which gains and losses count: the divergence from the reference, not below 0.
+        kl: Reference point of gains and losses: the divergence from the reference, at least 0.
 
     Source: Ethayarajh et al., arXiv:2402.01306, eq. 7. With ``kl=0`` it is the unpaired form of APO-zero:
     D'Oosterlinck et al., arXiv:2408.06266, eq. 7.
@@ -308,7 +306,7 @@ def odds_ratio_loss(chosen_means: Tensor, rejected_means: Tensor) -> Tensor:
 
 def _log1mexp(values: Tensor) -> Tensor:
     """Return ``log(1 - exp(x))`` of x < 0 without cancellation. Source: Mächler, vignette of R's Rmpfr, 2012."""
-    # The half that is not taken gets a harmless value, or its infinite gradient would make the sum NaN.
+    # The unused branch gets a harmless value: its infinite gradient times 0 would be NaN.
     near = values > -math.log(2)
     for_near, for_far = torch.where(near, values, -0.5), torch.where(near, -1.0, values)
     return torch.where(near, torch.log(-torch.expm1(for_near)), torch.log1p(-torch.exp(for_far)))
@@ -319,8 +317,10 @@ def bradley_terry_loss(
 ) -> Tensor:
     """Return ``-log s(chosen - rejected - margin) + centre_coef * (chosen + rejected)^2`` for each of the P pairs.
 
-    Source: Ouyang et al., arXiv:2203.02155, eq. 1; margins: Touvron et al., arXiv:2307.09288, eq. 2; centring, since
-    scores are known up to a constant per prompt alone: Eisenstein et al., arXiv:2312.09244.
+    Pairs determine scores up to a constant per prompt; centring fixes it.
+
+    Source: Ouyang et al., arXiv:2203.02155, eq. 1; margins: Touvron et al., arXiv:2307.09288, eq. 2; centring:
+    Eisenstein et al., arXiv:2312.09244.
     """
     loss = -logsigmoid(chosen_scores - rejected_scores - margins)
     return loss + centre_coef * (chosen_scores + rejected_scores).square() if centre_coef else loss
@@ -336,11 +336,11 @@ def step_loss(scores: Tensor, labels: Tensor, ends: Tensor) -> Tensor:
 
 
 def shared_length_sums(logprobs: Tensor, places: Tensor, shared: Tensor, *, tail_weight: float) -> Tensor:
-    """Return (N,) log-probabilities of which those behind the shorter response's length count ``tail_weight``.
+    """Return the (N,) log-probabilities, with ``tail_weight`` after the length of the pair's shorter response.
 
     Args:
-        places: (N,) 0 for a response's first token, 1 for its second, and so on.
-        shared: (N,) tokens of the shorter response of the token's pair.
+        places: (N,) position of the token in its response, from 0.
+        shared: (N,) length of the shorter response of the token's pair.
 
     Source: Liu et al., arXiv:2409.06411 (LD-DPO).
     """

@@ -1,8 +1,7 @@
-"""Denominator of probability ratios: the policy that drew the tokens, or the trained model before it learns.
+"""Denominator of probability ratios: the policy at the rollout, or the trained model before its first step.
 
-Both have the same weights, but not the same arithmetic. The engine that draws tokens multiplies other shapes, perhaps
-in another dtype or layout. Ratios to its log-probabilities correct for that, and carry the rounding of its batches.
-Ratios to the trained model's own are 1 before the first optimizer step.
+Both have the same parameters, but engine and training round differently. Ratios to the engine's log-probabilities
+correct for that, with the engine's rounding as noise. Ratios to the trained model's own start at exactly 1.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 
 RatioTo = Literal["behaviour", "proximal"]
-"""Names after Hilton et al., arXiv:2110.00641: the policy that acted, and that which the update stays close to."""
+"""The policy that sampled the tokens, or the one that the update stays close to. Hilton et al., arXiv:2110.00641."""
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 
 
 def learns_in_one_step(options: TrainOptions) -> bool:
-    """Return whether an iteration takes one optimizer step: then no loss is of weights that have moved."""
+    """Return whether an iteration takes a single optimizer step."""
     return options.num_epochs * options.num_minibatches == 1
 
 
 def with_proximal_call(calls: tuple[ModelFunctionCall, ...], *, method: str) -> tuple[ModelFunctionCall, ...]:
-    """Return the calls with ``actor.infer`` besides, which ``method`` does and whose product the training needs."""
+    """Add the call ``actor.infer``, run by ``method``, and let ``actor.train`` need its result."""
     score = ModelFunctionCall("actor.infer", "infer", "actor", method, ("rollout",), (PROXIMAL_LOGPROBS,))
     needing = (
         replace(call, needs=(*call.needs, PROXIMAL_LOGPROBS)) if call.name == "actor.train" else call for call in calls
@@ -37,9 +36,9 @@ def with_proximal_call(calls: tuple[ModelFunctionCall, ...], *, method: str) -> 
 
 
 def old_logprobs(logprobs: Tensor, batch: PackedBatch, *, ratio_to: RatioTo, one_step: bool) -> Tensor:
-    """Return (N,) what ratios of ``logprobs`` (N,) are taken to.
+    """Return the (N,) log-probabilities in the denominator of ratios of ``logprobs`` (N,).
 
-    Where there is ``one_step``, the trained model's log-probabilities before it are those of this very forward pass.
+    With a single step, the trained model's log-probabilities before it are those of this forward pass.
     """
     if ratio_to == "behaviour":
         return batch["behaviour_logprobs"]
@@ -47,7 +46,7 @@ def old_logprobs(logprobs: Tensor, batch: PackedBatch, *, ratio_to: RatioTo, one
 
 
 def refuse_stale(ratio_to: RatioTo, max_staleness: int) -> None:
-    """Raise ConfigError where responses are of older weights and ratios would not say so."""
+    """Raise ConfigError for proximal ratios of responses that were sampled from older weights."""
     if ratio_to == "proximal" and max_staleness:
         raise ConfigError(
             f"ratio_to='proximal' leaves out what was learnt since a response was drawn, and max_staleness="

@@ -18,6 +18,7 @@ from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
 from lightning_realloc.algorithms.losses.functional import (
+    ClippedLoss,
     KLEstimator,
     generalized_advantages,
     kept_tokens,
@@ -281,7 +282,7 @@ class PolicyGradient(RewardedModule):
         before = old_logprobs(logprobs, batch, ratio_to=self.ratio_to, one_step=self._one_step)
         batch = drop_unscored(batch, "advantages")
         advantages, mask = of_tokens(batch["advantages"], batch), batch.response_mask
-        loss = self.policy_loss(logprobs, before, advantages, batch)
+        loss = self.token_losses(logprobs, before, advantages, batch)
         values = loss.values
         measured = {"clip_fraction": loss.clipped.float()}
         metrics: dict[str, Average] = {}
@@ -299,6 +300,17 @@ class PolicyGradient(RewardedModule):
         metrics |= {name: Average(masked_sum(value, mask), mask.sum()) for name, value in measured.items()}
         max_tokens = self.sampling.max_new_tokens
         return Loss(averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens), metrics)
+
+    def token_losses(self, logprobs: Tensor, before: Tensor, advantages: Tensor, batch: PackedBatch) -> ClippedLoss:
+        """Return the (N,) losses of tokens. A subclass overrides this for a formula of its own.
+
+        Args:
+            logprobs: (N,) current log-probabilities.
+            before: (N,) log-probabilities in the denominator of ratios.
+            advantages: (N,) advantage of each token.
+            batch: The micro-batch; values outside its ``response_mask`` are ignored.
+        """
+        return self.policy_loss(logprobs, before, advantages, batch)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return also the divergence in nats per response, where it is taken from rewards."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.algorithms.losses import policy_losses
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
+from lightning_realloc.algorithms.losses.loss_options import PolicyLossOptions
 from lightning_realloc.algorithms.losses.loss_reduction import averaged_loss
-from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -99,6 +102,13 @@ def test_losses_and_gradients_are_those_of_a_loop_over_responses(loss: Any, leve
     expected.backward()
     for mine, theirs in zip(ours, naive, strict=True):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
+
+
+def test_every_loss_has_a_name_a_function_and_options() -> None:
+    names = get_args(PolicyLossName)
+    assert set(names) == set(policy_losses._LOSSES) == set(NAIVE)
+    options = {field.name for field in fields(PolicyLossOptions)}
+    assert {field.name for field in fields(PolicyLoss)} <= options
 
 
 def test_tokens_of_an_environment_are_no_part_of_a_response_s_ratio() -> None:
