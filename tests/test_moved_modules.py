@@ -1,4 +1,4 @@
-"""Old module paths of public classes: importable, the same objects, and deprecated."""
+"""Old paths of public classes and functions: importable, the same objects, and deprecated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jsonargparse
 import pytest
 
 from lightning_realloc import GRPO, SamplingParams
-from lightning_realloc.moved_modules import MOVED
+from lightning_realloc.moved_modules import MOVED, MOVED_NAMES
 
 
 @pytest.mark.parametrize("old", MOVED)
@@ -22,7 +22,17 @@ def test_an_old_path_is_the_module_at_its_new_path(old: str) -> None:
     assert module.__name__ == module.__spec__.name == f"lightning_realloc.{MOVED[old]}"
 
 
+@pytest.mark.parametrize("old", MOVED_NAMES)
+def test_an_old_name_in_a_module_that_still_exists_is_the_object_at_its_new_path(old: str) -> None:
+    (module, name), (home, new_name) = (path.rsplit(".", 1) for path in (old, MOVED_NAMES[old]))
+    with pytest.warns(DeprecationWarning, match=f"lightning_realloc.{old} is now lightning_realloc.{MOVED_NAMES[old]}"):
+        found = getattr(importlib.import_module(f"lightning_realloc.{module}"), name)
+    assert found is getattr(importlib.import_module(f"lightning_realloc.{home}"), new_name)
+
+
 def test_a_new_path_and_an_unknown_one_are_left_to_python() -> None:
+    with pytest.raises(AttributeError, match=r"'lightning_realloc\.algorithms\.rollout' has no attribute 'sample'"):
+        getattr(importlib.import_module("lightning_realloc.algorithms.rollout"), "sample")  # noqa: B009
     with pytest.raises(ModuleNotFoundError, match=r"lightning_realloc\.algorithms\.grpos"):
         importlib.import_module("lightning_realloc.algorithms.grpos")
     assert GRPO.__module__ == "lightning_realloc.algorithms.grpo"
