@@ -1,4 +1,4 @@
-"""Write the tables of docs/coming-from-trl.md and coming-from-openrlhf.md: ``python -m tests.parity.trl_settings``.
+"""Write the tables of docs/trl-settings.md and openrlhf-settings.md: ``python -m tests.parity.trl_settings``.
 
 Keys and answers are those of ``setting_hints.yaml``; TRL says which of its trainers has a key.
 """
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 START, END = "<!-- tables: start -->\n", "<!-- tables: end -->"
 OPENRLHF = "OpenRLHF"
 """Topic with that library's flags, which has a page of its own."""
-PAGES = ("coming-from-trl.md", "coming-from-openrlhf.md")
+PAGES = ("trl-settings.md", "openrlhf-settings.md")
 _ARGUMENTS = r"\((?:[^()]|\([^()]*\))*\)"
 _CODE = re.compile(
     r"`[^`]*`"  # marked already
@@ -43,7 +43,7 @@ def keys() -> Mapping[str, str]:
 def tables(page: str) -> str:
     """Return the tables of a page."""
     topics = algorithm_topics()
-    if page == "coming-from-openrlhf.md":
+    if page == "openrlhf-settings.md":
         return "\n".join(_table(OPENRLHF, topics[OPENRLHF])) + "\n"
     trl = {topic: ["", f"### {topic}", *_table("TRL", hints)] for topic, hints in topics.items() if topic != OPENRLHF}
     return "\n".join(line for lines in trl.values() for line in lines).lstrip("\n") + "\n"
