@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import yaml
 
 import lightning_realloc
 import lightning_realloc.rewards
+from lightning_realloc.setting_hints import ALGORITHM_HINTS, settings_of
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -38,6 +42,36 @@ def test_examples_can_be_parsed_and_import_what_there_is(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_realloc"):
                 module = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def code_spans(page: Path) -> Iterator[str]:
+    """Yield the code spans of a page outside its blocks of code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    yield from re.findall(r"`([^`\n]+)`", text)
+
+
+def calls_of_public_names(span: str) -> Iterator[tuple[Any, set[str]]]:
+    """Yield the called public objects of a span that is Python, with the keywords of each call."""
+    try:
+        nodes = list(ast.walk(ast.parse(span)))
+    except SyntaxError:
+        return
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            for module in (lightning_realloc, lightning_realloc.rewards, L):
+                if node.func.id in module.__all__:
+                    yield getattr(module, node.func.id), {str(word.arg) for word in node.keywords}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_in_code_spans_exist(page: Path) -> None:
+    for span in code_spans(page):
+        for name in re.findall(r"\blightning_realloc(?:\.\w+)+", span):
+            pkgutil.resolve_name(name)
+        for called, keywords in calls_of_public_names(span):
+            answered = set(ALGORITHM_HINTS)  # names of other libraries, on pages that show the error for them
+            known = settings_of(called) if isinstance(called, type) else set(inspect.signature(called).parameters)
+            assert keywords <= known | answered, span
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -52,6 +52,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, shape.Figure]
     (root / "docs").mkdir()
     (root / "docs" / "long.md").write_text("word\n" * 1_201)
     (root / "docs" / "wide.md").write_text("x" * 121 + "\n")
+    (root / "docs" / "table.md").write_text("<!-- tables: start -->\n" + "| word\n" * 1_201 + "<!-- tables: end -->\n")
+    (root / "README.md").write_text("| " + "x" * 121 + "\n")  # rows of tables may be wider
     return shape.measure(root)
 
 
