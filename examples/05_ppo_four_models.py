@@ -1,7 +1,7 @@
-"""PPO with four models on four ranks, every call on ranks of its own: ``python -m examples.05_ppo_four_models``.
+"""PPO with four models on four ranks, with a layout for every call: ``python -m examples.05_ppo_four_models``.
 
-No network, no GPU, nothing downloaded: four tiny Llamas with random weights. What the reward model likes is arbitrary,
-then, and the actor finds out all the same. Lightning runs this script once more for each of the ranks 1-3.
+No network, no GPU: the models are tiny Llamas with random weights. So the reward is arbitrary, and the actor
+learns it all the same. Lightning starts this script again for each of the ranks 1-3.
 """
 
 import random
@@ -15,22 +15,22 @@ from lightning_realloc import PPO, PromptDataModule, ReallocStrategy, SamplingPa
 
 PLAN = {
     "calls": {
-        "actor.generate":  "dp2.tp2@0-3",  # two whole copies, each split over two ranks
-        "reference.infer": "tp2@0-1",      # beside the next two, which are on other ranks
+        "actor.generate":  "dp2.tp2@0-3",  # two replicas, each split over two ranks
+        "reference.infer": "tp2@0-1",      # at the same time as the next two, on other ranks
         "reward.infer":    "fsdp2@2-3",
         "critic.infer":    {"layout": "tp2@2-3", "micro_batch_tokens": 8192},
         "actor.train":     {"layout": "fsdp2.tp2@0-3", "gradient_checkpointing": True},
         "critic.train":    "fsdp4@0-3",
     },
-    "offload": ["reference", "reward"],    # away from the device but for their calls
+    "offload": ["reference", "reward"],    # on the device only for their calls
 }  # fmt: skip
 
 
 class Diary(Callback):
-    """Says how every iteration went."""
+    """Prints a line per iteration."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
-        """Read what the iteration logged."""
+        """Print the logged metrics."""
         if trainer.is_global_zero:
             seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = sum(value for name, value in seen.items() if name.startswith("seconds/"))
@@ -46,7 +46,7 @@ def main(num_iterations: int = 40) -> L.Trainer:
     words = random_words(16 * num_iterations, random.Random(0))
     model = PPO(
         actor=tiny_llama(),
-        critic=tiny_llama(num_hidden_layers=1),  # models may differ in anything but the tokens they read
+        critic=tiny_llama(num_hidden_layers=1),  # models may differ in all but the vocabulary
         reference=tiny_llama(),
         reward=tiny_llama(hidden_size=128),
         tokenizer=byte_tokenizer(),

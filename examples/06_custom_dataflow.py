@@ -1,8 +1,8 @@
-"""A dataflow of one's own: two reward models and a reference that follows the actor, without a change in the package.
+"""Dataflow of your own: two reward models, and a reference that follows the actor.
 
-Run it with ``python -m examples.06_custom_dataflow``. The calls of an algorithm are its decorated methods: add one, say
-what it needs and produces, and it has a place in the graph and in the plan. Here a response is worth the lower of two
-models' scores, and the reference is an exponential moving average of the actor.
+Run it with ``python -m examples.06_custom_dataflow``. The calls of an algorithm are its decorated methods. A new
+method that declares what it needs and produces gets a place in the graph and in the plan. Here the reward is the lower
+of two models' scores, and the reference is an exponential moving average of the actor.
 """
 
 import random
@@ -20,7 +20,7 @@ from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 PLAN = {"calls": {
     "actor.generate":  "dp4@0-3",
     "reference.infer": "dp2@0-1",
-    "helpful.infer":   "dp1@2",      # the two reward models score at the same time, beside the reference
+    "helpful.infer":   "dp1@2",      # the two reward models score at the same time as the reference
     "harmless.infer":  "dp1@3",
     "actor.train":     "fsdp4@0-3",
 }}  # fmt: skip
@@ -31,7 +31,7 @@ def brevity(completions, **columns):
 
 
 class CautiousGRPO(GRPO):
-    """GRPO that also rewards what both of two models like, and keeps the actor close to where it has been of late."""
+    """GRPO with the lower of two models' scores, and a reference that is an average of recent actors."""
 
     evaluation_calls = ("actor.generate", "helpful.infer", "harmless.infer", "judge")
 

@@ -1,8 +1,8 @@
-"""GRPO with a tool: ``python -m examples.07_calculator``. No network, no GPU, nothing downloaded; about a minute.
+"""GRPO with a tool: ``python -m examples.07_calculator``. No network, no GPU; about a minute.
 
-A number is asked for, and the actor writes a product or a sum. A calculator says what that comes to, and the actor may
-try again. It begins with random weights, so it first finds out what the calculator understands, then how to come close.
-Lightning runs this script once more for the second rank.
+The prompt is a number. The actor writes a product or a sum, a calculator returns its value, and it may try again.
+The actor starts with random weights, so it first learns the calculator's syntax, then how to come close. Lightning
+starts this script again for the second rank.
 """
 
 import random
@@ -32,7 +32,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def value_of(expression: str) -> int | None:
-    """Return what a sum or product of two digits comes to; None for anything else."""
+    """Return the value of a sum or product of two digits; None for anything else."""
     found = re.fullmatch(r"(\d)([+*])(\d)", expression)
     if found is None:
         return None
@@ -41,13 +41,13 @@ def value_of(expression: str) -> int | None:
 
 
 class Calculator:
-    """Answers every turn with the value of what was written, and ends the response where that was asked for."""
+    """Answers every turn with the value of its expression, and ends the response at the right value."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
 
     def __call__(self, turn: Turn) -> list[int] | None:
-        """Return the tokens that the actor reads next; None: it is done."""
+        """Return the tokens that the actor reads next; None ends the response."""
         asked = "".join(self.tokenizer.convert_ids_to_tokens(list(turn.prompt)))
         said = "".join(self.tokenizer.convert_ids_to_tokens(list(turn.token_ids)))
         value = value_of(said.removesuffix(";").rpartition(":")[2])
@@ -57,7 +57,7 @@ class Calculator:
 
 
 def close(completions: list[str], target: list[int], **columns: object) -> list[float]:
-    """Reward 0.2 for anything that the calculator understands, up to 1 for the number that was asked for."""
+    """Reward 0.2 for any valid expression, and up to 1 for the requested number."""
     rewards = []
     for text, wanted in zip(completions, target, strict=True):
         turns = re.findall(r"(?:^|:)([^;:=?]*);", text.replace(" ", ""))
@@ -67,10 +67,10 @@ def close(completions: list[str], target: list[int], **columns: object) -> list[
 
 
 class Diary(Callback):
-    """Says how every tenth iteration went."""
+    """Prints a line every tenth iteration."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
-        """Read what the iteration logged."""
+        """Print the logged metrics."""
         if trainer.is_global_zero and trainer.global_step % 10 == 1:
             seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
             print(

@@ -1,1 +1,1 @@
-"""Runs to start from: ``python -m examples.demo``, and the same training in a few lines or in YAML."""
+"""Scripts and configurations to start from: ``python -m examples.demo``, and the same in a few lines or in YAML."""

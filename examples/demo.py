@@ -1,7 +1,7 @@
-"""GRPO from nothing on four CPU ranks: ``python -m examples.demo``. No network, no GPU, nothing downloaded.
+"""GRPO from scratch on four CPU ranks: ``python -m examples.demo``. No network, no GPU.
 
-A tiny Llama is warmed up on demonstrations of which most are wrong, then learns from rewards what is right. Lightning
-runs this script once more for each of the ranks 1-3; the first one alone writes files and talks.
+A tiny Llama first imitates demonstrations, most of them wrong, and then learns right answers from rewards. Lightning
+starts this script again for each of the ranks 1-3; only the first process writes files and output.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from lightning_realloc import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that can be set. Batches are counted over all ranks together."""
+    """Settings of the demo. Batch sizes count all ranks together."""
 
     folder: Path = Path("runs/demo")
     seed: int = 0
     num_ranks: int = 4
 
-    # Warm-up: demonstrations, most of which sort the wrong way round.
+    # Warm-up on demonstrations, most of them sorted from z to a.
     num_demonstrations: int = 12_800
     right_demonstrations: float = 0.3
     demonstrations_per_step: int = 64
@@ -68,7 +68,7 @@ class Settings:
     max_new_tokens: int = 10
     num_held_out: int = 256
 
-    # Where each call of an iteration runs; the actor's weights are laid out anew for every rollout.
+    # Layout of each call; the actor's weights move before every rollout.
     generate_layout: str = "dp2.tp2"
     infer_layout: str = "dp4"
     train_layout: str = "fsdp4"
@@ -94,12 +94,12 @@ class Settings:
         return self.warm_up_epochs * (self.num_demonstrations // self.demonstrations_per_step)
 
     def path(self, name: str) -> str:
-        """Return where a file or folder of the run lies."""
+        """Return the path of a file or folder of the run."""
         return str(self.folder / name)
 
 
 def main() -> None:
-    """Run the demo as the command line says."""
+    """Run the demo with the settings of the command line."""
     settings, prepare_only = read_arguments()
     run(settings, prepare_only=prepare_only)
 
@@ -118,7 +118,7 @@ def run(settings: Settings, *, prepare_only: bool = False) -> None:
 
 
 def write_files(settings: Settings) -> None:
-    """Write JSONL files and a model with random weights, as any user's files would lie there."""
+    """Write JSONL files and a model with random weights."""
     report.heading(f"1/3  Writing prompts, demonstrations and a random model to {settings.folder}/")
     settings.folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):  # of an earlier run
@@ -160,16 +160,16 @@ def warm_up(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What learning from rewards came to."""
+    """Result of learning from rewards."""
 
     reward_before: float
     """Fraction of held-out prompts answered right, one response sampled for each."""
     reward_after: float
-    """The same with the trained actor."""
+    """The same fraction with the trained actor."""
     recorder: Recorder
     """Every iteration and every switch of layouts."""
     checkpoint: str
-    """From which training can be resumed."""
+    """Path of the checkpoint to resume from."""
 
 
 def learn_from_rewards(settings: Settings) -> Outcome:
@@ -188,7 +188,7 @@ def learn_from_rewards(settings: Settings) -> Outcome:
 
 
 def make_grpo(settings: Settings, make: Callable[..., GRPO] = GRPO) -> GRPO:
-    """Return the algorithm: a tenth of the warm-up's learning rate, and little KL, since the warm-up was wrong."""
+    """Return the algorithm, with a small learning rate, and little KL since the warm-up model is mostly wrong."""
     return make(
         settings.path("warm"),
         exact_match,
@@ -203,7 +203,7 @@ def make_grpo(settings: Settings, make: Callable[..., GRPO] = GRPO) -> GRPO:
 
 
 def make_prompts(settings: Settings) -> PromptDataModule:
-    """Return what it learns from, and what it is asked at the end."""
+    """Return the prompts for training and for evaluation."""
     return PromptDataModule(
         settings.path("train.jsonl"),
         val_data=settings.path("held_out.jsonl"),
@@ -230,7 +230,7 @@ def make_trainer(
 
 
 def falling_to_zero(num_steps: int) -> Callable[[Optimizer], LinearLR]:
-    """Return what makes a learning-rate schedule of an optimizer."""
+    """Return a function that gives an optimizer a learning rate that falls to zero."""
     return partial(LinearLR, start_factor=1.0, end_factor=0.0, total_iters=num_steps)
 
 
@@ -256,7 +256,7 @@ def conclude(settings: Settings, outcome: Outcome, *, wall_s: float) -> None:
 
 
 def summarize(settings: Settings, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
-    """Return the run's figures as JSON has them."""
+    """Return the figures of the run, ready for JSON."""
     recorder = outcome.recorder
     switches = recorder.switches
     return {
@@ -283,7 +283,7 @@ def summarize(settings: Settings, outcome: Outcome, *, wall_s: float) -> dict[st
 
 
 def compare_answers(settings: Settings, *, num_rows: int = 5) -> list[tuple[str, str, str, str]]:
-    """Return held-out prompts, right answers, and what plain transformers generates from both written models."""
+    """Return held-out prompts, right answers, and answers of both written models by transformers."""
     rows = sorting.read_jsonl(settings.folder / "held_out.jsonl")[:num_rows]
     prompts = [row["prompt"] for row in rows]
     before, after = (greedy_answers(settings.path(name), prompts) for name in ("warm", "trained"))
@@ -291,7 +291,7 @@ def compare_answers(settings: Settings, *, num_rows: int = 5) -> list[tuple[str,
 
 
 def greedy_answers(folder: str, prompts: list[str]) -> list[str]:
-    """Return the likeliest answer to every prompt, from a model that ``from_pretrained`` reads."""
+    """Return the greedy answer to every prompt, of a model that ``from_pretrained`` reads."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     answers = []
     for prompt in prompts:

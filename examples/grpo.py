@@ -1,4 +1,4 @@
-"""GRPO in a few lines. The model and the prompts are those of ``python -m examples.demo --prepare-only``."""
+"""GRPO in a few lines, on the model and the prompts of ``python -m examples.demo --prepare-only``."""
 
 import lightning as L
 

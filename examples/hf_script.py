@@ -1,7 +1,7 @@
-"""A TRL script as one of ours: ``python -m examples.hf_script`` (first ``python -m examples.demo --prepare-only``).
+"""A TRL script, converted: ``python -m examples.hf_script`` (first ``python -m examples.demo --prepare-only``).
 
-Lines of the original that go are comments that begin with ``# TRL:``; lines that come instead end with ``# ours``.
-Everything between is what it was: tokenizer, model, data set, reward function.
+Removed lines are comments that begin with ``# TRL:``, new lines end with ``# ours``. Tokenizer, model, data set and
+reward function are unchanged.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def right_letters(prompts, completions, answer, **columns):
 
 
 def main(folder="runs/demo/warm", data="runs/demo/train.jsonl", output="runs/hf_script", max_steps=20):
-    """Train, and say what the written model answers."""
+    """Train, and print an answer of the written model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     dataset = Dataset.from_list(read_jsonl(Path(data)))

@@ -1,6 +1,6 @@
-"""Write what the preference examples learn from: the demo's words, sorted right and wrong.
+"""Write the data of the preference examples: the demo's words, sorted right and wrong.
 
-python -m examples.demo --prepare-only     # the model that they start from, a few minutes
+python -m examples.demo --prepare-only     # the model they start from, in a few minutes
 python -m examples.preference_data
 lightning-realloc fit --config examples/dpo.yaml     # or kto, orpo, reward_model, process_reward
 """
@@ -38,7 +38,7 @@ def judged(word: str, rng: random.Random) -> dict[str, Any]:
 
 
 def steps(word: str, rng: random.Random) -> dict[str, Any]:
-    """Return an answer letter by letter, each of which is right as long as it stands where it belongs."""
+    """Return an answer letter by letter; a letter is right in its sorted place."""
     row = problem(word)
     letters = wrong(word, rng)
     labels = [given == expected for given, expected in zip(letters, row["answer"], strict=True)]
@@ -46,7 +46,7 @@ def steps(word: str, rng: random.Random) -> dict[str, Any]:
 
 
 def write(folder: Path, words: Sequence[str], rng: random.Random) -> None:
-    """Write every kind of data about the same words."""
+    """Write all kinds of data, of the same words."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, row_of in (("pairs", pair), ("judged", judged), ("steps", steps)):
         write_jsonl(folder / f"{name}.jsonl", [row_of(word, rng) for word in words])

@@ -1,4 +1,4 @@
-"""What happened in a run? A callback that keeps every iteration's reward and seconds, and every switch of layouts."""
+"""Callback that keeps every iteration's reward and seconds, and every switch of layouts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Iteration:
     """One iteration of training."""
 
     reward: float
-    """Mean over the responses that were learnt from."""
+    """Mean over the responses of the iteration that are trained on."""
     seconds: dict[str, float]
-    """Kind of call -> wall seconds, switches of layout included."""
+    """Kind of call -> wall seconds, with switches of layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Switch:
     """One reallocation of weights."""
 
     call: str
-    """The call for which it was made."""
+    """Call that needed the new layout."""
     bytes_moved: int
-    """Over all ranks."""
+    """Bytes that all ranks moved."""
     bytes_minimum: int
-    """What the ranks of the new layout needed and did not hold."""
+    """Bytes that ranks of the new layout needed and did not hold."""
     seconds: float
     """Wall time."""
 
 
 class Recorder(PhaseCallback):
-    """Keeps what the demo reports at its end."""
+    """Keeps the figures that the demo shows at its end."""
 
     def __init__(self) -> None:
         self.iterations: list[Iteration] = []
@@ -49,11 +49,11 @@ class Recorder(PhaseCallback):
     def on_reallocate(
         self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
     ) -> None:
-        """Keep what a switch moved; the strategy adds this hook to Lightning's."""
+        """Keep the figures of a switch; this hook is the strategy's, not Lightning's."""
         self.switches.append(Switch(phase, report.bytes_moved, report.bytes_minimum, report.seconds))
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
-        """Keep what the iteration logged."""
+        """Keep the logged metrics."""
         logged = trainer.callback_metrics
         seconds = {kind: float(logged[f"seconds/{call}"]) for kind, call in CALLS.items()}
         self.iterations.append(Iteration(float(logged["reward"]), seconds))

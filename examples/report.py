@@ -1,4 +1,4 @@
-"""What a person sees of the demo: headings while it runs, tables at its end. Only the first process shows anything."""
+"""Output of the demo: headings while it runs, tables at its end. Only the first process writes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from examples.recorder import CALLS, Iteration, Recorder, Switch, mean_seconds
 HARMLESS_WARNINGS = (
     r".*isinstance.treespec, LeafSpec.*",  # Lightning's, about torch's pytrees
     r".*torch.distributed.* is deprecated.*",  # torch's, about its own FSDP
-    r".*does not have many workers.*",  # the loaders hand out rows that are in memory
+    r".*does not have many workers.*",  # the data is in memory
 )
 SHOWN_WHILE_TRAINING = {"loss": "actor/loss", "reward": "reward", "held-out reward": "val/reward"}
-"""Label beside the progress bar -> the metric."""
+"""Label next to the progress bar -> metric."""
 
 
 def is_first_process() -> bool:
@@ -35,18 +35,18 @@ console = Console(quiet=not is_first_process(), highlight=False)
 
 
 class Progress(TQDMProgressBar):
-    """Lightning's progress bar with fewer numbers beside it."""
+    """Lightning's progress bar with fewer numbers."""
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return what to show."""
+        """Return the numbers next to the bar."""
         logged = trainer.callback_metrics
         return {label: f"{float(logged[name]):.3f}" for label, name in SHOWN_WHILE_TRAINING.items() if name in logged}
 
 
 def silence_hints() -> None:
-    """Leave out notes on hardware and process groups, tips, bars for tiny files, and warnings nobody can act on."""
+    """Hide notes on hardware and process groups, tips, bars for tiny files, and harmless warnings."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
@@ -55,24 +55,24 @@ def silence_hints() -> None:
 
 
 def heading(text: str) -> None:
-    """Announce a stage."""
+    """Print the heading of a stage."""
     console.print(f"\n[bold cyan]{text}[/]")
 
 
 def say(text: str) -> None:
-    """Explain something."""
+    """Print an explanation."""
     console.print(text, style="dim")
 
 
 def show_rewards(before: float, after: float, num_held_out: int) -> None:
-    """Show what was learnt."""
+    """Show the share of right answers before and after GRPO."""
     table = _table("Held-out prompts answered right", "", "after the warm-up", "after GRPO")
     table.add_row(f"of {num_held_out}, one answer sampled for each", f"{before:.1%}", f"[bold green]{after:.1%}[/]")
     console.print(table)
 
 
 def show_iterations(iterations: Sequence[Iteration], *, num_rows: int = 8) -> None:
-    """Show the reward's rise and the seconds of every call, over the run in ``num_rows`` steps."""
+    """Show the reward and the seconds of every call in ``num_rows`` parts of the run."""
     table = _table("Mean reward, and seconds of each call", "iterations", "reward", *CALLS.values())
     bounds = [round(len(iterations) * part / num_rows) for part in range(num_rows + 1)]
     for begin, end in pairwise(bounds):
@@ -89,13 +89,13 @@ def _add_iterations(table: Table, label: str, part: Sequence[Iteration]) -> None
 
 
 def show_switches(recorder: Recorder, routes: Mapping[str, str]) -> None:
-    """Show what changing layouts cost; ``routes`` says for each call from where to where."""
+    """Show the cost of changing layouts; ``routes`` has the source and target layout of each call."""
     columns = ("before", "layouts", "times", "moved", "minimum", "ms", "GB/s")
     table = _table("Switches of layout, the mean of one", *columns)
     for call, switches in recorder.switches_by_call().items():
         table.add_row(call, routes[call], str(len(switches)), *_means(switches))
     console.print(table)
-    say("A model this small shows what starting costs; for throughput: python -m benchmarks.reallocation")
+    say("A model this small shows latency; for throughput: python -m benchmarks.reallocation")
 
 
 def _means(switches: Sequence[Switch]) -> tuple[str, ...]:
@@ -105,15 +105,15 @@ def _means(switches: Sequence[Switch]) -> tuple[str, ...]:
 
 
 def show_examples(rows: Sequence[tuple[str, str, str, str]]) -> None:
-    """Show prompts, their right answers, and the likeliest answers of both models."""
-    table = _table("Likeliest answers to some of them", "prompt", "right", "after the warm-up", "after GRPO")
+    """Show prompts, right answers, and the most likely answers of both models."""
+    table = _table("Most likely answers to some of them", "prompt", "right", "after the warm-up", "after GRPO")
     for prompt, right, *answers in rows:
         table.add_row(prompt, right, *(f"[{'green' if a == right else 'red'}]{a}[/]" for a in answers))
     console.print(table)
 
 
 def show_files(files: Mapping[str, str]) -> None:
-    """Show what was written where."""
+    """Show the written files."""
     console.print()
     table = Table.grid(padding=(0, 2))
     for what, path in files.items():

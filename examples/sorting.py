@@ -1,7 +1,7 @@
 """The task of the examples: write the letters of a word in alphabetical order.
 
-A model of a hundred thousand weights can learn it, every answer can be checked, and there are far more words than it
-ever sees, so the words that are held out must really be sorted.
+A model of a hundred thousand weights can learn it, and every answer can be checked. There are far more words than the
+model sees, so it cannot know the held-out ones by heart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def problem(word: str) -> Row:
 
 
 def demonstration(word: str, *, right: bool) -> Row:
-    """Return a prompt with a completion to imitate: the letters from a to z, or the wrong way round."""
+    """Return a prompt with a completion to imitate: the letters from a to z, or from z to a."""
     return {"prompt": f"sort {word}: ", "completion": "".join(sorted(word, reverse=not right))}
 
 
@@ -50,12 +50,12 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """Return what :func:`write_jsonl` wrote."""
+    """Return the rows of a file of :func:`write_jsonl`."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, behind <pad>, <bos> and <eos>: 259 in all."""
+    """Return a tokenizer with one token per byte, after <pad>, <bos> and <eos>: 259 in all."""
     tokens = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())]
     bytewise = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -74,7 +74,7 @@ def tiny_llama(**overrides: Any) -> LlamaConfig:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        # With the usual 0.02, which suits far wider models, so narrow a one learns several times more slowly.
+        # The usual 0.02 suits wider models; with it this one learns several times more slowly.
         "initializer_range": 0.1,
         "pad_token_id": 0,
         "bos_token_id": 1,
