@@ -8,6 +8,7 @@ import inspect
 import os
 import pkgutil
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 
 import lightning_realloc
 import lightning_realloc.rewards
+from lightning_realloc.report.plan_request import plan_parser
 from lightning_realloc.setting_hints import ALGORITHM_HINTS, settings_of
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -44,34 +46,58 @@ def test_examples_can_be_parsed_and_import_what_there_is(page: Path) -> None:
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
-def code_spans(page: Path) -> Iterator[str]:
-    """Yield the code spans of a page outside its blocks of code."""
+def code_spans(page: Path) -> list[str]:
+    """Return the code spans of a page outside its blocks of code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    yield from re.findall(r"`([^`\n]+)`", text)
+    return re.findall(r"`([^`\n]+)`", text)
 
 
-def calls_of_public_names(span: str) -> Iterator[tuple[Any, set[str]]]:
-    """Yield the called public objects of a span that is Python, with the keywords of each call."""
+def settings_given(code: str) -> Iterator[tuple[str, set[str]]]:
+    """Yield the name and the keywords of every call of a plain name; nothing for text that is not Python."""
     try:
-        nodes = list(ast.walk(ast.parse(span)))
+        nodes = list(ast.walk(ast.parse(code)))
     except SyntaxError:
         return
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            for module in (lightning_realloc, lightning_realloc.rewards, L):
-                if node.func.id in module.__all__:
-                    yield getattr(module, node.func.id), {str(word.arg) for word in node.keywords}
+            yield node.func.id, {word.arg for word in node.keywords if word.arg}
+
+
+def settings_configured(node: Any) -> Iterator[tuple[str, set[str]]]:
+    """Yield the class and the settings of every ``class_path`` with ``init_args`` in a configuration."""
+    if isinstance(node, dict) and "class_path" in node:
+        yield node["class_path"].rpartition(".")[2], set(node.get("init_args", {}))
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from settings_configured(part)
+
+
+def settings_of_public(name: str) -> frozenset[str] | None:
+    """Return the settings of a public class or function; None for other names."""
+    for module in (lightning_realloc, lightning_realloc.rewards, L):
+        if name in module.__all__:
+            found = getattr(module, name)
+            return settings_of(found) if isinstance(found, type) else frozenset(inspect.signature(found).parameters)
+    return None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_names_in_code_spans_exist(page: Path) -> None:
-    for span in code_spans(page):
-        for name in re.findall(r"\blightning_realloc(?:\.\w+)+", span):
-            pkgutil.resolve_name(name)
-        for called, keywords in calls_of_public_names(span):
-            answered = set(ALGORITHM_HINTS)  # names of other libraries, on pages that show the error for them
-            known = settings_of(called) if isinstance(called, type) else set(inspect.signature(called).parameters)
-            assert keywords <= known | answered, span
+def test_names_and_settings_exist(page: Path) -> None:
+    spans = code_spans(page)
+    for name in re.findall(r"\blightning_realloc(?:\.\w+)+", " ".join(spans)):
+        pkgutil.resolve_name(name)
+    given = [pair for code in (*spans, *examples(page, "python")) for pair in settings_given(code)]
+    given += [pair for block in examples(page, "yaml") for pair in settings_configured(yaml.safe_load(block))]
+    for name, settings in given:
+        known = settings_of_public(name)
+        if known is not None:  # names of other libraries are on pages that show the error for them
+            assert settings <= known | ALGORITHM_HINTS.keys(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_have_flags_that_exist(page: Path) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    for command in re.findall(r"^lightning-realloc plan (.*)$", text, flags=re.MULTILINE):
+        plan_parser().parse_args(shlex.split(command.partition("#")[0]))
 
 
 def test_the_reference_has_every_public_name() -> None:
