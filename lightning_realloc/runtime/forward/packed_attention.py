@@ -206,15 +206,17 @@ def segment_attention(
         _refuse_masked_window(module, packed_segments)
         sliding_window = None
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    settings = _Attention(is_causal, scaling, dropout, sliding_window)
     if any(packed_segments.shared) and not is_causal:
         raise ConfigError(
             f"{type(module).__name__} attends to later tokens, so its prompt states depend on the response and "
             f"responses cannot share them; set share_prompts=False on the algorithm"
         )
-    use_varlen = not any(packed_segments.shared) and _can_use_varlen(query, value, settings)
-    attend = _attend_varlen if use_varlen else _attend_by_segment
-    return attend(query, key, value, packed_segments, settings), None
+    if is_causal and dropout == 0.0 and not any(packed_segments.shared) and can_attend_varlen(query, value):
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        lengths, longest = packed_segments.cu_seqlens, max(packed_segments.lengths)
+        return attend_varlen(q, k, v, lengths, longest, scaling=scaling, window=sliding_window)[None], None
+    settings = _Attention(is_causal, scaling, dropout, sliding_window)
+    return _attend_by_segment(query, key, value, packed_segments, settings), None
 
 
 def _refuse_masked_window(module: nn.Module, segments: Segments) -> None:
@@ -282,15 +284,3 @@ def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention
         mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         segments.masks[name] = mask.masked_fill_(~seen, float("-inf"))
     return segments.masks[name]
-
-
-def _can_use_varlen(query: Tensor, value: Tensor, settings: _Attention) -> bool:
-    return settings.dropout == 0.0 and settings.is_causal and can_attend_varlen(query, value)
-
-
-def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    attended = attend_varlen(
-        q, k, v, segments.cu_seqlens, max(segments.lengths), scaling=settings.scaling, window=settings.sliding_window
-    )
-    return attended.unsqueeze(0)

@@ -17,10 +17,13 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup, gather_last_dim
 
-_ELEMENTWISE = frozenset({
-    "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__", "div", "true_divide",
-    "__truediv__", "__rtruediv__", "__rdiv__", "neg", "__neg__", "tanh", "to", "float", "half", "bfloat16", "double",
-})  # fmt: skip
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__"),
+        *("div", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__", "neg", "__neg__"),
+        *("tanh", "to", "float", "half", "bfloat16", "double"),
+    )
+)
 """Names of elementwise operations, which methods, operators and functions share."""
 
 
@@ -29,10 +32,12 @@ def _getter(name: str) -> Any:
 
 
 _SHAPE, _BASE = _getter("shape"), _getter("_base")
-_SAME_ON_EVERY_SHARD = frozenset({
-    *map(_getter, ("requires_grad", "grad_fn", "is_leaf", "dtype", "device", "ndim")),
-    Tensor.register_hook, Tensor.dim, Tensor.is_floating_point, torch.is_floating_point,
-})  # fmt: skip
+_SAME_ON_EVERY_SHARD = frozenset(
+    (
+        *map(_getter, ("requires_grad", "grad_fn", "is_leaf", "dtype", "device", "ndim")),
+        *(Tensor.register_hook, Tensor.dim, Tensor.is_floating_point, torch.is_floating_point),
+    )
+)
 """Properties and functions with the same result for local columns and for all logits; FSDP uses them."""
 
 

@@ -42,8 +42,7 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
 def use_trained_copies(model: nn.Module) -> None:
     """Replace the modules of which PEFT trains a full copy by these copies."""
     for name, wrapper in trained_copies(model).items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, wrapper.modules_to_save[wrapper.active_adapters[0]])
+        model.set_submodule(name, wrapper.modules_to_save[wrapper.active_adapters[0]])
 
 
 def adapter_config(model: nn.Module) -> Any | None:
@@ -118,8 +117,7 @@ def merge_permanently(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():
             layer.merge()
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, layer.base_layer)
+            model.set_submodule(name, layer.base_layer)
     use_trained_copies(model)
     vars(model).pop("peft_config", None)
     return model

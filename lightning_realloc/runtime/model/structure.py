@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -16,20 +16,15 @@ def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     Blocks are the elements of the outermost module lists with classes in transformers' ``_no_split_modules``. For a
     model without these, they are the elements of the list with the most parameters.
     """
-    lists = _outermost_lists(model)
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
+            lists.append((name, module))
     whole = set(getattr(model, "_no_split_modules", None) or ())
     named = [(name, blocks) for name, blocks in lists if any(type(block).__name__ in whole for block in blocks)]
     if not named and lists:
         named = [max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))]
     return tuple((f"{name}.{index}", block) for name, blocks in named for index, block in enumerate(blocks))
-
-
-def _outermost_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    lists: list[tuple[str, nn.ModuleList]] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
-            lists.append((name, module))
-    return lists
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -40,6 +35,13 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {group[0]: tuple(group) for group in names.values()}
 
 
+def replace_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
+    """Register a parameter under all names of a tied one."""
+    for name in names:
+        module_name, _, attribute = name.rpartition(".")
+        model.get_submodule(module_name).register_parameter(attribute, parameter)
+
+
 def copy_model(model: nn.Module, replacements: Mapping[int, object] | None = None) -> nn.Module:
     """Return a deep copy of a model. ``replacements`` maps the id of an object to its replacement in the copy.
 
@@ -47,12 +49,9 @@ def copy_model(model: nn.Module, replacements: Mapping[int, object] | None = Non
     ``deepcopy``. They are replaced by new ones.
     """
     attributes = (value for module in model.modules() for value in vars(module).values())
-    hooks: dict[int, object] = {id(value): OrderedDict() for value in attributes if _is_empty_ordered_dict(value)}
+    empty = (value for value in attributes if type(value) is OrderedDict and not value)
+    hooks: dict[int, object] = {id(value): OrderedDict() for value in empty}
     return copy.deepcopy(model, {**hooks, **(replacements or {})})
-
-
-def _is_empty_ordered_dict(value: object) -> bool:
-    return type(value) is OrderedDict and not value
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -130,25 +131,18 @@ def pipeline_train(
     _OneForwardOneBackward(stage, micro_batches, loss_step, context, backward).run()
 
 
+@dataclass
 class _OneForwardOneBackward:
     """One run of the schedule: fill the pipeline, alternate forward and backward passes, drain it."""
 
-    def __init__(
-        self,
-        stage: PipelineStage,
-        micro_batches: Sequence[PackedBatch],
-        loss_step: LossStep,
-        context: Callable[[], AbstractContextManager[Any]],
-        backward: Callable[[Tensor], None],
-    ) -> None:
-        self._stage = stage
-        self._batches = micro_batches
-        self._loss_step = loss_step
-        self._context = context
-        self._start_backward = backward
-        self._pending: deque[tuple[Tensor | None, Tensor]] = deque()
-        """(received, output or loss) of the micro-batches that wait for their backward pass."""
-        self._num_done = 0
+    _stage: PipelineStage
+    _batches: Sequence[PackedBatch]
+    _loss_step: LossStep
+    _context: Callable[[], AbstractContextManager[Any]]
+    _start_backward: Callable[[Tensor], None]
+    _pending: deque[tuple[Tensor | None, Tensor]] = field(default_factory=deque, init=False)
+    """(received, output or loss) of the micro-batches that wait for their backward pass."""
+    _num_done: int = field(default=0, init=False)
 
     def run(self) -> None:
         before, after = self._stage.before, self._stage.after

@@ -1,4 +1,7 @@
-"""Access the local weights of a distributed model, and bind tensors as the weights of a weightless copy.
+"""Access the local weights of a distributed model, and bind tensors to copies without weights.
+
+A copy lets one model exist in two layouts: a reallocation fills the storage to which its parameters are bound. Calling
+the first module with other weights (``functional_call``) would be silently wrong under FSDP.
 
 This module relies on two properties of FSDP2 (torch 2.13). The sharded storage and its DTensors stay the same through
 forward, backward and optimizer steps, so local tensors can be cached. After a forward without gradients the root stays
@@ -16,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.runtime.model.structure import tied_names
+from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
+from lightning_realloc.runtime.model.structure import copy_without_weights, replace_parameter, tied_names
 
 
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -57,6 +61,19 @@ def free_weights(model: nn.Module) -> None:
         parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
+def weightless_copy(model: nn.Module) -> nn.Module:
+    """Return a copy in eval mode whose parameters have shapes but no storage; buffers are real copies, ties are kept.
+
+    Raises LayoutError for a model that `parallelize` has distributed, whose shapes and forwards belong to one layout.
+    """
+    if any(
+        isinstance(module, FSDPModule) or isinstance(vars(module).get("tp_group"), TensorParallelGroup)
+        for module in model.modules()
+    ):
+        raise LayoutError("the model must be undivided; call weightless_copy before parallelize")
+    return copy_without_weights(model).requires_grad_(False).eval()
+
+
 def bind_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replace the parameters of a model by these tensors, on the same storage and without gradients; ties are kept.
 
@@ -70,7 +87,4 @@ def bind_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"({len(owners)} parameters, {len(tensors)} tensors); pass the tensors of the same model"
         )
     for owner, names in owners.items():
-        parameter = nn.Parameter(tensors[owner], requires_grad=False)
-        for name in names:
-            module_name, _, attribute = name.rpartition(".")
-            model.get_submodule(module_name).register_parameter(attribute, parameter)
+        replace_parameter(model, names, nn.Parameter(tensors[owner], requires_grad=False))

@@ -146,12 +146,12 @@ def cut_stage(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
     for number, (name, block) in enumerate(blocks):
         if number not in own:
             kind = {own.start - 1: _StageInput, own.stop: _StageOutput}.get(number, _Placeholder)
-            _replace(model, name, kind(block, io))
+            model.set_submodule(name, kind(block, io))
     for name in _modules_of_other_stages(model, model_layout, index):
         replaced = model.get_submodule(name)
         section = model_layout.model.param(next(n for n, _ in replaced.named_parameters(prefix=name))).section
         kind = _InputPlaceholder if section == "input" else _Placeholder
-        _replace(model, name, kind(replaced, io))
+        model.set_submodule(name, kind(replaced, io))
     vars(model)["stage_io"] = io
     model.register_forward_pre_hook(io.check_call, with_kwargs=True)
 
@@ -208,11 +208,6 @@ def _modules_of_other_stages(model: nn.Module, model_layout: ModelLayout, index:
         elif len(stages) > 1:
             found += _modules_of_other_stages(model, model_layout, index, name)
     return found
-
-
-def _replace(model: nn.Module, name: str, replacement: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    model.get_submodule(parent)._modules[attribute] = replacement
 
 
 def _hidden_size(model: nn.Module) -> int:

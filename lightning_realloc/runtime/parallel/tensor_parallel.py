@@ -30,7 +30,7 @@ from lightning_realloc.runtime.forward.tp_group import (
     sum_gradient_over,
 )
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
-from lightning_realloc.runtime.model.structure import tied_names
+from lightning_realloc.runtime.model.structure import replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import (
     PARTIAL_GRADIENT,
     REPLICATE,
@@ -38,6 +38,7 @@ from lightning_realloc.runtime.parallel.tp_plan import (
     TensorParallelPlan,
     read_tp_plan,
 )
+from lightning_realloc.runtime.transfer.transport import region_view
 
 
 def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
@@ -60,13 +61,9 @@ def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> 
             continue
         local = parameter.new_empty(tensor_parallel.local_shape(owner, rank), requires_grad=False)
         for piece in tensor_parallel.pieces(owner, rank):
-            source = tuple(slice(a, b) for a, b in zip(piece.region.starts, piece.region.stops, strict=True))
-            target = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.region.shape, strict=True))
-            local[target] = parameter.detach()[source]
-        replacement = nn.Parameter(local, parameter.requires_grad)
-        for name in names:
-            module_name, _, attribute = name.rpartition(".")
-            model.get_submodule(module_name).register_parameter(attribute, replacement)
+            source = region_view(parameter.detach(), piece.region.starts, piece.region.shape)
+            region_view(local, piece.offset, piece.region.shape).copy_(source)
+        replace_parameter(model, names, nn.Parameter(local, parameter.requires_grad))
 
 
 def install_tensor_parallel(
@@ -104,9 +101,8 @@ def vocab_parallel_output(head: nn.Module | None) -> Iterator[None]:
 
     Heads that are whole or cut over their inputs return all logits.
     """
-    cut = (
-        [module for module in head.modules() if isinstance(module, _GatheredColwiseLinear)] if head is not None else []
-    )
+    modules = () if head is None else head.modules()
+    cut = [module for module in modules if isinstance(module, _GatheredColwiseLinear)]
     for module in cut:
         module.keeps_local = True
     try:

@@ -30,8 +30,8 @@ from lightning_realloc.runtime.parallel.shards import (
     local_tensors,
     move_to_own_storage,
     reshard,
+    weightless_copy,
 )
-from lightning_realloc.runtime.parallel.weightless import weightless_copy
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions

@@ -19,9 +19,8 @@ from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
-from lightning_realloc.runtime.parallel.shards import bind_tensors
+from lightning_realloc.runtime.parallel.shards import bind_tensors, weightless_copy
 from lightning_realloc.runtime.parallel.stage import cut_stage
-from lightning_realloc.runtime.parallel.weightless import weightless_copy
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 

@@ -9,8 +9,7 @@ from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
-from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, reshard
-from lightning_realloc.runtime.parallel.weightless import weightless_copy
+from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, reshard, weightless_copy
 from tests.models import tiny_model
 from tests.runtime.reference import local_part
 from tests.workers import WorkerPool

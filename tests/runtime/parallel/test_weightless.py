@@ -11,9 +11,8 @@ from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
-from lightning_realloc.runtime.parallel.shards import bind_tensors
+from lightning_realloc.runtime.parallel.shards import bind_tensors, weightless_copy
 from lightning_realloc.runtime.parallel.tensor_parallel import install_tensor_parallel
-from lightning_realloc.runtime.parallel.weightless import weightless_copy
 from lightning_realloc.runtime.transfer.collectives import SharedMemoryAllReduce
 from tests.models import tiny_model
 from tests.runtime.reference import local_part
