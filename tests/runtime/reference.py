@@ -46,12 +46,7 @@ class Case:
             model.config.num_labels = self.num_labels
             torch.manual_seed(0)
             model = AutoModelForSequenceClassification.from_config(model.config)
-        if self.lora_modules:
-            from peft import LoraConfig, get_peft_model
-
-            torch.manual_seed(0)
-            config = LoraConfig(r=4, target_modules=list(self.lora_modules), init_lora_weights=False)
-            model = get_peft_model(model, config)
+        model = with_lora(model, self.lora_modules)
         if self.checkpointing:
             model.gradient_checkpointing_enable()
         return model.to(self.dtype).train()
@@ -63,6 +58,16 @@ class Case:
             ids[:, position] = token
         labels = ids if self.num_labels is None else torch.arange(NUM_ROWS) % self.num_labels
         return {"input_ids": ids, "labels": labels}
+
+
+def with_lora(model: nn.Module, modules: tuple[str, ...]) -> nn.Module:
+    """Return the model with random adapters around these modules; without modules, the model itself."""
+    if not modules:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=list(modules), init_lora_weights=False))
 
 
 def local_part(full: Tensor, model_layout: ModelLayout, name: str, rank: int) -> Tensor:
@@ -84,27 +89,64 @@ def train_beside_the_reference(cases: list[Case], num_steps: int = 2) -> dict[st
     meshes = MeshRegistry("cpu")
     meshes.create([Layout.parse(case.layout) for case in cases])
     return {
-        str(case): _Pair(case, meshes).train(num_steps)
+        str(case): _Pair(case, meshes, case.tp_plan).train(num_steps)
         for case in cases
         if dist.get_rank() in Layout.parse(case.layout)
     }
 
 
-class _Pair:
-    """The laid-out model and the whole one."""
+class Pair:
+    """The distributed model and the whole one. Differences are texts; no text means that both agree."""
 
-    def __init__(self, case: Case, meshes: MeshRegistry) -> None:
+    def __init__(self, case: Any, meshes: MeshRegistry, tp_plan: Mapping[str, str] | None = None) -> None:
         self.case, self.meshes, self.rank = case, meshes, dist.get_rank()
         self.whole, self.model = case.build(), case.build()
-        layout = Layout.parse(case.layout)
-        self.model_layout = ModelLayout(describe_model(self.model, tp_plan=case.tp_plan), layout)
+        self.layout = Layout.parse(case.layout)
+        self.model_layout = ModelLayout(describe_model(self.model, tp_plan=tp_plan), self.layout)
         self.ties = len(list(self.model.named_parameters(remove_duplicate=False)))
-        parallelize(self.model, self.model_layout, meshes, tp_plan=case.tp_plan)
+        parallelize(self.model, self.model_layout, meshes, tp_plan=tp_plan)
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (self.whole, self.model)]
-        self.inputs = case.batch(self.whole.config.vocab_size)
-        rows = NUM_ROWS // layout.data_parallel_size
-        first = layout.data_parallel_index(self.rank) * rows
-        self.my_inputs = {name: tensor[first : first + rows] for name, tensor in self.inputs.items()}
+
+    def compare_gradients(self) -> list[str]:
+        found = []
+        for name, parameter in self.model.named_parameters():
+            full = self.whole.get_parameter(name).grad
+            if full is None:
+                found += [] if parameter.grad is None else [f"{name} is frozen and has a gradient"]
+                continue
+            expected = local_part(full, self.model_layout, name, self.rank)
+            if parameter.grad is not None:
+                found += self.compare(f"gradient of {name}", local_tensor(parameter.grad), expected, full)
+            elif expected.numel():
+                found.append(f"no gradient of {name}")
+        return found
+
+    def compare_updates(self) -> list[str]:
+        """Clip the gradients and step both optimizers; compare the total norm and every weight."""
+        norm = clip_gradients(self.model, self.model_layout, self.meshes, MAX_NORM)
+        expected_norm = torch.nn.utils.clip_grad_norm_(self.whole.parameters(), MAX_NORM)
+        found = self.compare("norm", norm, expected_norm.to(norm.dtype))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, tensor in local_tensors(self.model).items():
+            full = self.whole.get_parameter(name).detach()
+            found += self.compare(name, tensor, local_part(full, self.model_layout, name, self.rank), full)
+        return found
+
+    def compare(self, what: str, got: Tensor, expected: Tensor, whole: Tensor | None = None) -> list[str]:
+        if got.shape != expected.shape:
+            return [f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"]
+        if not expected.numel():
+            return []
+        largest = (expected if whole is None else whole).abs().max().item()
+        error = (got - expected).abs().max().item()
+        close = error <= self.case.tolerance * largest + 1e-9
+        return [] if close else [f"{what} is off by {error:.1e} of {largest:.1e}"]
+
+
+class _Pair(Pair):
+    """Both models in training mode, on the same rows of tokens."""
 
     def train(self, num_steps: int) -> list[str]:
         found = [] if self._ties_survive() else ["ties are gone"]
@@ -118,53 +160,25 @@ class _Pair:
         return names == [param.name for param in self.model_layout.model.params] and len(every_name) == self.ties
 
     def _step(self) -> list[str]:
-        whole_loss = self.whole(**self.inputs).loss
+        inputs = self.case.batch(self.whole.config.vocab_size)
+        whole_loss = self.whole(**inputs).loss
         whole_loss.backward()
         # Transformers computes losses in float32 whatever the weights are, here over other rows than there.
-        loss_error = abs(self._backward().item() - whole_loss.item())
+        loss_error = abs(self._backward(inputs).item() - whole_loss.item())
         found = [] if loss_error <= 1e-6 * abs(whole_loss.item()) else [f"loss is off by {loss_error:.1e}"]
-        for name, parameter in self.model.named_parameters():
-            full = self.whole.get_parameter(name).grad
-            if full is None:
-                found += [] if parameter.grad is None else [f"{name} is frozen and has a gradient"]
-                continue
-            expected = local_part(full, self.model_layout, name, self.rank)
-            if parameter.grad is not None:
-                found += self._compare(f"gradient of {name}", local_tensor(parameter.grad), expected, full)
-            elif expected.numel():
-                found.append(f"no gradient of {name}")
-        norm = clip_gradients(self.model, self.model_layout, self.meshes, MAX_NORM)
-        expected_norm = torch.nn.utils.clip_grad_norm_(self.whole.parameters(), MAX_NORM)
-        found += self._compare("norm", norm, expected_norm.to(norm.dtype))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, tensor in local_tensors(self.model).items():
-            full = self.whole.get_parameter(name).detach()
-            found += self._compare(name, tensor, local_part(full, self.model_layout, name, self.rank), full)
-        return found
+        return found + self.compare_gradients() + self.compare_updates()
 
-    def _backward(self) -> Tensor:
+    def _backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run the micro-batches; return the loss averaged over them and over the data-parallel ranks."""
         total = torch.zeros((), dtype=self.case.dtype)
-        parts = self.case.num_micro_batches
+        parts, num_shares = self.case.num_micro_batches, self.layout.data_parallel_size
+        share = self.layout.data_parallel_index(self.rank)
         for index in range(parts):
-            micro_batch = {name: tensor.chunk(parts)[index] for name, tensor in self.my_inputs.items()}
-            loss = self.model(**micro_batch).loss / parts
+            mine = {name: tensor.chunk(num_shares)[share].chunk(parts)[index] for name, tensor in inputs.items()}
+            loss = self.model(**mine).loss / parts
             loss.backward()
             total += loss.detach()
-        layout = self.model_layout.layout
-        group = self.meshes.group(layout, "dp", "fsdp")
+        group = self.meshes.group(self.layout, "dp", "fsdp")
         if group is not None:
             dist.all_reduce(total, group=group)
-        return total / layout.data_parallel_size
-
-    def _compare(self, what: str, got: Tensor, expected: Tensor, whole: Tensor | None = None) -> list[str]:
-        if got.shape != expected.shape:
-            return [f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"]
-        if not expected.numel():
-            return []
-        largest = (expected if whole is None else whole).abs().max().item()
-        error = (got - expected).abs().max().item()
-        close = error <= self.case.tolerance * largest + 1e-9
-        return [] if close else [f"{what} is off by {error:.1e} of {largest:.1e}"]
+        return total / num_shares

@@ -15,18 +15,16 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
-from lightning_realloc.runtime.parallel.gradients import clip_gradients
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer, pipeline_train
-from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
+from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from tests.models import tiny_model
-from tests.runtime.reference import local_part
+from tests.runtime.reference import Pair, local_part, with_lora
 
-MAX_NORM = 0.5
 TOKENS_PER_MICRO_BATCH = ((5, 3), (9,), (2, 4, 4), (7, 1), (3,))
 """Response lengths of up to five micro-batches, all different; every prompt has two tokens."""
 
@@ -57,12 +55,7 @@ class Case:
             torch.manual_seed(0)
             model.config.num_labels = 1
             model = AutoModelForTokenClassification.from_config(model.config)
-        if self.lora_modules:
-            from peft import LoraConfig, get_peft_model
-
-            torch.manual_seed(0)
-            config = LoraConfig(r=4, target_modules=list(self.lora_modules), init_lora_weights=False)
-            model = get_peft_model(model, config)
+        model = with_lora(model, self.lora_modules)
         if self.checkpointing:
             enable_activation_checkpointing(model)
         return model
@@ -129,25 +122,20 @@ def pipeline_beside_the_reference(cases: list[Case]) -> dict[str, list[str]]:
     """
     meshes = MeshRegistry("cpu")
     meshes.create([Layout.parse(case.layout) for case in cases])
-    return {str(case): _Pair(case, meshes).compare() for case in cases if dist.get_rank() in Layout.parse(case.layout)}
+    return {str(case): _Pair(case, meshes).run() for case in cases if dist.get_rank() in Layout.parse(case.layout)}
 
 
-class _Pair:
+class _Pair(Pair):
     """The stage that this rank has, and the whole model."""
 
     def __init__(self, case: Case, meshes: MeshRegistry) -> None:
-        self.case, self.meshes, self.rank = case, meshes, dist.get_rank()
-        self.whole, self.model = case.build(), case.build()
-        layout = Layout.parse(case.layout)
-        self.model_layout = ModelLayout(describe_model(self.model), layout)
-        parallelize(self.model, self.model_layout, meshes)
+        super().__init__(case, meshes)
         self.stage = PipelineStage(self.model, self.model_layout, meshes)
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (self.whole, self.model)]
-        self.num_shares = layout.data_parallel_size
+        self.num_shares = self.layout.data_parallel_size
         shares = case.batches(self.num_shares)
-        self.mine, self.all = shares[layout.data_parallel_index(self.rank)], [b for share in shares for b in share]
+        self.mine, self.all = shares[self.layout.data_parallel_index(self.rank)], [b for share in shares for b in share]
 
-    def compare(self) -> list[str]:
+    def run(self) -> list[str]:
         names = [name for name, _ in self.model.named_parameters()]
         found = [] if tuple(names) == self.model_layout.names(self.rank) else [f"parameters {names}"]
         for step in range(2):
@@ -163,7 +151,7 @@ class _Pair:
         with torch.no_grad():
             expected = [self._score(self.whole, batch) for batch in self.mine]
         assert got is not None
-        return [d for one, other in zip(got, expected, strict=True) for d in self._differs("inference", one, other)]
+        return [d for one, other in zip(got, expected, strict=True) for d in self.compare("inference", one, other)]
 
     def _score(self, model: nn.Module, batch: PackedBatch) -> Tensor:
         return score(model, batch, classifies=self.case.token_classifier)
@@ -181,36 +169,10 @@ class _Pair:
         found = []
         if self.stage.is_last:
             expected = torch.stack([self._loss(self.whole, batch) for batch in self.mine]).detach()
-            found += self._differs("loss", torch.stack(losses), expected)
-        for name, parameter in self.model.named_parameters():
-            full = self.whole.get_parameter(name).grad
-            if (full is None) != (parameter.grad is None):
-                found.append(f"{name} has a gradient on one side only")
-            elif full is not None:
-                own = local_part(full, self.model_layout, name, self.rank)
-                found += self._differs(f"gradient of {name}", local_tensor(parameter.grad), own, full)
-        norm = clip_gradients(self.model, self.model_layout, self.meshes, MAX_NORM)
-        expected_norm = torch.nn.utils.clip_grad_norm_(self.whole.parameters(), MAX_NORM)
-        found += self._differs("norm", norm, expected_norm.to(norm.dtype))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, tensor in local_tensors(self.model).items():
-            full = self.whole.get_parameter(name).detach()
-            found += self._differs(name, tensor, local_part(full, self.model_layout, name, self.rank), full)
-        return found
+            found += self.compare("loss", torch.stack(losses), expected)
+        return found + self.compare_gradients() + self.compare_updates()
 
     def _recorded(self, losses: list[Tensor], model: nn.Module, number: int) -> Tensor:
         loss = self._loss(model, self.mine[number])
         losses.append(loss.detach())
         return loss * self.num_shares  # gradients are averaged over data-parallel ranks
-
-    def _differs(self, what: str, got: Tensor, expected: Tensor, whole: Tensor | None = None) -> list[str]:
-        if got.shape != expected.shape:
-            return [f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"]
-        if not expected.numel():
-            return []
-        largest = (expected if whole is None else whole).abs().max().item()
-        error = (got - expected).abs().max().item()
-        close = error <= self.case.tolerance * largest + 1e-9
-        return [] if close else [f"{what} is off by {error:.1e} of {largest:.1e}"]
