@@ -16,8 +16,8 @@ from itertools import accumulate, chain, combinations, product
 
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.search.local import SearchProgress
-from lightning_realloc.tuning.search.options import Option
-from lightning_realloc.tuning.search.problem import PlacedOption, Problem, Score
+from lightning_realloc.tuning.search.options import Option, PlacedOption
+from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
 
 BETA = 0.001
@@ -29,12 +29,12 @@ MISFIT = 3.0
 def every_state(problem: Problem) -> Iterator[tuple[list[PlacedOption], frozenset[str]]]:
     """Yield every legal state, without option tables, dominance or symmetry."""
     estimator, per_call = problem.estimator, []
-    for i, call in enumerate(problem.calls):
+    for call in problem.calls:
         choices = []
         for ranks in rank_sets(problem.cluster):
-            for dims in legal_dims(problem.models[str(call.role)], call.kind, ranks.size, problem.cluster):
+            for dims in legal_dims(problem.models[call.role], call.kind, ranks.size, problem.cluster):
                 layout = Layout(dims, ranks.ranks)
-                kept = estimator.resident_bytes(str(call.role), layout, is_home=problem.home[i] == i)
+                kept = estimator.resident_bytes(call.role, layout, is_home=call.is_home)
                 for plan in problem.options.plans(call.kind, layout):
                     seconds = estimator.call_seconds(call.name, plan).total
                     if math.isfinite(seconds):

@@ -36,7 +36,7 @@ def test_every_combination_of_legal_plans_is_tried_once() -> None:
     problem = problem_of(0)  # prices without infinities: no option is left out
     counts = []
     for call in problem.calls:
-        model, cluster = problem.models[str(call.role)], problem.cluster
+        model, cluster = problem.models[call.role], problem.cluster
         legal = sum(len(legal_dims(model, call.kind, ranks.size, cluster)) for ranks in rank_sets(cluster))
         counts.append(legal * len(problem.options.plans(call.kind, problem.tables[0][1][0].plan.layout)))
     states = [

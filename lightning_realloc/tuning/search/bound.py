@@ -25,8 +25,8 @@ def lower_bound(problem: Problem) -> float:
     if not problem.is_complete:
         return 0.0
     if problem.overlap == "none":
-        return sum(problem.least_seconds)
-    timed = [i for i in problem.numbers if problem.timed[i]]
+        return sum(problem.work.least_seconds)
+    timed = [i for i in problem.numbers if problem.calls[i].is_timed]
     tables = {i: _seconds_and_shares(problem, i) for i in timed}
     off = {i: _WEIGHTS * shares.min() for i, (_, shares) in tables.items()}
     chains = [cut for chain in _chains(problem) for cut in _cuts(problem, chain)]
@@ -60,7 +60,7 @@ def _cuts(problem: Problem, chain: frozenset[int]) -> list[dict[int, float]]:
 def _seconds_and_shares(problem: Problem, i: int) -> tuple[np.ndarray, np.ndarray]:
     options = [option for options in problem.tables[i].values() for option in options]
     seconds = np.array([option.seconds for option in options])
-    return seconds, np.array([problem.work_of(option) for option in options]) / problem.capacity
+    return seconds, np.array([problem.work.of_option(option) for option in options]) / problem.work.capacity
 
 
 def _on_chain(seconds: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -74,14 +74,20 @@ def _chains(problem: Problem) -> list[frozenset[int]]:
     weights of the previous iteration, which closes a cycle of one iteration.
     """
     found = []
-    for end in problem.numbers:
-        if problem.timed[end]:
-            for chain in problem.chains_to(end):
-                role = problem.calls[end].role
-                closes = problem.trained[end] and problem.home[end] == end
+    for end in problem.calls:
+        if end.is_timed:
+            for chain in _chains_to(problem, end.number):
                 if problem.overlap == "calls":
                     found.append(frozenset(chain))
-                elif closes:
-                    first = next(index for index, i in enumerate(chain) if problem.calls[i].role == role)
+                elif end.is_trained and end.is_home:
+                    first = next(index for index, i in enumerate(chain) if problem.calls[i].role == end.role)
                     found.append(frozenset(chain[first:]))
     return found or [frozenset()]
+
+
+def _chains_to(problem: Problem, end: int) -> list[list[int]]:
+    """Return every chain of calls that ends with ``end``, in which each call needs products of the previous one."""
+    makers = [task // 2 for task in problem.schedule_builder.needs[2 * end + 1] if task != 2 * end]
+    if not makers:
+        return [[end]]
+    return [[*chain, end] for maker in makers for chain in _chains_to(problem, maker)]

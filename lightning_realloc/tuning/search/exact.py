@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 
-from lightning_realloc.tuning.search.options import Option, undominated
-from lightning_realloc.tuning.search.problem import PlacedOption, Problem, Score
+from lightning_realloc.tuning.search.options import Option, PlacedOption, undominated
+from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import RankSet, canonical_sets, rank_sets
 
 _ROUNDING = 1e-9
@@ -39,7 +39,7 @@ class BranchAndBound:
         self._problem, self._best, self._report, self._is_over = problem, best, report, is_over
         self._sets = tuple(rank_sets(problem.cluster))
         self._canonical: dict[tuple[RankSet, ...], list[RankSet]] = {}
-        homes = sorted((i for i in problem.numbers if problem.home[i] == i), key=lambda i: -problem.least_work[i])
+        homes = sorted((call.number for call in problem.calls if call.is_home), key=lambda i: -problem.work.least[i])
         order = [*homes, *(i for i in problem.numbers if i not in homes)]
         self._order = _early_calls_last(problem, order)
         self._state: list[PlacedOption | None] = [None] * len(problem.calls)
@@ -114,11 +114,11 @@ class BranchAndBound:
         For a role's only call, and for its only replica, no other call's cost depends on the layout. Its own seconds,
         the seconds of its move and its bytes are then all that matters.
         """
-        problem = self._problem
-        if not problem.is_alone(i) and not problem.is_only_copy(i):
+        problem, call = self._problem, self._problem.calls[i]
+        if not call.is_alone and not call.is_only_copy:
             return choices
         by_option: dict[Option, PlacedOption] = {choice.option: choice for choice in choices}
-        home = self._state[problem.home[i]] if problem.home[i] != i else None
+        home = None if call.is_home else self._state[call.home]
 
         def values(option: Option) -> tuple[float, ...]:
             self._state[i] = by_option[option]
@@ -132,7 +132,7 @@ class BranchAndBound:
 
 def offload_sets(problem: Problem) -> list[frozenset[str]]:
     """Return the sets of roles that can be offloaded, smallest first: untrained roles with a single call."""
-    roles = [str(problem.calls[i].role) for i in problem.numbers if problem.is_alone(i) and not problem.trained[i]]
+    roles = [call.role for call in problem.calls if call.is_alone and not call.is_trained]
     sets = chain.from_iterable(combinations(roles, count) for count in range(len(roles) + 1))
     return [frozenset(chosen) for chosen in sets]
 
@@ -144,5 +144,5 @@ def _early_calls_last(problem: Problem, order: Sequence[int]) -> list[int]:
     whose home is one of these come last.
     """
     early = problem.schedule_builder.early
-    first = [i for i in order if i not in early and problem.home[i] not in early]
+    first = [i for i in order if i not in early and problem.calls[i].home not in early]
     return [*first, *sorted(early), *(i for i in order if i not in first and i not in early)]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_realloc.tuning.search.exact import offload_sets
-from lightning_realloc.tuning.search.options import Option, undominated
-from lightning_realloc.tuning.search.problem import PlacedOption, Problem, Score
+from lightning_realloc.tuning.search.options import Option, PlacedOption, undominated
+from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import RankSet, node_counts, node_run, parts
 
 START_TEMPERATURE = 0.02
@@ -153,9 +153,9 @@ class LocalSearch:
         cluster with fewer nodes than trained roles is divided into equal parts of every size.
         """
         problem, nodes = self._problem, self._problem.cluster.num_nodes
-        everywhere = problem.all_ranks()
+        everywhere = self._run(0, nodes)
         yield [everywhere]
-        trained = [i for i in problem.numbers if problem.trained[i] and problem.home[i] == i]
+        trained = [call.number for call in problem.calls if call.is_trained and call.is_home]
         if len(trained) < 2:
             return
         if nodes < len(trained):
@@ -172,7 +172,7 @@ class LocalSearch:
 
     def _divided(self, homes: Sequence[int], nodes: int) -> list[int] | None:
         """Divide at most ``nodes`` nodes between home calls by their work; None if there are too few nodes."""
-        work = [self._problem.least_work[i] for i in homes]
+        work = [self._problem.work.least[i] for i in homes]
         counts: list[int] = []
         for index in range(len(homes)):
             left = nodes - sum(counts) - (len(homes) - index - 1)
@@ -186,10 +186,7 @@ class LocalSearch:
         """Place the home of each trained role on its ranks, and every other call where it is best."""
         problem = self._problem
         parts = iter(places[1:])
-        sets = [
-            next(parts, places[0]) if problem.trained[i] and problem.home[i] == i else places[0]
-            for i in problem.numbers
-        ]
+        sets = [next(parts, places[0]) if call.is_trained and call.is_home else places[0] for call in problem.calls]
         self._offload, self._state = frozenset(), []
         for i, ranks in enumerate(sets):
             if ranks.size not in problem.tables[i]:  # no option fits there
@@ -272,17 +269,17 @@ class LocalSearch:
 
     def _change_home(self, i: int) -> None:
         """Change the home of a role, and then the layouts that its weights move to."""
-        home = self._problem.home[i]
+        home = self._problem.calls[i].home
         ranks = self._state[home].ranks
         self._put(home, self._rng.choice(self._problem.tables[home][ranks.size]), ranks)
-        self._refit([j for j in self._problem.siblings[i] if j != home])
+        self._refit([j for j in self._problem.calls[i].siblings if j != home])
 
     def _refit(self, calls: Sequence[int]) -> None:
         """Give each call in turn the best option of a short list on its ranks."""
         for i in calls:
             ranks = self._state[i].ranks
             options = list(self._shortlist(i, ranks.size))
-            home = self._state[self._problem.home[i]].option.dims
+            home = self._state[self._problem.calls[i].home].option.dims
             options += [one for one in self._problem.tables[i][ranks.size] if one.dims == home][:2]
             self._take_best(i, [(option, ranks) for option in options])
 

@@ -10,12 +10,69 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.search.space import CallOptions, legal_dims, sizes
+from lightning_realloc.tuning.search.space import CallOptions, RankSet, legal_dims, sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedCall:
+    """A call that a search plans."""
+
+    number: int
+    """Position in the list of all searched calls."""
+    name: str
+    kind: CallKind
+    role: str
+    owner: str
+    """Role whose replicas the call uses."""
+    home: int
+    """Number of the call whose layout is the home of the owner's weights."""
+    is_timed: bool
+    """Whether iterations run the call; if not, its seconds are 0."""
+    is_trained: bool
+    """Whether an iteration changes the role's weights."""
+    siblings: tuple[int, ...]
+    """Numbers of the calls with the same owner, this one included."""
+
+    @property
+    def is_home(self) -> bool:
+        """Whether the call's layout is the home of its weights."""
+        return self.home == self.number
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the call is the only one that uses its owner's weights."""
+        return len(self.siblings) == 1
+
+    @property
+    def is_only_copy(self) -> bool:
+        """Whether the call is the only one of its owner's apart from the home call."""
+        return not self.is_home and len(self.siblings) == 2
+
+
+def searched_calls(dataflow: Dataflow, estimator: Estimator) -> tuple[SearchedCall, ...]:
+    """Return the calls of an iteration, and the home calls of all roles."""
+    homes = {role: dataflow.home_call(estimator.owner(role)) for role in dataflow.roles}
+    calls = [call for call in dataflow.model_calls if call in dataflow.iteration_calls or call in homes.values()]
+    owners = [estimator.owner(str(call.role)) for call in calls]
+    return tuple(
+        SearchedCall(
+            number=number,
+            name=call.name,
+            kind=call.kind,
+            role=str(call.role),
+            owner=owner,
+            home=calls.index(homes[owner]),
+            is_timed=call in dataflow.iteration_calls,
+            is_trained=call.role in dataflow.trained_roles,
+            siblings=tuple(other for other, its_owner in enumerate(owners) if its_owner == owner),
+        )
+        for number, (call, owner) in enumerate(zip(calls, owners, strict=True))
+    )
 
 
 class Option(NamedTuple):
@@ -32,14 +89,20 @@ class Option(NamedTuple):
     """Bytes that stay between calls: of the role's home for its home call, otherwise of a replica."""
 
 
-class PricedCall(NamedTuple):
-    """A call whose options are priced."""
+@dataclass(slots=True, eq=False)
+class PlacedOption:
+    """An option on some ranks."""
 
-    call: ModelFunctionCall
-    is_home: bool
-    """Whether the call's layout is the home of the role's weights."""
-    is_timed: bool
-    """Whether iterations run the call; if not, its seconds are 0."""
+    option: Option
+    ranks: RankSet
+    layout: int
+    """Number of the layout; equal layouts have the same number."""
+
+
+State = Sequence[PlacedOption | None]
+"""A choice for every searched call; None for a call without a choice yet."""
+OptionTable = dict[int, list[Option]]
+"""Number of ranks -> the options of a call on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +117,12 @@ class Pricing:
     options: CallOptions
     memory_budget: int
 
-    def tables(
-        self, subjects: Sequence[PricedCall], is_late: Callable[[], bool]
-    ) -> tuple[list[dict[int, list[Option]]], bool]:
-        """Return a table for each call, number of ranks -> options, and whether all numbers of ranks were priced.
+    def tables(self, calls: Sequence[SearchedCall], is_late: Callable[[], bool]) -> tuple[list[OptionTable], bool]:
+        """Return a table for each call, and whether all numbers of ranks were priced.
 
         Pricing stops when ``is_late`` returns True and every call has an option.
         """
-        tables: list[dict[int, list[Option]]] = [{} for _ in subjects]
+        tables: list[OptionTable] = [{} for _ in calls]
         cluster, only = self.estimator.cluster, self.options.num_ranks
         legal = [size for size in sizes(cluster) if only in (None, size)]
         for size in sorted(legal, key=lambda size: (cluster.num_devices % size != 0, -size)):
@@ -69,27 +130,23 @@ class Pricing:
                 return tables, False
             ranks = tuple(range(size))
             layouts: dict[ParallelDims, Layout] = {}
-            for table, subject in zip(tables, subjects, strict=True):
-                call = subject.call
-                dims = legal_dims(self.models[str(call.role)], call.kind, size, cluster)
+            for table, call in zip(tables, calls, strict=True):
+                dims = legal_dims(self.models[call.role], call.kind, size, cluster)
                 found = [
-                    option
-                    for one in dims
-                    for option in self._priced(subject, layouts.setdefault(one, Layout(one, ranks)))
+                    option for one in dims for option in self._priced(call, layouts.setdefault(one, Layout(one, ranks)))
                 ]
                 if found:
                     table[size] = found
         return tables, True
 
-    def _priced(self, subject: PricedCall, layout: Layout) -> list[Option]:
+    def _priced(self, call: SearchedCall, layout: Layout) -> list[Option]:
         """Return the undominated options of a layout.
 
         Moves and resident bytes depend on the layout only. An option that is slower and larger than another one of its
         layout is therefore in no best plan.
         """
-        call, is_home, is_timed = subject
-        resident = self.estimator.resident_bytes(str(call.role), layout, is_home=is_home)
-        kept = resident if is_home else 0
+        resident = self.estimator.resident_bytes(call.role, layout, is_home=call.is_home)
+        kept = resident if call.is_home else 0
         if kept > self.memory_budget:
             return []
         found = []
@@ -97,7 +154,7 @@ class Pricing:
             active = self.estimator.active_bytes(call.name, plan)
             if kept + active > self.memory_budget:
                 continue
-            seconds = self.estimator.call_seconds(call.name, plan).total if is_timed else 0.0
+            seconds = self.estimator.call_seconds(call.name, plan).total if call.is_timed else 0.0
             if math.isfinite(seconds):
                 found.append(Option(layout.dims, plan, seconds, active, resident))
         return undominated(found, lambda option: (option.seconds, option.active_bytes))

@@ -116,11 +116,10 @@ def search_plan(
         is_late=lambda: progress.elapsed_s >= PRICING_SHARE * seconds,
         generation_parts=generation_parts,
     )
-    bound = _search(problem, random.Random(seed), progress)
-    return _result(problem, progress, bound)
+    return _result(problem, progress, bound=_search(problem, random.Random(seed), progress))
 
 
-def _result(problem: Problem, progress: SearchProgress, bound: float) -> SearchResult:
+def _result(problem: Problem, progress: SearchProgress, *, bound: float) -> SearchResult:
     if progress.best is None or not progress.best.is_legal:
         raise nothing_fits(problem, progress.best)
     plan = problem.execution_plan(progress.state, progress.offload)

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.search.options import Option, PricedCall, Pricing
-from lightning_realloc.tuning.search.space import CallOptions, RankSet, node_run
+from lightning_realloc.tuning.search.options import (
+    Option,
+    OptionTable,
+    PlacedOption,
+    Pricing,
+    SearchedCall,
+    State,
+    searched_calls,
+)
+from lightning_realloc.tuning.search.rank_memory import peak_and_idle
+from lightning_realloc.tuning.search.space import CallOptions, RankSet
 from lightning_realloc.tuning.timeline.iteration_schedule import IterationSchedule, Overlap, ScheduleBuilder
 from lightning_realloc.tuning.timeline.steady_state import (
     WaitGraph,
@@ -28,20 +37,9 @@ from lightning_realloc.tuning.timeline.steady_state import (
     seconds_per_iteration,
 )
 
-_MAX_CACHED = 200_000
-"""Most entries of a cache. A full cache is emptied, since a search visits an unbounded number of states."""
-
-
-@dataclass(slots=True, eq=False)
-class PlacedOption:
-    """An option on some ranks."""
-
-    option: Option
-    ranks: RankSet
-    seconds: float
-    """Seconds of the option."""
-    layout: int
-    """Number of the layout; equal layouts have the same number."""
+_MAX_CACHED_MOVES = 200_000
+"""Most cached moves. A full cache is emptied, since a search visits an unbounded number of states."""
+_MAX_CACHED_SCHEDULES = 20_000
 
 
 class Score(NamedTuple):
@@ -58,10 +56,6 @@ class Score(NamedTuple):
     def is_legal(self) -> bool:
         """Whether a run can use the plan."""
         return self.excess_bytes == 0 and self.idle_ranks == 0
-
-
-State = Sequence[PlacedOption | None]
-"""A choice for every call of the problem; None for a call without a choice yet."""
 
 
 class Problem:
@@ -90,56 +84,35 @@ class Problem:
         missing = [role for role in dataflow.roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} needs a model; there are {', '.join(models) or 'none'}")
-        self.dataflow, self.estimator, self.cluster = dataflow, estimator, estimator.cluster
-        self.models, self.options = models, options
-        self.overlap, self.budget = overlap, memory_budget
-        timed = [call for call in dataflow.iteration_calls if call.role is not None]
-        homes = [dataflow.home_call(estimator.owner(role)) for role in dataflow.roles]
-        self.calls = tuple(call for call in dataflow.model_calls if call in timed or call in homes)
-        self.timed = tuple(call in timed for call in self.calls)
-        self.numbers = range(len(self.calls))
-        index = {call.name: i for i, call in enumerate(self.calls)}
-        self.owners = tuple(estimator.owner(str(call.role)) for call in self.calls)
-        self.home = tuple(index[dataflow.home_call(owner).name] for owner in self.owners)
-        self.trained = tuple(call.role in dataflow.trained_roles for call in self.calls)
-        self.siblings = tuple(tuple(j for j in self.numbers if self.owners[j] == owner) for owner in self.owners)
-        self._since_training = tuple(self._calls_since_training(i) for i in self.numbers)
-        self.schedule_builder = ScheduleBuilder(dataflow, self.calls, 1 if overlap == "none" else generation_parts)
+        self.dataflow, self.models, self.estimator = dataflow, models, estimator
+        self.options, self.overlap, self.budget = options, overlap, memory_budget
+        self.calls = searched_calls(dataflow, estimator)
+        pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
+        self.tables, self.is_complete = pricing.tables(self.calls, is_late)
+        self.work = Work(estimator, self.calls, self.tables)
+        self.schedule_builder = ScheduleBuilder(
+            dataflow, [dataflow.call(call.name) for call in self.calls], 1 if overlap == "none" else generation_parts
+        )
+        self._since_training = [self._calls_since_training(call) for call in self.calls]
         self._layouts: dict[tuple[ParallelDims, int], int] = {}
         self._moves: dict[tuple[int, int, int], float] = {}
-        self._schedule_cache: dict[tuple[object, ...], tuple[IterationSchedule, WaitGraph]] = {}
-        self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
-        self._layout = lru_cache(maxsize=256)(Layout)
-        pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
-        subjects = [PricedCall(self.calls[i], self.home[i] == i, self.timed[i]) for i in self.numbers]
-        self.tables, self.is_complete = pricing.tables(subjects, is_late)
-        per_node = range(1, self.cluster.devices_per_node + 1)
-        self.has_contention = any(estimator.slowdown(count) != 1.0 for count in per_node)
-        """Whether busy ranks of a node slow each other down."""
-        self.capacity = self.cluster.num_nodes * max(count / estimator.slowdown(count) for count in per_node)
-        """Rank-seconds of work that the cluster can do in a second."""
-        self.least_seconds = [self._least(i, lambda option: option.seconds) for i in self.numbers]
-        self.least_work = [self._least(i, self.work_of) for i in self.numbers]
+        self._schedule_of = lru_cache(maxsize=_MAX_CACHED_SCHEDULES)(self._make_schedule)
 
-    # ---- minimum over options
-    def _least(self, i: int, value: Callable[[Option], float]) -> float:
-        if not self.timed[i]:
-            return 0.0
-        return min((value(option) for options in self.tables[i].values() for option in options), default=math.inf)
+    @property
+    def numbers(self) -> range:
+        """Numbers of the calls."""
+        return range(len(self.calls))
 
-    def work_of(self, option: Option) -> float:
-        """Return the rank-seconds of a call without contention between its ranks."""
-        return option.seconds * self._work_rate(option.dims.size)
-
-    def _work_rate(self, num_ranks: int) -> float:
-        """Return the rank-seconds of work that the ranks of a task do in a second while other ranks are idle."""
-        return num_ranks / self.estimator.slowdown(min(num_ranks, self.cluster.devices_per_node))
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The cluster that the calls run on."""
+        return self.estimator.cluster
 
     # ---- choices
     def place(self, option: Option, ranks: RankSet) -> PlacedOption:
         """Return an option on some ranks."""
         key = (option.dims, ranks.mask)
-        return PlacedOption(option, ranks, option.seconds, self._layouts.setdefault(key, len(self._layouts)))
+        return PlacedOption(option, ranks, self._layouts.setdefault(key, len(self._layouts)))
 
     def execution_plan(self, state: Sequence[PlacedOption], offload: Iterable[str] = ()) -> ExecutionPlan:
         """Return a state as a plan; calls that only serve evaluation run at the home of their role."""
@@ -152,30 +125,25 @@ class Problem:
             )
         return ExecutionPlan(tuple(calls), tuple(offload)).completed(self.dataflow)
 
-    def is_alone(self, i: int) -> bool:
-        """Whether a call is the only one of its role and of the roles that share its weights."""
-        return all(j == i for j in self.siblings[i])
-
-    def is_only_copy(self, i: int) -> bool:
-        """Whether a call is the only one of its role apart from the home call."""
-        return self.home[i] != i and len(self.siblings[i]) == 2
-
     # ---- costs
     def score(self, state: State, offload: frozenset[str] = frozenset()) -> Score:
         """Return the cost of a state; for an incomplete state, a lower bound on the cost of every completion."""
         moves = [self.move_seconds(i, state) for i in self.numbers]
+        masks = self._task_masks(state, moves)
         durations = self._durations(state, moves, offload)
-        schedule, waits = self._schedule_of(state, moves, offload)
-        if self.has_contention and None not in state:
+        # Without early calls, offloading does not change the schedule.
+        schedule, waits = self._schedule_of(masks, offload if self.schedule_builder.early else frozenset())
+        is_complete = None not in state
+        if self.work.has_contention and is_complete:
             seconds = contended_seconds_per_iteration(
-                schedule, self._masks(state, moves), durations, self.overlap, self.cluster, self.estimator.slowdown
+                schedule, masks, durations, self.overlap, self.cluster, self.estimator.slowdown
             )
         else:
             seconds = seconds_per_iteration(schedule.step_seconds(durations), waits, self.overlap)
-        if None in state:
-            seconds = max(seconds, self._work(state, durations) / self.capacity)
-            return Score(self._excess(state, offload)[0], 0, seconds)
-        return Score(*self._excess(state, offload), seconds)
+        peak, idle = peak_and_idle(self.calls, state, self.cluster.num_devices, offload)
+        if not is_complete:
+            idle, seconds = 0, max(seconds, self._work_seconds(state, durations) / self.work.capacity)
+        return Score(max(0, peak - self.budget), idle, seconds)
 
     def move_seconds(self, i: int, state: State) -> float:
         """Return the seconds to move weights to a call; 0 if they are there already, or may be in an incomplete state.
@@ -183,8 +151,9 @@ class Problem:
         A replica is filled once after each training call, for the first call that uses it. Weights that are never
         trained, such as a shared base, do not move again.
         """
-        chosen, home = state[i], state[self.home[i]]
-        if not self.trained[i] or not self.timed[i] or chosen is None or home is None or chosen.layout == home.layout:
+        call, chosen = self.calls[i], state[i]
+        home = state[call.home]
+        if not (call.is_trained and call.is_timed and chosen and home) or chosen.layout == home.layout:
             return 0.0
         for j in self._since_training[i]:
             other = state[j]
@@ -192,132 +161,81 @@ class Problem:
                 return 0.0
         key = (i, home.layout, chosen.layout)
         if key not in self._moves:
-            if len(self._moves) > _MAX_CACHED:
+            if len(self._moves) > _MAX_CACHED_MOVES:
                 self._moves.clear()
-            source, target = (self._layout(one.option.dims, one.ranks.ranks) for one in (home, chosen))
-            self._moves[key] = self.estimator.move_seconds(str(self.calls[i].role), source, target)
+            source, target = (Layout(one.option.dims, one.ranks.ranks) for one in (home, chosen))
+            self._moves[key] = self.estimator.move_seconds(call.role, source, target)
         return self._moves[key]
+
+    def _calls_since_training(self, call: SearchedCall) -> tuple[int, ...]:
+        """Return the calls of a role between its training and this call, across the border of iterations."""
+        calls = [j for j in call.siblings if self.calls[j].is_timed and self.calls[j].role == call.role]
+        if not call.is_trained or call.is_home or call.number not in calls:
+            return ()
+        own, training = calls.index(call.number), calls.index(call.home)
+        return tuple(calls[training + 1 : own] if own > training else calls[training + 1 :] + calls[:own])
 
     def _durations(self, state: State, moves: Sequence[float], offload: frozenset[str]) -> list[float]:
         """Return the seconds of every task: task 2i moves weights to call i, and task 2i + 1 is call i."""
         durations = []
-        for i, chosen in enumerate(state):
-            seconds = self.least_seconds[i] if chosen is None else chosen.seconds
-            if chosen is not None and self.timed[i] and self.calls[i].role in offload:
+        for i, (call, chosen) in enumerate(zip(self.calls, state, strict=True)):
+            seconds = self.work.least_seconds[i] if chosen is None else chosen.option.seconds
+            if chosen is not None and call.is_timed and call.role in offload:
                 seconds += self.estimator.offload_seconds(chosen.option.resident_bytes)
             durations += [moves[i], seconds]
         return durations
 
-    def _work(self, state: State, durations: Sequence[float]) -> float:
+    def _task_masks(self, state: State, moves: Sequence[float]) -> tuple[int, ...]:
+        """Return the ranks of every task as bits; 0 for a move that is not needed and for a call without a choice."""
+        masks: list[int] = []
+        for i, (call, chosen) in enumerate(zip(self.calls, state, strict=True)):
+            home = state[call.home]
+            mask = 0 if chosen is None or not call.is_timed else chosen.ranks.mask
+            masks += [mask | home.ranks.mask if moves[i] > 0 and home is not None else 0, mask]
+        return tuple(masks)
+
+    def _make_schedule(self, masks: tuple[int, ...], offload: frozenset[str]) -> tuple[IterationSchedule, WaitGraph]:
+        schedule = self.schedule_builder.schedule(masks, offload)
+        return schedule, WaitGraph.from_masks(schedule.step_masks(masks), schedule.needs, schedule.carried)
+
+    def _work_seconds(self, state: State, durations: Sequence[float]) -> float:
         """Return the rank-seconds of work in an iteration."""
         total = 0.0
-        for i, chosen in enumerate(state):
-            home = state[self.home[i]]
+        for i, (call, chosen) in enumerate(zip(self.calls, state, strict=True)):
+            home = state[call.home]
             if chosen is None:
-                total += self.least_work[i]
+                total += self.work.least[i]
                 continue
-            total += self._work_rate(chosen.ranks.size) * durations[2 * i + 1]
+            total += self.work.rate(chosen.ranks.size) * durations[2 * i + 1]
             if durations[2 * i] and home is not None:
-                total += self._work_rate((chosen.ranks.mask | home.ranks.mask).bit_count()) * durations[2 * i]
+                total += self.work.rate((chosen.ranks.mask | home.ranks.mask).bit_count()) * durations[2 * i]
         return total
 
-    def _schedule_of(
-        self, state: State, moves: Sequence[float], offload: frozenset[str]
-    ) -> tuple[IterationSchedule, WaitGraph]:
-        places: list[object] = [(0 if c is None else 2 * c.ranks.mask) + (moves[i] > 0) for i, c in enumerate(state)]
-        if self.schedule_builder.early:  # without early calls, offloading does not change the schedule
-            places.append(offload)
-        key = tuple(places)
-        if key not in self._schedule_cache:
-            if len(self._schedule_cache) > _MAX_CACHED // 10:
-                self._schedule_cache.clear()
-            masks = self._masks(state, moves)
-            schedule = self.schedule_builder.schedule(masks, offload)
-            waits = WaitGraph.from_masks(schedule.step_masks(masks), schedule.needs, schedule.carried)
-            self._schedule_cache[key] = schedule, waits
-        return self._schedule_cache[key]
 
-    def _masks(self, state: State, moves: Sequence[float]) -> list[int]:
-        """Return the ranks of every task as bits; 0 for a move that is not needed and for a call without a choice."""
-        masks = []
-        for i, chosen in enumerate(state):
-            home = state[self.home[i]]
-            mask = 0 if chosen is None or not self.timed[i] else chosen.ranks.mask
-            masks += [mask | home.ranks.mask if moves[i] > 0 and home is not None else 0, mask]
-        return masks
+class Work:
+    """Rank-seconds of work: those that a cluster can do in a second, and those that calls need at least."""
 
-    def _excess(self, state: State, offload: frozenset[str]) -> tuple[int, int]:
-        """Return the bytes of the fullest rank beyond the budget, and the number of ranks without a call."""
-        groups = self._groups_of(state)
-        resident: list[int] = []
-        copies: set[tuple[str, int]] = set()
-        for i, chosen in enumerate(state):
-            home = state[self.home[i]]
-            if chosen is None or home is None:
-                resident.append(0)
-            elif home is chosen:
-                resident.append(chosen.option.resident_bytes)
-            else:
-                place = (self.owners[i], chosen.layout)
-                is_new = chosen.layout != home.layout and place not in copies
-                resident.append(chosen.option.resident_bytes if is_new else 0)
-                copies.add(place)
-        most = 0
-        for group in groups[1:]:
-            if offload:
-                most = max(most, self._peak_with_offload(group, state, resident, offload))
-            else:
-                active = max(chosen.option.active_bytes for i in group if (chosen := state[i]) is not None)
-                most = max(most, sum(resident[i] for i in group) + active)
-        return max(0, most - self.budget), groups[0][0]
+    def __init__(self, estimator: Estimator, calls: Sequence[SearchedCall], tables: Sequence[OptionTable]) -> None:
+        self._estimator, cluster = estimator, estimator.cluster
+        counts = range(1, cluster.devices_per_node + 1)
+        self.has_contention = any(estimator.slowdown(count) != 1.0 for count in counts)
+        """Whether busy ranks of a node slow each other down."""
+        self.capacity = cluster.num_nodes * max(count / estimator.slowdown(count) for count in counts)
+        """Rank-seconds of work that the cluster can do in a second."""
 
-    def _peak_with_offload(
-        self, group: Sequence[int], state: State, resident: Sequence[int], offload: frozenset[str]
-    ) -> int:
-        """Return a rank's peak if offloaded roles are on the device only in their calls and in the call before each."""
-        roles = [self.calls[i].role for i in group]
-        stays = sum(resident[i] for i, role in zip(group, roles, strict=True) if role not in offload)
-        most = 0
-        for index, i in enumerate(group):
-            present = {roles[index]}
-            if None not in state:  # in an incomplete state other calls may come in between
-                present.add(roles[(index + 1) % len(group)])
-            back = sum(resident[j] for j, role in zip(group, roles, strict=True) if role in offload and role in present)
-            chosen = state[i]
-            most = max(most, stays + back + (0 if chosen is None else chosen.option.active_bytes))
-        return most
+        def least(value: Callable[[Option], float]) -> list[float]:
+            rows = [[value(option) for row in table.values() for option in row] for table in tables]
+            return [min(row, default=math.inf) if call.is_timed else 0.0 for call, row in zip(calls, rows, strict=True)]
 
-    def _groups_of(self, state: State) -> tuple[tuple[int, ...], ...]:
-        """Return (number of idle ranks,), then the calls of each group of ranks that run the same calls."""
-        key = tuple(0 if chosen is None else chosen.ranks.mask for chosen in state)
-        if key not in self._groups:
-            if len(self._groups) > _MAX_CACHED // 10:
-                self._groups.clear()
-            atoms: list[tuple[int, tuple[int, ...]]] = [((1 << self.cluster.num_devices) - 1, ())]
-            for i, mask in enumerate(key):
-                inside = [(atom & mask, (*calls, i)) for atom, calls in atoms if atom & mask]
-                atoms = inside + [(atom & ~mask, calls) for atom, calls in atoms if atom & ~mask]
-            idle = sum(atom.bit_count() for atom, calls in atoms if not calls)
-            self._groups[key] = ((idle,), *(calls for _, calls in atoms if calls))
-        return self._groups[key]
+        self.least_seconds = least(lambda option: option.seconds)
+        """Least seconds of every call; 0 for a call that no iteration runs."""
+        self.least = least(self.of_option)
+        """Least rank-seconds of every call; 0 for a call that no iteration runs."""
 
-    def _calls_since_training(self, i: int) -> tuple[int, ...]:
-        """Return the calls of a role between its training and call ``i``, across the border of iterations."""
-        if not self.trained[i] or self.home[i] == i:
-            return ()
-        siblings = [j for j in self.siblings[i] if self.timed[j] and self.calls[j].role == self.calls[i].role]
-        if i not in siblings:
-            return ()
-        own, training = siblings.index(i), siblings.index(self.home[i])
-        return tuple(siblings[training + 1 : own] if own > training else siblings[training + 1 :] + siblings[:own])
+    def of_option(self, option: Option) -> float:
+        """Return the rank-seconds of a call without contention between its ranks."""
+        return option.seconds * self.rate(option.dims.size)
 
-    def chains_to(self, end: int) -> list[list[int]]:
-        """Return every chain of calls that ends with ``end``, in which each call needs products of the previous one."""
-        makers = [task // 2 for task in self.schedule_builder.needs[2 * end + 1] if task != 2 * end]
-        if not makers:
-            return [[end]]
-        return [[*chain, end] for maker in makers for chain in self.chains_to(maker)]
-
-    def all_ranks(self) -> RankSet:
-        """Return all ranks of the cluster."""
-        return node_run(self.cluster, 0, self.cluster.num_nodes)
+    def rate(self, num_ranks: int) -> float:
+        """Return the rank-seconds of work that the ranks of a task do in a second while other ranks are idle."""
+        return num_ranks / self._estimator.slowdown(min(num_ranks, self._estimator.cluster.devices_per_node))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.random_estimator import RandomEstimator
 from benchmarks.toy_estimator import decoder
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.tuning.search.exact import offload_sets
 from lightning_realloc.tuning.search.problem import Problem
 from lightning_realloc.tuning.search.space import CallOptions, rank_sets
 from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
@@ -120,7 +121,7 @@ def test_a_search_and_the_simulator_agree_on_whole_plans(
         ranks = rng.choice([one for one in sets if one.size in table])
         state.append(problem.place(rng.choice(table[ranks.size]), ranks))
     many = 240 if cores is None else 4  # on shared cores both take the mean over the same iterations
-    timeline = simulate(
-        PPO_FLOW, problem.execution_plan(state), estimator, iterations=many, overlap=overlap, generation_parts=parts
-    )
-    assert problem.score(state).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)
+    offload = rng.choice(offload_sets(problem))
+    plan = problem.execution_plan(state, offload)
+    timeline = simulate(PPO_FLOW, plan, estimator, iterations=many, overlap=overlap, generation_parts=parts)
+    assert problem.score(state, offload).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)
