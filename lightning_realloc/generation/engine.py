@@ -184,7 +184,7 @@ class GenerationEngine:
         return MigrationStats()
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Set the version of changed parameters, by default the next number; the first is 0.
+        """Set the version of updated parameters, by default the last one + 1; before any update it is 0.
 
         There is nothing to drop: no result of the old parameters outlives a call.
         """
@@ -337,7 +337,7 @@ class GenerationEngine:
             return Budget(tokens, seconds, lambda: agree([clock()])[0], may_stop)  # ranks must stop after the same step
         if seconds is not None and self._is_tensor_parallel:
             raise GenerationError(
-                "seconds_budget needs ranks in tensor parallelism to go by one clock; pass "
+                "seconds_budget needs one clock for all ranks in tensor parallelism; pass "
                 "GenerationEngine(agree=...), or bound the call by token_budget"
             )
         return Budget(tokens, seconds, clock, may_stop)
@@ -350,8 +350,8 @@ class GenerationEngine:
             return None
         if self._agree is not None or self._is_tensor_parallel:
             raise GenerationError(
-                "an environment cannot be asked under tensor parallelism: every rank would ask on its own, and go on "
-                "by another answer at another time; generate in a layout with tp=1"
+                "an environment cannot be asked under tensor parallelism: each rank would ask separately, and continue "
+                "with another answer at another time; generate in a layout with tp=1"
             )
         return Conversations(environment, conversation, vocabulary=vocabulary_of(self._model), clock=self._wall_clock)
 
@@ -363,9 +363,9 @@ class GenerationEngine:
         """Raise GenerationError if tensor-parallel ranks would make different decisions."""
         if self._is_tensor_parallel and (self._decoding.adapts or peers is not None):
             raise GenerationError(
-                "ranks in tensor parallelism have to decide alike how much to draft, and which samples move, and each "
-                "would go by its own clock; pass GenerationEngine(agree=...), which gives all ranks one rank's "
-                "numbers, or draft a fixed number of tokens: Speculation(num_draft_tokens=4)"
+                "ranks in tensor parallelism must decide alike how much to draft and which samples move, and each "
+                "would use its own clock; pass GenerationEngine(agree=...), which gives all ranks one rank's numbers, "
+                "or draft a fixed number of tokens: Speculation(num_draft_tokens=4)"
             )
 
 

@@ -63,7 +63,9 @@ class HFEngine:
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
             )
-        reason = generation_obstacle(model) or _why_its_generate_fails(model)
+        reason = generation_obstacle(model)
+        if any(hasattr(module, "recurrent_states") for module in model.modules()):  # RecurrentGemma
+            reason = "its layers keep the state of one call, and the next generate() continues from it"
         if reason is not None:
             raise GenerationError(
                 f"{type(model).__name__} cannot be generated from: {reason}; use a decoder-only model such as Llama"
@@ -84,12 +86,17 @@ class HFEngine:
         """Sends finished responses in chunks while a call runs; None: nothing is sent."""
 
     @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._model.parameters()).device
+        return device
+
+    @property
     def stats(self) -> GenerationStats:
         """Counts of the last call."""
         return self._stats
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Set the version of changed parameters, by default the next number; the first is 0."""
+        """Set the version of updated parameters, by default the last one + 1; before any update it is 0."""
         self._version = next_version(self._version, version)
 
     def release(self) -> None:
@@ -129,14 +136,13 @@ class HFEngine:
         order = sorted(samples, key=lambda sample: -hints[sample.prompt_number])
         stats = GenerationStats()
         notifier = CompletionNotifier(samples, on_finished, lambda sample: sample.completion(self._version))
+        context = min(length_bounds(self._model, None).values(), default=math.inf)
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
-            with torch.random.fork_rng(devices=_cuda_devices(self._model)):
+            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
                 torch.manual_seed(samples[0].key >> 1 if samples else 0)
-                for batch in _batches(
-                    order, most=self._max_slots, context=_context_of(self._model), pads=self._pads(samples)
-                ):
+                for batch in _batches(order, most=self._max_slots, context=context, pads=self._pads(samples)):
                     stats = self._run_batch(batch, params, stop, stats)
                     notifier.report(batch)
         finally:
@@ -164,11 +170,8 @@ class HFEngine:
         self, samples: Sequence[Sample], params: SamplingParams, stop: StopRule, stats: GenerationStats
     ) -> GenerationStats:
         """Complete some samples, and return the stats with theirs added."""
-        device = next(self._model.parameters()).device
         width = max(len(sample.prompt) for sample in samples)
-        # Pad with a token of the prompt, because a repetition penalty counts padding too.
-        ids = torch.tensor([[s.prompt[0]] * (width - len(s.prompt)) + list(s.prompt) for s in samples], device=device)
-        mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in samples], device=device)
+        ids, mask = _padded([sample.prompt for sample in samples], width, self._device)
         # Copies that the stopping criterion extends.
         rows = [Sample(s.sample_id, s.prompt_number, s.prompt, s.max_new_tokens, s.key) for s in samples]
         criteria = StoppingCriteriaList([_Stops(rows, stop)])
@@ -184,8 +187,7 @@ class HFEngine:
             ) from error
         for sample, row in zip(samples, rows, strict=True):
             logprobs = self._logprobs(sample, row.token_ids, params)
-            for token, logprob in zip(row.token_ids, logprobs, strict=True):
-                sample.append(token, logprob)
+            sample.grow(row.token_ids, logprobs)
             sample.finish_reason = row.finish_reason
         bad = [sample.sample_id for sample in samples if not math.isfinite(sum(sample.logprobs))]
         if bad:
@@ -200,16 +202,10 @@ class HFEngine:
         )
 
     def _logprobs(self, sample: Sample, response: Sequence[int], params: SamplingParams) -> list[float]:
-        ids = torch.tensor([[*sample.prompt, *response]], device=next(self._model.parameters()).device)
+        ids = torch.tensor([[*sample.prompt, *response]], device=self._device)
         logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
         values: list[float] = sampling_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
         return values
-
-
-def _why_its_generate_fails(model: nn.Module) -> str | None:
-    if any(hasattr(module, "recurrent_states") for module in model.modules()):  # RecurrentGemma
-        return "its layers keep what they read in one call, and its generate() goes on from there in the next"
-    return None
 
 
 def _refuse_native(method: str, given: Mapping[str, object]) -> None:
@@ -220,8 +216,8 @@ def _refuse_native(method: str, given: Mapping[str, object]) -> None:
             raise TypeError(f"HFEngine.{method}() got an unexpected keyword argument {name!r}")
         if value not in (known[name].default, []):
             raise GenerationError(
-                f"HFEngine has no {name}, which the native engine alone knows; generate by GenerationEngine (in an "
-                f"algorithm engine='native'), or leave {name} out"
+                f"HFEngine has no {name}, which only the native engine supports; use GenerationEngine (engine='native' "
+                f"in an algorithm), or leave {name} out"
             )
 
 
@@ -237,20 +233,27 @@ def _in_place_of_own(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
     """Return whether ``model`` predicts the same after a prompt that is padded to ``width``, up to rounding."""
-    device = next(model.parameters()).device
-    said = []
-    for padding in (0, width - len(prompt)):
-        ids = torch.tensor([[prompt[0]] * padding + list(prompt)], device=device)
-        mask = torch.tensor([[0] * padding + [1] * len(prompt)], device=device)
-        config = GenerationConfig(
-            max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
-        )
+    config = GenerationConfig(
+        max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+    )
+    logits: list[Tensor] = []
+    for length in (len(prompt), width):
+        ids, mask = _padded([prompt], length, next(model.parameters()).device)
         with _in_place_of_own(model, config):
-            output = model.generate(ids, attention_mask=mask)
-        said.append(output.logits[0][0].float())
-    alone, padded = said
-    differs = (alone - padded).square().mean().sqrt() > _ROUNDING * alone.std()  # False if not finite
+            logits.append(model.generate(ids, attention_mask=mask).logits[0][0].float())
+    expected, padded = logits
+    differs = (expected - padded).square().mean().sqrt() > _ROUNDING * expected.std()  # False if not finite
     return not bool(differs)
+
+
+def _padded(prompts: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token ids (B, width) and mask (B, width) of prompts.
+
+    Padding repeats a prompt's first token, because a repetition penalty counts padding too.
+    """
+    ids = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _batches(samples: Iterable[Sample], *, most: int, context: float, pads: bool = True) -> list[list[Sample]]:
@@ -273,10 +276,6 @@ def _batches(samples: Iterable[Sample], *, most: int, context: float, pads: bool
             longest_prompt, longest_response = len(sample.prompt), sample.max_new_tokens
         batches[-1].append(sample)
     return batches
-
-
-def _context_of(model: nn.Module) -> float:
-    return min(length_bounds(model, None).values(), default=math.inf)
 
 
 class _Stops(StoppingCriteria):
@@ -311,8 +310,3 @@ def _config(params: SamplingParams, samples: Sequence[Sample], stop: StopRule) -
         pad_token_id=0,
         **sampling,
     )
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    device = next(model.parameters()).device
-    return [device.index or 0] if device.type == "cuda" else []

@@ -134,7 +134,7 @@ def test_what_the_native_engine_alone_knows_is_refused_by_name() -> None:
     with pytest.raises(GenerationError, match=r"HFEngine has no max_cache_bytes, .* GenerationEngine .* or leave max_"):
         HFEngine(model, max_cache_bytes=10**6)
     for name, value in (("environment", print), ("token_budget", 5), ("resume", [object()])):
-        with pytest.raises(GenerationError, match=f"HFEngine has no {name}, which the native engine alone knows"):
+        with pytest.raises(GenerationError, match=f"HFEngine has no {name}, which only the native engine supports"):
             HFEngine(model).generate([[5]], params, **{name: value})
     assert len(HFEngine(model, speculation=None).generate([[5]], params, environment=None, resume=[])) == 1
     with pytest.raises(TypeError, match="unexpected keyword argument 'enviroment'"):

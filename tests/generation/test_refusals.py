@@ -147,7 +147,7 @@ def test_models_that_cannot_attend_through_slots_are_refused_by_name(
         (
             "qwen2_moe",
             {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "num_experts": 2},
-            "Qwen2MoeAttention attends with a sliding window of 6 that it states in its mask alone",
+            "Qwen2MoeAttention attends with a sliding window of 6 that only its mask states",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_model_without_a_head_for_tokens_is_refused(auto_class: Any) -> None:
 
 def test_an_encoder_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **SIZES))
-    with pytest.raises(GenerationError, match="BertSelfAttention attends with tokens to what comes after them"):
+    with pytest.raises(GenerationError, match="BertSelfAttention attends with tokens to later ones"):
         GenerationEngine(model).generate([[5, 6]], GREEDY)
 
 
@@ -196,7 +196,7 @@ def test_an_encoder_decoder_model_is_refused_as_one(engine_class: Any) -> None:
 def test_a_model_whose_generate_goes_on_from_the_last_call_is_refused() -> None:
     # The second of two prompts gets other tokens than it does from a new model.
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("recurrent_gemma", **SIZES, lru_width=16))
-    with pytest.raises(GenerationError, match=r"RecurrentGemmaForCausalLM .* keep what they read in one call"):
+    with pytest.raises(GenerationError, match=r"RecurrentGemmaForCausalLM .* keep the state of one call"):
         HFEngine(model)
 
 

@@ -73,8 +73,7 @@ class PagedCache(KVCache):
 
     # ---- at the start of a call
     def forget_shapes(self) -> None:
-        """Forget the layers' shapes: the next forward of each model sets them, and stores nothing. Then call
-        :meth:`lay_out`."""
+        """Let the next forward of each model set its layers' shapes, and store nothing; then call :meth:`lay_out`."""
         self._shapes = {}
 
     def for_drafts(self) -> DraftCache:

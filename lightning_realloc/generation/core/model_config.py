@@ -14,7 +14,7 @@ from lightning_realloc.runtime.model.batching_limits import experts_obstacle, ge
 if TYPE_CHECKING:
     from lightning_realloc.generation.core.sampling import SamplingParams
 
-_OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which goes by the model's own generate()"
+_OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which calls the model's own generate()"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PENALTIES: dict[str, object] = {
     "repetition_penalty": 1.0,

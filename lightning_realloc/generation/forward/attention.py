@@ -26,7 +26,7 @@ _QUERY_BLOCK = 1024
 """Queries of one segment that share a mask; bounds the mask's memory."""
 _SCORED_QUERY_BLOCK = 128
 """The same for layers without fused attention, where every head's scores take memory too."""
-_OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which goes by the model's own generate()"
+_OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which calls the model's own generate()"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,13 +157,13 @@ def _checked_window(module: nn.Module, step: PackedStep, window: int | Literal["
         _refuse_attention(module, "the same layer twice in a forward")
     step.attended.add(module.layer_idx)  # type: ignore[arg-type]
     if getattr(module, "is_causal", True) is False:
-        _refuse_attention(module, "tokens to what comes after them")
+        _refuse_attention(module, "tokens to later ones")
     if window != "unset":
         return window
     # Some models pass their window to the mask only, and this attention gets no mask. Qwen2-MoE writes 0 for none.
     declared: int | None = getattr(module.config, "sliding_window", None)
     if declared and step.max_length > declared:
-        _refuse_attention(module, f"a sliding window of {declared} that it states in its mask alone")
+        _refuse_attention(module, f"a sliding window of {declared} that only its mask states")
     return None
 
 

@@ -135,7 +135,7 @@ class StepGraphs:
     def release(self) -> None:
         """Drop all graphs and their memory.
 
-        Logits are rounded depending on how a step ran, so a resumed process must find the same state: none.
+        The way a step runs affects the rounding of its logits, so nothing stays that a resumed process would not have.
         """
         self._drop_graphs()
         self._num_steps.clear()

@@ -125,8 +125,8 @@ class Requests:
         name = f"resume[{index - len(self.prompts)}]"
         if completion.finish_reason != "unfinished":
             raise GenerationError(
-                f"{name}, sample {completion.sample_id}, is finished ({completion.finish_reason!r}); resume those "
-                "whose finish_reason is 'unfinished' alone"
+                f"{name}, sample {completion.sample_id}, is finished ({completion.finish_reason!r}); resume only "
+                "those whose finish_reason is 'unfinished'"
             )
         prompt = self._check_prompt(f"the prompt of {name}", completion.prompt)
         return Sample(
