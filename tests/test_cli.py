@@ -203,6 +203,7 @@ class Descent(torch.optim.Optimizer):
 def test_a_file_gives_roles_optimizers_by_class_path(workers: WorkerPool, folder: Path) -> None:
     (folder / "descent.py").write_text(DESCENT)
     model = json.loads(json.dumps(CONFIG["model"]))
+    del model["init_args"]["learning_rate"]
     model["init_args"] |= {
         "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"fused": True}},
         "weight_decay": 0.1, "no_decay": ["norms"],

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.role import ModelSource, Role
@@ -47,7 +46,6 @@ class OnPolicyDistillation(PolicyModule):
     Args:
         actor: The student: a Hugging Face name or folder, a config, or a module.
         teacher: What it is to be like; it reads the student's tokens, so both need the same vocabulary.
-        tokenizer: Tokenizer of the actor; None: the one next to its weights.
         sampling: Sampling of the rollout.
         divergence: ``"sampled"``: the reverse KL as a policy gradient of the tokens that were drawn, for which the
             teacher sends one number a token; ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole
@@ -71,7 +69,6 @@ class OnPolicyDistillation(PolicyModule):
         actor: ModelSource,
         teacher: ModelSource,
         *,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         sampling: SamplingParams | None = None,
         divergence: DistillationDivergence = "sampled",
         mix: float = 0.5,
@@ -91,7 +88,6 @@ class OnPolicyDistillation(PolicyModule):
         self.mix = mix
         self.policy_loss = PolicyLoss(clip_low=clip_low, clip_high=clip_high)
         self.loss_average = loss_average
-        self.tokenizer = tokenizer
         self.evaluation_calls = ("actor.generate", *(("teacher.infer", "measure") if self._is_sampled else ()))
         self.sources |= {"actor": actor, "teacher": teacher}
         self._head: TeacherHead | None = None
@@ -103,11 +99,7 @@ class OnPolicyDistillation(PolicyModule):
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
         """Return the student and the teacher."""
-        saved = self.peft_of("teacher", trained=False)
-        return (
-            Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor")),
-            Role(name="teacher", source=self.sources["teacher"], trained=False, peft=saved),
-        )
+        return self.make_role("actor", trained=True), self.make_role("teacher", trained=False)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Leave the reference out, and have the teacher read or score as the divergence needs."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.module import ModuleSettings
@@ -34,7 +32,6 @@ class ORPO(PairwiseModule):
 
     Args:
         actor: The model: a Hugging Face name or folder, a config, or a module.
-        tokenizer: Tokenizer of the actor; None: the one next to its weights.
         beta: Weight of the odds ratio beside the chosen responses' likelihood; lambda in the paper.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
@@ -46,19 +43,17 @@ class ORPO(PairwiseModule):
         self,
         actor: ModelSource,
         *,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         beta: float = 0.1,
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         check_not_negative(beta=beta)
         self.beta = beta
-        self.tokenizer = tokenizer
         self.sources["actor"] = actor
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor")),)
+        return (self.make_role("actor", trained=True),)
 
     def prepare_batch(self, batch: Samples) -> Samples:
         """Add what the likelihood of the chosen responses divides by."""

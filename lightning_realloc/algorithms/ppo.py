@@ -179,9 +179,7 @@ class PPO(RewardedModule):
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the critic, and the reference and reward models where they take part."""
         actor, *others = super().roles()
-        critic = Role(name="critic", source=self.sources["critic"], trained=True, task="token_classification",
-                      peft=self.peft_of("critic"))  # fmt: skip
-        return (actor, critic, *others)
+        return (actor, self.make_role("critic", trained=True, task="token_classification"), *others)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls without ``judge`` for a single reward model; the actor needs the reference in its loss."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
@@ -31,7 +29,6 @@ class ProcessReward(MultiModelModule):
     Args:
         reward: The model: a Hugging Face name or folder, a config, or a module. It gets a head of one label per token
             where it has none; ``s(score)`` is the probability that a step is right.
-        tokenizer: Tokenizer of the model; None: the one next to its weights.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
@@ -42,21 +39,13 @@ class ProcessReward(MultiModelModule):
     data_module = "StepDataModule"
     totals_of = ("num_steps",)
 
-    def __init__(
-        self,
-        reward: ModelSource,
-        *,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        **settings: Unpack[ModuleSettings],
-    ) -> None:
+    def __init__(self, reward: ModelSource, **settings: Unpack[ModuleSettings]) -> None:
         super().__init__(**settings)
-        self.tokenizer = tokenizer
         self.sources["reward"] = reward
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="reward", source=self.sources["reward"], trained=True, task="token_classification",
-                     peft=self.peft_of("reward")),)  # fmt: skip
+        return (self.make_role("reward", trained=True, task="token_classification"),)
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse a sample without a step, labels other than 0 and 1, and fewer samples than mini-batches."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.module import ModuleSettings
@@ -32,7 +30,6 @@ class RewardModel(PairwiseModule):
     Args:
         reward: The model: a Hugging Face name or folder, a config, or a module. It gets a head of one label where it
             has none. The last token of a response is read, its end token.
-        tokenizer: Tokenizer of the model; None: the one next to its weights.
         centre_coef: Weight of the squared sum of a pair's scores, which keeps scores around zero; 0 leaves it out.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
@@ -44,20 +41,17 @@ class RewardModel(PairwiseModule):
         self,
         reward: ModelSource,
         *,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         centre_coef: float = 0.0,
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         check_not_negative(centre_coef=centre_coef)
         self.centre_coef = centre_coef
-        self.tokenizer = tokenizer
         self.sources["reward"] = reward
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="reward", source=self.sources["reward"], trained=True, task="sequence_classification",
-                     peft=self.peft_of("reward")),)  # fmt: skip
+        return (self.make_role("reward", trained=True, task="sequence_classification"),)
 
     @infer("reward", needs="batch", produces="scores")
     def score(self, reward: nn.Module, batch: PackedBatch) -> Tensor:

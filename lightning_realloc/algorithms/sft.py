@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
@@ -26,7 +24,6 @@ class SFT(MultiModelModule):
 
     Args:
         actor: The model: a Hugging Face name or folder, a config, or a module.
-        tokenizer: Tokenizer of the actor; None: the one next to its weights.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
@@ -36,20 +33,13 @@ class SFT(MultiModelModule):
     batch_columns = ("prompt_ids", "response_ids")
     data_module = "SFTDataModule"
 
-    def __init__(
-        self,
-        actor: ModelSource,
-        *,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        **settings: Unpack[ModuleSettings],
-    ) -> None:
+    def __init__(self, actor: ModelSource, **settings: Unpack[ModuleSettings]) -> None:
         super().__init__(**settings)
-        self.tokenizer = tokenizer
         self.sources["actor"] = actor
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor")),)
+        return (self.make_role("actor", trained=True),)
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse pairs and judged responses, of which the bad ones would be learnt, too."""

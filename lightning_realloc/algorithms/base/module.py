@@ -22,7 +22,7 @@ from lightning_realloc.algorithms.base.calls import declared_calls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
 from lightning_realloc.algorithms.base.optimizers import NoDecay, Parameters, RoleOptimizer, chosen_for, state_bytes
-from lightning_realloc.algorithms.base.role import ModelSource, Role, without_weights
+from lightning_realloc.algorithms.base.role import ModelSource, Role, Task, without_weights
 from lightning_realloc.algorithms.base.sample_rows import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_type, refuse_contradictions
@@ -61,6 +61,7 @@ class ModuleSettings(TypedDict, total=False):
     liger_kernels: bool
     seed: int | None
     generation: GenerationOptions | None
+    tokenizer: PreTrainedTokenizerBase | str | Path | None
 
 
 class MultiModelModule(SuggestsSettings, EvaluatedModule):
@@ -93,9 +94,11 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         liger_kernels: Whether models run Liger's kernels, on CUDA and with the package liger-kernel.
         seed: Seed of random weights, sampling, dropout and mini-batch order; None: that of ``seed_everything``, else 0.
         generation: Group of the settings of generation; its fields take precedence.
+        tokenizer: Tokenizer, its name or folder; None: that of the first language model.
     """
 
     names_elsewhere = ALGORITHM_HINTS
+    _tokenizer: PreTrainedTokenizerBase | None
     optional_roles: tuple[str, ...] = ()
     """Roles that :meth:`roles` may leave out, and their calls with them."""
     share_prompts: bool = False
@@ -134,6 +137,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         liger_kernels: bool = False,
         seed: int | None = None,
         generation: GenerationOptions | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -163,7 +167,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             optimizer=optimizer, lr_scheduler=lr_scheduler, weight_decay=weight_decay, no_decay=no_decay
         )
         self.role_optimizers = dict(optimizers or {})
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.tokenizer = tokenizer
         self.sources: dict[str, ModelSource] = {}
         """Role -> where its weights come from. In a dict a model that was given as a module becomes no child of this
         module. Once all roles are built, only its shapes are kept."""
@@ -232,6 +236,11 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         if isinstance(config, Mapping) and "peft_type" not in config:
             return config.get(role)
         return config if trained else None
+
+    def make_role(self, name: str, *, trained: bool, task: Task = "causal_lm") -> Role:
+        """Return a role with the weights of ``sources[name]`` and the adapters that ``peft_config`` gives it."""
+        peft = self.peft_of(name, trained=trained)
+        return Role(name=name, source=self.sources[name], trained=trained, task=task, peft=peft)
 
     def reference_of(self, actor: Role, source: ModelSource | None) -> Role:
         """Return a frozen reference: of ``source``; without one of what the actor begins as.

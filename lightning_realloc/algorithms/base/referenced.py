@@ -6,10 +6,7 @@ with the rows, and the reference's weights are released.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
@@ -29,7 +26,6 @@ class ReferencedSettings(ModuleSettings, total=False):
     """Types of the settings that subclasses pass on to :class:`ReferencedModule`, which documents them."""
 
     reference: ModelSource | None
-    tokenizer: PreTrainedTokenizerBase | str | Path | None
     precompute_reference: bool
 
 
@@ -39,7 +35,6 @@ class ReferencedModule(MultiModelModule):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reference: Model that log-probabilities are compared with; None: the actor as it was loaded.
-        tokenizer: Tokenizer of the actor; None: the one next to its weights.
         precompute_reference: Whether the reference scores all rows of the data module once, when training begins, and
             is then released; else it scores every batch. Losses are the same.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
@@ -53,20 +48,18 @@ class ReferencedModule(MultiModelModule):
         actor: ModelSource,
         *,
         reference: ModelSource | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         precompute_reference: bool = False,
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         self.precompute_reference = precompute_reference
-        self.tokenizer = tokenizer
         self.sources["actor"] = actor
         if reference is not None:
             self.sources["reference"] = reference
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the reference."""
-        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        actor = self.make_role("actor", trained=True)
         return actor, self.reference_of(actor, self.sources.get("reference"))
 
     @infer("reference", needs="batch", produces=_COLUMN)

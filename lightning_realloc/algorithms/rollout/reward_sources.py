@@ -144,14 +144,6 @@ class RewardSources:
         """The calls from responses to rewards."""
         return (*[f"{model.role}.infer" for model in self.models], "judge")
 
-    def roles(self, sources: Mapping[str, ModelSource], peft_of: Any) -> tuple[Role, ...]:
-        """Return the models' roles; ``peft_of`` is :meth:`MultiModelModule.peft_of`."""
-        return tuple(
-            Role(name=model.role, source=sources[model.role], trained=False, task="sequence_classification",
-                 peft=peft_of(model.role, trained=False))
-            for model in self.models
-        )  # fmt: skip
-
     def further_calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls of all models but the first, which an algorithm declares."""
         return calls_of_further([model.role for model in self.models])

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer
 from lightning_realloc.algorithms.base.role import ModelSource, Role
@@ -41,7 +39,6 @@ class RewardedSettings(PolicySettings, total=False):
     reward_tokenizer: RewardTokenizer
     missing_eos_penalty: float | None
     reference: ModelSource | None
-    tokenizer: PreTrainedTokenizerBase | str | Path | None
 
 
 class RewardedModule(PolicyModule):
@@ -58,7 +55,6 @@ class RewardedModule(PolicyModule):
             tokenizers; a tokenizer: texts by that one.
         missing_eos_penalty: Subtracted in training from the reward of a response that is cut off; None: nothing.
         reference: Model that the policy is kept close to; None: the actor as it was loaded, or without its adapters.
-        tokenizer: Tokenizer of the actor; None: the one next to its weights.
         settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
             :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
@@ -79,7 +75,6 @@ class RewardedModule(PolicyModule):
         reward_tokenizer: RewardTokenizer = "actor",
         missing_eos_penalty: float | None = None,
         reference: ModelSource | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         **settings: Unpack[PolicySettings],
     ) -> None:
         super().__init__(sampling=sampling, **settings)
@@ -95,7 +90,6 @@ class RewardedModule(PolicyModule):
         self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
         for model in self._judges.models[1:]:
             setattr(self, model.method, partial(self._score, model.role))
-        self.tokenizer = tokenizer
         self.sources["actor"] = actor
         if reference is not None:
             self.sources["reference"] = reference
@@ -112,9 +106,12 @@ class RewardedModule(PolicyModule):
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor, and the reference and reward models where they take part."""
-        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        actor = self.make_role("actor", trained=True)
         reference = (self.reference_of(actor, self.sources.get("reference")),) if self.has_reference else ()
-        return (actor, *reference, *self._judges.roles(self.sources, self.peft_of))
+        scorers = (
+            self.make_role(model.role, trained=False, task="sequence_classification") for model in self._judges.models
+        )
+        return (actor, *reference, *scorers)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Have further reward models score, too."""
