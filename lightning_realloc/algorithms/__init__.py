@@ -1,4 +1,4 @@
-"""What is learnt: one file per algorithm, each a LightningModule of declared calls."""
+"""Algorithms, one file each: LightningModules that declare their models and calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imitate the best of several responses of one's own: rejection sampling, then fine-tuning on what is left."""
+"""Best-of-n: sample several responses, and fine-tune on the best."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_realloc.generation import SamplingParams
 
 
 class BestOfN(RewardedModule):
-    """Train an actor on the best of its own responses to every prompt; the others cost no training.
+    """Train an actor on the best of its own responses to every prompt.
 
     Source: Dong et al., arXiv:2304.06767 (RAFT); with a ``min_reward``: Yuan et al., arXiv:2308.01825 (RFT).
 
@@ -29,9 +29,9 @@ class BestOfN(RewardedModule):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Sampling of the rollout; ``n`` responses are compared.
-        keep: How many of them are learnt from.
-        min_reward: Responses below it are not learnt from, even if they are the best; None takes any.
-        loss_average: ``"token"`` means all tokens; ``"sequence"`` each response's, then the responses; see
+        keep: Number of responses per prompt to train on.
+        min_reward: Smallest reward of a response to train on; None: no minimum.
+        loss_average: Mean over every ``"token"``, or over each ``"sequence"`` and then over these; see
             :class:`PolicyGradient`.
         settings: Settings of :class:`RewardedModule` and its bases.
     """
@@ -58,16 +58,16 @@ class BestOfN(RewardedModule):
 
     @property
     def has_reference(self) -> bool:
-        """Never: nothing is compared with it."""
+        """Always False."""
         return False
 
     @property
     def chooses(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def choose(self, samples: Samples) -> Samples | None:
-        """Return the best responses; None, and so no step, where there are fewer than mini-batches."""
+        """Return the best responses; None, and so no step, if there are fewer than mini-batches."""
         rewards = samples.tensor("rewards")
         rows = best_rows(rewards, samples.tensor("prompt_id"), keep=self.keep, min_reward=self.min_reward)
         self.log("reward_of_all", rewards.nanmean(), batch_size=1)
@@ -86,13 +86,13 @@ class BestOfN(RewardedModule):
 
 
 def best_rows(rewards: Tensor, groups: Tensor, *, keep: int, min_reward: float | None = None) -> list[int]:
-    """Return the positions of the ``keep`` largest of the (B,) rewards of every group, ascending.
+    """Return the ascending positions of the ``keep`` largest of the (B,) rewards of every group.
 
-    The first one wins a tie. Rewards of NaN are missing; those below ``min_reward`` are left out.
+    The first one wins a tie. NaN rewards and those below ``min_reward`` are excluded.
     """
     least = -torch.inf if min_reward is None else min_reward
     best: dict[int, list[int]] = {}
     for row in torch.argsort(rewards, descending=True, stable=True).tolist():
-        if float(rewards[row]) >= least:  # not of NaN
+        if float(rewards[row]) >= least:  # False for NaN
             best.setdefault(int(groups[row]), []).append(row)
     return sorted(row for rows in best.values() for row in rows[:keep])

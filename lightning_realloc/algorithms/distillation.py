@@ -1,7 +1,7 @@
-"""Learn from a teacher what it would have said to one's own responses: on-policy distillation.
+"""On-policy distillation: learn from a teacher's probabilities on the student's own responses.
 
-The student answers prompts, the teacher says of each of the student's tokens how likely it was, or of each place which
-tokens were. So the student learns where it goes itself, and not on responses that it would never have begun.
+The student responds to prompts. The teacher returns the log-probability of each token of the student, or the whole
+distribution at each position. So the student learns on the states that it visits itself.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from lightning_realloc.runtime.parallel.packed_forward import predicting_logits,
 
 DistillationDivergence = Literal["sampled", "reverse_kl", "forward_kl", "js"]
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings of models whose logits are not their heads' products alone."""
+"""Settings of models whose logits are not only the product of the head."""
 
 
 class OnPolicyDistillation(PolicyModule):
-    """Train an actor to be like a teacher on the actor's own responses.
+    """Train an actor to match a teacher on the actor's own responses.
 
-    Source: Agarwal et al., arXiv:2306.13649 (GKD); ``"sampled"``: Gu et al., arXiv:2306.08543, without its
-    returns; Lu et al., "On-policy distillation", 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+    Source: Agarwal et al., arXiv:2306.13649 (GKD); ``"sampled"``: Gu et al., arXiv:2306.08543, without its returns; Lu
+    et al., "On-policy distillation", 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
 
     Args:
         actor: The student: a Hugging Face name or folder, a config, or a module.
-        teacher: What it is to be like; it reads the student's tokens, so both need the same vocabulary.
+        teacher: The model to match. It reads the student's tokens, so both need the same vocabulary.
         sampling: Sampling of the rollout.
-        divergence: ``"sampled"``: the reverse KL as a policy gradient of the tokens that were drawn, for which the
-            teacher sends one number a token; ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole
-            vocabulary, for which it sends its last hidden states, and every training rank keeps a copy of its head: on
-            the device of the tokens whose logits it has, under tensor parallelism a share of them.
-        mix: Of ``"js"``: how much of the mixture is the teacher; near 0 it is like the forward KL, near 1 like the
-            reverse one.
-        clip_low: Of ``"sampled"``: how far a ratio may fall below 1 and still be pushed down.
-        clip_high: How far it may rise above 1 and still be pushed up.
-        loss_average: ``"token"`` means all tokens; ``"sequence"`` each response's, then the responses; see
+        divergence: ``"sampled"``: the reverse KL as a policy gradient of the sampled tokens; the teacher sends one
+            number
+            per token. ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole vocabulary; the teacher sends its
+                last
+            hidden states, and every training rank keeps a copy of its head, under tensor parallelism a share of it.
+        mix: For ``"js"``: weight of the teacher in the mixture; near 0 like the forward KL, near 1 like the reverse KL.
+        clip_low: For ``"sampled"``: distance below 1 at which a ratio is clipped.
+        clip_high: For ``"sampled"``: distance above 1 at which a ratio is clipped.
+        loss_average: Mean over every ``"token"``, or over each ``"sequence"`` and then over these; see
             :class:`PolicyGradient`.
         settings: Settings of :class:`PolicyModule` (evaluation, environment, rollout budget) and
-            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
+            :class:`MultiModelModule`
+            (learning rate, optimizer, schedule, tokenizer, training options, seed).
     """
 
     optional_roles = ()
@@ -102,7 +103,7 @@ class OnPolicyDistillation(PolicyModule):
         return self.make_role("actor", trained=True), self.make_role("teacher", trained=False)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Leave the reference out, and have the teacher read or score as the divergence needs."""
+        """Return the calls without the reference, with the teacher's call for the divergence."""
         calls = [call for call in super().calls() if call.role != "reference"]
         if self._is_sampled:
             return tuple(calls)
@@ -113,10 +114,10 @@ class OnPolicyDistillation(PolicyModule):
         return tuple(replace(call, **changes.get(call.name, {})) for call in calls if call.name != "measure")
 
     def configure_model(self) -> None:
-        """Build the models, once it is known that they read the same tokens; keep the teacher's head, where needed."""
+        """Build the models after a check of their vocabularies; store the teacher's head if needed."""
         if not self.models():
             actor, teacher = self.roles()
-            named = isinstance(actor.source, str | Path)  # a module without a tokenizer is compared by its size
+            named = isinstance(actor.source, str | Path)  # modules without a tokenizer are compared by size
             tokenizer = self.tokenizer if named else self._tokenizer
             require_same_vocabulary(teacher, actor, tokenizer, way_out="give a teacher of the actor's family")
         super().configure_model()
@@ -126,11 +127,11 @@ class OnPolicyDistillation(PolicyModule):
     # ---- the calls
     @infer("teacher", needs="rollout", produces="teacher_logprobs")
     def score_teacher(self, teacher: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the teacher's log-probability of every token that the student chose."""
+        """Return the teacher's log-probability of every token that the student sampled."""
         return self._logprobs(teacher, batch)
 
     def read_teacher(self, teacher: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return (N, D) the hidden states that the teacher predicts every response token from."""
+        """Return the (N, D) hidden states that the teacher predicts every response token from."""
         return predicting_states(teacher, batch)
 
     @compute(needs=("rollout", "teacher_logprobs"), produces="reverse_kl")
@@ -151,14 +152,14 @@ class OnPolicyDistillation(PolicyModule):
         return Loss(averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens), metrics)
 
     def _sampled(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (N,) losses of which each token is rewarded with minus its own part of the divergence."""
+        """Return the (N,) policy losses whose advantage is minus each token's part of the divergence."""
         logprobs, behaviour = self._logprobs(actor, batch), batch["behaviour_logprobs"]
         apart = behaviour - batch["teacher_logprobs"]
         loss = self.policy_loss(logprobs, behaviour, -apart, batch)
         return loss.values, {"reverse_kl": apart, "clip_fraction": loss.clipped.float()}
 
     def _whole(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (N,) divergences over the whole vocabulary, zero outside responses."""
+        """Return the (N,) divergences over the whole vocabulary, zero outside responses."""
         assert self.divergence != "sampled" and self._head is not None, "the head was kept by configure_model"
         targets = batch.response_mask.nonzero().squeeze(1)
         logits = predicting_logits(actor, batch, targets)
@@ -169,23 +170,23 @@ class OnPolicyDistillation(PolicyModule):
         values = found.new_zeros(batch.num_tokens).index_copy(0, targets, found)
         return values, {self.divergence: values}
 
-    # ---- what is known of it
+    # ---- metrics and checks
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return the mean divergence in nats per response where it was estimated, and how long responses are."""
+        """Return the mean divergence in nats per response, if it was estimated, and response lengths."""
         found = {"reverse_kl": samples.tensor("reverse_kl").mean()} if "reverse_kl" in samples else {}
         return found | response_summary(samples)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse fewer samples than mini-batches."""
+        """Raise for fewer samples than mini-batches."""
         if self.training_now:
             check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
 
 
 def _head_of(teacher: Any) -> TeacherHead:
-    """Return a copy of the head of a model that is not divided yet.
+    """Return a copy of the head of a model that is not sharded yet.
 
     Raises:
-        ConfigError: where logits are more than the head's product.
+        ConfigError: for a model whose logits are not only the product of its head.
     """
     config = getattr(teacher, "config", None)
     changed = [name for name in _CHANGES_LOGITS if getattr(config, name, None) not in (None, 1.0)]

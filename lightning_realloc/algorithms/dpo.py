@@ -1,7 +1,4 @@
-"""Direct preference optimisation: learn from pairs of responses, without a reward model and without sampling.
-
-Left out here, because it is the runtime's: micro-batches, backward, clipping of gradients, optimizer steps, layouts.
-"""
+"""Direct preference optimization: learn from pairs of responses, without a reward model and without sampling."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 DPOLoss = PairLossName | Literal["sft"]
-"""A loss of pairs, or the mean negative log-likelihood of the chosen responses' tokens, to be added to one."""
+"""A loss of pairs, or the mean negative log-likelihood of the chosen responses' tokens, as a further term."""
 Weighting = Literal["wpo"]
 _NAMES: tuple[DPOLoss, ...] = (*get_args(PairLossName), "sft")
 
@@ -65,18 +62,18 @@ class DPO(ReferencedModule, PairwiseModule):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         loss: ``"sigmoid"``, or another of ``PairLossName``, or ``"sft"``; several are added up.
-        loss_weights: One per loss; by default all count 1.
-        beta: How dear it is to leave the reference.
-        label_smoothing: The share of pairs that are taken to be labelled the wrong way round: in ``sigmoid`` (then
-            conservative DPO), ``sigmoid_norm``, ``robust``, ``exo_pair``, ``aot`` and ``aot_unpaired``.
-        divergence: From the reference: ``reverse_kl``, ``forward_kl``, ``js`` or ``alpha``.
-        alpha: Of the divergence ``alpha``; 1 is ``reverse_kl``.
-        discopop_tau: How sharply ``discopop`` changes from one of its losses to the other. Below 0.1023, as by default,
-            the loss rises with the margin around 0, where a policy begins that is its own reference.
-        tail_weight: What tokens of the longer response count that lie behind the length of the shorter one.
-        weighting: ``"wpo"`` lets a pair count in training the less, the less likely its responses are to be the
-            policy's own (arXiv:2406.11827); not in ``"sft"``, and not in what is measured of held-out pairs.
-        settings: Settings of :class:`ReferencedModule` (reference, tokenizer, precomputing) and
+        loss_weights: One per loss; None: all 1.
+        beta: Strength of the pull to the reference.
+        label_smoothing: Assumed share of wrong labels, in ``sigmoid`` (then conservative DPO), ``sigmoid_norm``,
+            ``robust``, ``exo_pair``, ``aot`` and ``aot_unpaired``.
+        divergence: Divergence from the reference: ``reverse_kl``, ``forward_kl``, ``js`` or ``alpha``.
+        alpha: Parameter of the divergence ``alpha``; 1 is ``reverse_kl``.
+        discopop_tau: Temperature of the transition between the two losses of ``discopop``. Below 0.1023, as by default,
+            the loss rises with the margin around 0, where training starts.
+        tail_weight: Weight of tokens of the longer response after the length of the shorter one.
+        weighting: ``"wpo"`` weights pairs in training by the policy's probability of their responses
+            (arXiv:2406.11827). It affects neither ``"sft"`` nor metrics of held-out pairs.
+        settings: Settings of :class:`ReferencedModule` (reference, precomputing) and
             :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
@@ -121,27 +118,28 @@ class DPO(ReferencedModule, PairwiseModule):
         self.weighting = weighting
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Let training wait for ranks over the whole batch where a loss compares them, and leave them out elsewhere."""
+        """Return the calls, with ``match`` only for losses that compare ranks over the whole batch."""
         calls = super().calls()
         if not OF_WHOLE_BATCH.intersection(self.losses):
             return tuple(call for call in calls if call.name != "match")
         return tuple(replace(call, needs=(*call.needs, "matches")) if call.kind == "train" else call for call in calls)
 
     def prepare_batch(self, batch: Samples) -> Samples:
-        """Add what the likelihood of the chosen responses divides by."""
+        """Add the divisor of the likelihood of chosen responses."""
         return batch.with_columns(chosen_tokens=chosen_tokens(batch))
 
     # ---- the calls
     @compute(needs=("batch", "logprobs", "ref_logprobs"), produces="matches", whole_batch=True)
     def match(self, samples: Samples) -> Mapping[str, Column]:
-        """Return what each sample is compared with: its pair's first match where it was chosen, else the second."""
+        """Return each sample's value of equal rank: the first of its pair for chosen samples, the second for rejected
+        ones."""
         pairs = self._scored_pairs(samples)
         assert pairs.matches is not None, "this call is left out where no loss needs it"
         return {"matches": torch.stack(pairs.matches, dim=1).flatten()}
 
     @compute(needs=("batch", "logprobs", "ref_logprobs"), produces=("losses", "margins"), whole_batch=True)
     def measure(self, samples: Samples) -> Mapping[str, Column]:
-        """Return every pair's loss, and by how much its chosen response is rewarded more, for both of its samples."""
+        """Return every pair's loss and margin of implied rewards, for both of its samples."""
         pairs = self._scored_pairs(samples)
         losses = sum(weight * pair_loss(n, pairs, self.settings) for n, weight in self._pair_losses.items())
         nll = self._likelihood(samples.ragged("logprobs"))
@@ -169,9 +167,9 @@ class DPO(ReferencedModule, PairwiseModule):
         return Loss(value, metrics)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return besides how well the implied rewards know which response of a pair is the better one.
+        """Return also the calibration error of the margins.
 
-        They are known up to a constant of each prompt, so those of other prompts are not compared with them.
+        Implied rewards are known up to a constant per prompt, so they are not compared across prompts.
         """
         found = super().summarize(samples)
         return found and found | {"calibration_error": calibration_error(sides(samples.tensor("margins"))[0])}
@@ -188,14 +186,13 @@ class DPO(ReferencedModule, PairwiseModule):
         return Pairs(*pair_sums(logprobs, tail_weight=self.tail_weight), *reference, *lengths, matches)
 
     def _scored_pairs(self, samples: Samples) -> Pairs:
-        """Return all pairs of a batch, with what they are compared with."""
+        """Return all pairs of a batch, with their values of equal rank."""
         pairs = self._pairs(samples.ragged("logprobs"), samples.ragged("ref_logprobs"))
         for name in OF_WHOLE_BATCH.intersection(self.losses):
             pairs = replace(pairs, matches=rank_matches(name, pairs))
         return pairs
 
     def _likelihood(self, logprobs: Ragged) -> Tensor:
-        """Return (P,) the negative log-likelihoods of the chosen responses."""
         return -pair_sums(logprobs)[0]
 
     def _margins(self, pairs: Pairs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation, and the variants that have been published of it."""
+"""Group-relative policy optimization and its published variants."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ class GRPO(PolicyGradient):
         self.normalize_by_std = normalize_by_std
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
-        """Return rewards less their group's mean, over its deviation."""
+        """Return rewards less their group's mean, divided by its standard deviation."""
         return group_advantages(rewards, samples.tensor("prompt_id"), std_eps=1e-4 if self.normalize_by_std else None)

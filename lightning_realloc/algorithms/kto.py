@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: learn from responses that were judged one by one, good or bad."""
+"""Kahneman-Tversky optimization: learn from single responses with a good or bad label."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ KTOLoss = Literal["kto", "apo_zero_unpaired"]
 
 
 class KTO(ReferencedModule):
-    """Train an actor on responses with a label each: desirable or not.
+    """Train an actor on responses with a desirable or undesirable label each.
 
-    Gains and losses count from a reference point, the divergence from the reference. It is estimated from responses
-    that answer other prompts: every batch is also scored with its responses shifted on by one prompt, and these
-    samples are no part of training. With ``precompute_reference`` they are shifted over all rows, in their order.
+    Gains and losses count from a reference point, the divergence from the reference. It is estimated on mismatched
+    responses: each prompt is also scored with the response to the prompt before it, and these samples are not trained
+    on. With ``precompute_reference``, responses are shifted over all rows, in their order.
 
     Source: Ethayarajh et al., arXiv:2402.01306.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         loss: ``"kto"``, or ``"apo_zero_unpaired"``, which counts from zero and needs no estimate.
-        beta: How fast gains and losses saturate; larger keeps closer to the reference.
-        desirable_weight: Of the loss of desirable responses.
-        undesirable_weight: Of the others. The paper balances both: weight times count, within 1 : 1 and 4 : 3.
-        settings: Settings of :class:`ReferencedModule` (reference, tokenizer, precomputing) and
-            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
+        beta: Speed at which gains and losses saturate; larger stays closer to the reference.
+        desirable_weight: Weight of the loss of desirable responses.
+        undesirable_weight: Weight of the loss of undesirable responses. The paper keeps the ratio of weight times count
+            between 1 : 1 and 4 : 3.
+        settings: Settings of :class:`ReferencedModule` (reference, precomputing) and :class:`MultiModelModule`
+            (learning
+            rate, optimizer, schedule, tokenizer, training options, seed).
     """
 
     batch_columns = ("prompt_ids", "response_ids", "label")
@@ -78,7 +80,7 @@ class KTO(ReferencedModule):
         self.undesirable_weight = undesirable_weight
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Leave the estimate out where the loss counts from zero."""
+        """Return the calls, without the estimate if the loss counts from zero."""
         calls = super().calls()
         if self.loss == "kto":
             return calls
@@ -86,7 +88,7 @@ class KTO(ReferencedModule):
         return tuple(replace(call, needs=tuple(name for name in call.needs if name != "kl")) for call in kept)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse labels other than 0 and 1, empty responses, and fewer samples than mini-batches."""
+        """Raise for labels other than 0 and 1, empty responses, and fewer samples than mini-batches."""
         super().check_batch(batch)
         labels, lengths = batch.tensor("label"), batch.ragged("response_ids").lengths
         wrong = (labels != 0) & (labels != 1)
@@ -98,9 +100,9 @@ class KTO(ReferencedModule):
             check_minibatches(len(batch), self.train_options_of("actor"))
 
     def prepare_batch(self, batch: Samples) -> Samples:
-        """Put behind each sample its prompt with another one's response, if the loss needs them.
+        """Add mismatched samples after each sample, if the loss needs them.
 
-        A last batch of held-out data may have one prompt alone; its gains count from zero.
+        A last batch of held-out data may have a single prompt; its gains count from zero.
         """
         if self.loss != "kto":
             return batch
@@ -111,7 +113,7 @@ class KTO(ReferencedModule):
         return with_mismatches(batch)
 
     def reference_columns(self, table: Samples, batch_size: int) -> dict[str, Column]:
-        """Keep with each row another prompt's response, too, if the loss needs one, and what the reference says of it.
+        """Return also a mismatched response of each row and its scores, if the loss needs them.
 
         Held-out rows of a single prompt have none, and count from zero.
         """
@@ -128,9 +130,9 @@ class KTO(ReferencedModule):
     # ---- the calls
     @compute(needs=("batch", "logprobs", "ref_logprobs"), produces="kl", whole_batch=True)
     def estimate_kl(self, samples: Samples) -> Mapping[str, Column]:
-        """Return the batch's reference point for each of its samples: the mismatched ones' mean log-ratio, if above 0.
+        """Return the reference point for each sample: the mean log-ratio of mismatched samples, at least 0.
 
-        It is no estimate of a divergence by itself; what counts is that it moves as the policy does.
+        It is not an estimate of a divergence by itself, but it moves with the policy.
         """
         return {"kl": self._reference_point(samples)}
 
@@ -157,7 +159,7 @@ class KTO(ReferencedModule):
         return Loss(losses.sum() / totals.num_sequences, metrics)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return the mean loss, each label's mean reward, their difference, and how well rewards tell labels apart."""
+        """Return the mean loss, mean rewards by label, their difference, and ranking metrics."""
         if "losses" not in samples:
             return {}
         kept = samples.tensor("trained").bool() if "trained" in samples else torch.ones(len(samples), dtype=torch.bool)
@@ -178,7 +180,7 @@ class KTO(ReferencedModule):
         )  # fmt: skip
 
     def _reference_point(self, samples: Samples) -> Tensor:
-        """Return (B,) the same number for all; zero where the loss counts from there."""
+        """Return (B,) the reference point, equal for all samples."""
         if self.loss != "kto" or bool(samples.tensor("trained").all()):
             return torch.zeros(len(samples))
         mismatched = _ratios(samples)[~samples.tensor("trained")]
@@ -186,7 +188,7 @@ class KTO(ReferencedModule):
 
 
 def _ratios(samples: Samples) -> Tensor:
-    """Return (B,) how much likelier the actor finds each response than the reference does."""
+    """Return the (B,) log-ratios of responses."""
     return sequence_sums(samples.ragged("logprobs")) - sequence_sums(samples.ragged("ref_logprobs"))
 
 
@@ -196,12 +198,12 @@ def _is_one_prompt(batch: Samples) -> bool:
 
 
 def with_mismatches(batch: Samples) -> Samples:
-    """Return the samples, behind each one its prompt with the response of the nearest one before it of another prompt.
+    """Return each sample followed by its prompt with a mismatched response: the nearest earlier one to another prompt.
 
-    The first ones go on from the end. Ids double; ``trained`` is True of the samples that were there before.
+    The first samples take responses from the end. Ids double; ``trained`` is True for the original samples.
 
     Raises:
-        DataError: when all prompts are the same.
+        DataError: if all prompts are equal.
     """
     prompts = batch.ragged("prompt_ids").to_lists()
     if _is_one_prompt(batch):
@@ -221,8 +223,8 @@ def with_mismatches(batch: Samples) -> Samples:
 
 
 def with_known_mismatches(batch: Samples) -> Samples:
-    """Return what :func:`with_mismatches` does, of the mismatched responses that rows bring, with their scores."""
-    rows = torch.arange(len(batch) * 2).view(2, -1).T.flatten()  # in turn: a row's own, and its mismatched one
+    """Return the samples of :func:`with_mismatches`, with mismatched responses and scores from the rows."""
+    rows = torch.arange(len(batch) * 2).view(2, -1).T.flatten()  # alternately own and mismatched
 
     def in_turn(own: str, mismatched: str) -> Ragged:
         return Ragged.concatenate([batch.ragged(own), batch.ragged(mismatched)]).select(rows)

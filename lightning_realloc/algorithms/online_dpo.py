@@ -1,4 +1,4 @@
-"""Direct preference optimisation on the actor's own responses: the best and the worst of a group are a pair."""
+"""Direct preference optimization on the actor's own responses: the best and the worst of a group are a pair."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from lightning_realloc.generation import SamplingParams
 
 
 class OnlineDPO(RewardedModule):
-    """Train an actor to prefer the best of its own responses to the worst, compared with what a reference prefers.
+    """Train an actor to prefer the best of its own responses to the worst, relative to a reference.
 
-    Groups in which all responses earn the same make no pair.
+    Groups of equal rewards make no pair.
 
     Source: Guo et al., arXiv:2402.04792; pairs of best and worst: Xiong et al., arXiv:2312.11456.
 
@@ -40,9 +40,9 @@ class OnlineDPO(RewardedModule):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Sampling of the rollout; a pair is made of ``n`` responses.
-        loss: Of pairs: ``"sigmoid"``, or another of ``PairLossName`` that needs no ranks.
-        beta: How dear it is to leave the reference.
-        label_smoothing: The share of pairs that are taken to be the wrong way round, in losses that know it.
+        loss: ``"sigmoid"``, or another of ``PairLossName`` that needs no ranks.
+        beta: Strength of the pull to the reference.
+        label_smoothing: Assumed share of wrong pairs, in losses that support it.
         settings: Settings of :class:`RewardedModule` and its bases.
     """
 
@@ -75,11 +75,11 @@ class OnlineDPO(RewardedModule):
 
     @property
     def chooses(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def choose(self, samples: Samples) -> Samples | None:
-        """Return pairs, chosen and rejected in turn; None, and so no step, where there are fewer than mini-batches."""
+        """Return pairs, chosen and rejected alternately; None, and so no step, if there are fewer than mini-batches."""
         rewards = samples.tensor("rewards")
         rows = pair_rows(rewards, samples.tensor("prompt_id"))
         self.log("reward_of_all", rewards.nanmean(), batch_size=1)
@@ -100,9 +100,10 @@ class OnlineDPO(RewardedModule):
 
 
 def pair_rows(rewards: Tensor, groups: Tensor) -> list[int]:
-    """Return the positions of the best and the worst of the (B,) rewards of every group where they differ, in turn.
+    """Return the positions of the best and the worst of the (B,) rewards of every group, alternately.
 
-    Groups come in the order of their first sample; the first of equals is taken. Rewards of NaN are missing.
+    Groups come in the order of their first sample; the first of equal rewards is taken. Groups of equal rewards are
+    left out. NaN rewards are ignored.
     """
     best, worst = (best_rows(signed, groups, keep=1) for signed in (rewards, -rewards))
     of_group = {int(groups[row]): row for row in worst}

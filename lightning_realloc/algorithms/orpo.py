@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation: fine-tuning and preferences in one loss, without a reference."""
+"""Odds ratio preference optimization: fine-tuning and preferences in one loss, without a reference."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 
 class ORPO(PairwiseModule):
-    """Train an actor on chosen responses, and to find them likelier than the rejected ones.
+    """Train an actor on chosen responses, and to prefer them to the rejected ones.
 
     Source: Hong et al., arXiv:2403.07691, eq. 6.
 
     Args:
         actor: The model: a Hugging Face name or folder, a config, or a module.
-        beta: Weight of the odds ratio beside the chosen responses' likelihood; lambda in the paper.
-        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        beta: Weight of the odds ratio next to the likelihood; lambda in the paper.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, tokenizer, seed.
     """
 
     evaluation_calls = ("actor.infer", "measure")
@@ -52,21 +52,21 @@ class ORPO(PairwiseModule):
         self.sources["actor"] = actor
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the one model."""
+        """Return the single model."""
         return (self.make_role("actor", trained=True),)
 
     def prepare_batch(self, batch: Samples) -> Samples:
-        """Add what the likelihood of the chosen responses divides by."""
+        """Add the divisor of the likelihood of chosen responses."""
         return batch.with_columns(chosen_tokens=chosen_tokens(batch))
 
     @infer("actor", needs="batch", produces="logprobs")
     def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the log-probability of every response token; run on held-out data only."""
+        """Return the log-probability of every response token, for held-out data."""
         return token_logprobs(actor, batch, only_responses=True).logprobs
 
     @compute(needs=("batch", "logprobs"), produces=("losses", "margins"), whole_batch=True)
     def measure(self, samples: Samples) -> Mapping[str, Column]:
-        """Return every pair's loss and the difference of its mean log-probabilities, for both of its samples."""
+        """Return every pair's loss and difference of mean log-probabilities, for both of its samples."""
         logprobs = samples.ragged("logprobs")
         odds, margins = self._odds(logprobs)
         nll = -pair_sums(logprobs)[0] * (len(odds) / chosen_tokens(samples).sum())
@@ -74,7 +74,7 @@ class ORPO(PairwiseModule):
 
     @train("actor", needs="batch")
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
-        """Return one micro-batch's part of the likelihood per chosen token and of the mean odds ratio loss."""
+        """Return one micro-batch's part of the likelihood per chosen token and of the odds ratio loss."""
         logprobs = batch.responses(token_logprobs(actor, batch, only_responses=True).logprobs)
         odds, margins = self._odds(logprobs)
         nll = -pair_sums(logprobs)[0].sum()
@@ -86,7 +86,7 @@ class ORPO(PairwiseModule):
         return Loss(value, metrics | pair_metrics(margins))
 
     def _odds(self, logprobs: Ragged) -> tuple[Tensor, Tensor]:
-        """Return (P,) odds ratio losses, and how much larger the chosen responses' mean log-probabilities are."""
+        """Return the (P,) odds ratio losses, and the differences of mean log-probabilities."""
         lengths = sides(logprobs.lengths.to(logprobs.values.device))
         chosen, rejected = (total / length for total, length in zip(pair_sums(logprobs), lengths, strict=True))
         return odds_ratio_loss(chosen, rejected), (chosen - rejected).detach()

@@ -1,7 +1,4 @@
-"""Proximal policy optimisation with a critic: an actor, a critic, a reference and a reward.
-
-The runtime does micro-batches, backward, clipping of gradients, optimizer steps and layouts.
-"""
+"""Proximal policy optimization with a critic: an actor, a critic, a reference and a reward."""
 
 from __future__ import annotations
 
@@ -67,24 +64,24 @@ class PPO(RewardedModule):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Models that score sequences, functions ``f(prompts, completions, **columns) -> list[float]``, their
             import paths (``package.module:name``), or a list of any of them.
-        critic: Token classifier of one label. None: the first reward model with a value for every token; where there is
-            none or it reads other tokens, the actor's layers below a new head.
+        critic: Token classifier of one label. None: the first reward model with a score for every token; without one
+            that reads the actor's tokens, the actor's layers with a new head.
         sampling: Sampling of the rollout.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` subtracts it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
         kl_estimator: k1, k2 or k3, in the loss.
-        kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef``.
-        kl_gain: Share of the divergence's relative error, at most 20 %, by which ``kl_coef`` changes in an iteration.
-        clip_low: How far a ratio may fall below 1 and still be pushed down.
-        clip_high: How far a ratio may rise above 1 and still be pushed up.
-        value_clip: How far a value may move from that at the rollout and still be pushed on; None never clips.
+        kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef`` fixed.
+        kl_gain: Relative change of ``kl_coef`` per relative error of the divergence (at most 20 %), in one iteration.
+        clip_low: Clip ratios at 1 - this.
+        clip_high: Clip ratios at 1 + this.
+        value_clip: Distance from the value at the rollout at which a value is clipped; None never clips.
         discount: Discount of a reward per token.
-        gae_lambda: Weight of later rewards over the critic's values: 0 trusts the critic after one token, 1 never.
+        gae_lambda: Weight of later rewards over the critic's values: 0 uses one token, 1 the whole response.
         normalize_advantages: Whether advantages get mean 0 and deviation 1 over all tokens of an iteration.
         normalize_values: Whether the critic learns returns less their running mean, over their running deviation.
         reward_scale: Factor of every score.
         reward_clip: Largest absolute score after scaling; None does not clip.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         critic_warmup: Iterations in which the critic learns alone.
@@ -92,7 +89,7 @@ class PPO(RewardedModule):
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's without
             ``stop_above``, whose limits are on metrics of the actor's loss.
         kl: Group of the settings ``kl_*``; its fields take precedence.
-        settings: Settings of :class:`RewardedModule` (reward weights, reference, tokenizer), :class:`PolicyModule`
+        settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule`
             (evaluation, environment, conversation, rollout budget) and :class:`MultiModelModule` (learning rate,
             optimizer, schedule, training options, seed).
     """
@@ -172,17 +169,17 @@ class PPO(RewardedModule):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the divergence from a reference counts."""
+        """Whether the algorithm uses a reference."""
         return self._has_reference
 
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
-        """Return the actor and the critic, and the reference and reward models where they take part."""
+        """Return the actor and the critic, and the reference and reward models that are in use."""
         actor, *others = super().roles()
         return (actor, self.make_role("critic", trained=True, task="token_classification"), *others)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls without ``judge`` for a single reward model; the actor needs the reference in its loss."""
+        """Return the calls without ``judge`` for a single reward model, and without unused needs of the actor."""
         calls = super().calls()
         if self._judges.is_one_model:
             calls = _scored_by_one_model(calls)
@@ -193,20 +190,20 @@ class PPO(RewardedModule):
 
     @classmethod
     def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls without ``judge`` where the only judge is a reward model."""
+        """Return the calls, without ``judge`` for a single reward model."""
         calls = super().calls_for(roles)
         return _scored_by_one_model(calls) if "reward" in roles and not calls_of_further(roles) else calls
 
     def runs(self, call: str, iteration: int) -> bool:
-        """Let the critic learn alone at first."""
+        """Leave out the actor in the first ``critic_warmup`` iterations."""
         return call != "actor.train" or iteration >= self.critic_warmup
 
     def train_options_of(self, role: str) -> TrainOptions:
-        """Return the critic's own, where there are some."""
+        """Return the critic's options, or the actor's."""
         return self.critic_train_options if role == "critic" else self.train_options
 
     def _check_vocabularies(self) -> None:
-        # Rewards first: where the critic begins as a copy of one, the reward is what was given.
+        # Rewards first: a critic may be a copy of one, and the error should name the setting that was given.
         super()._check_vocabularies()
         actor, *others = self.roles()
         for role in others:
@@ -223,17 +220,17 @@ class PPO(RewardedModule):
 
     @infer("critic", needs="rollout", produces="values")
     def expect(self, critic: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return what the critic expects before every response token."""
+        """Return the critic's value before every response token."""
         return self._values(critic, batch)
 
     @compute(
         needs=("rollout", "scores", "values", "ref_logprobs"), produces=("advantages", "returns"), whole_batch=True
     )
     def estimate_advantages(self, samples: Samples) -> Mapping[str, Column]:
-        """Return every token's advantage and return, and every sample's reward, divergence and moments of returns.
+        """Return every token's advantage and return, and every sample's reward, divergence and sums of returns.
 
-        With ``normalize_values``, returns come in the critic's units, these returns being part of the running moments.
-        All are NaN for a response without a score.
+        With ``normalize_values``, returns are normalized by running moments that include them. All columns are NaN for
+        a response without a score.
         """
         penalty = self.kl_controller.coefficient if self.kl_place == "reward" else None
         estimate = partial(
@@ -245,7 +242,7 @@ class PPO(RewardedModule):
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
-        """Return the clipped surrogate, the entropy bonus and, in its place, the divergence penalty."""
+        """Return the clipped surrogate, the entropy bonus and, with ``kl_place="loss"``, the divergence penalty."""
         statistics = token_logprobs(
             actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
         )
@@ -265,7 +262,7 @@ class PPO(RewardedModule):
             "clip_fraction": surrogate.clipped.float(),
             "entropy": entropy.detach(),
             "ratio": (now - behaviour).exp(),
-            # From the policy that drew the tokens to the one that is trained: k3 with their parts exchanged.
+            # From the sampling policy to the trained one: k3 with exchanged arguments.
             "behaviour_kl": kl_estimate(behaviour, now, estimator="k3"),
         }
         metrics = {name: Average(masked_sum(values, mask), mask.sum()) for name, values in measured.items()}
@@ -283,7 +280,8 @@ class PPO(RewardedModule):
 
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return mean scores, rewards, divergences (nats per response) and lengths, and how good the critic was."""
+        """Return mean scores, rewards, divergences (nats per response), lengths, and the critic's explained
+        variance."""
         summary = {"score": samples.tensor("scores").float().nanmean(), **reward_summary(samples)}
         names = {"reward": "rewards", "kl_k1": "kl_k1", "kl_k3": "kl_k3", "explained_variance": "explained_variance"}
         summary |= {name: samples.tensor(column).nanmean() for name, column in names.items() if column in samples}
@@ -292,7 +290,7 @@ class PPO(RewardedModule):
         return summary | response_summary(samples)
 
     def on_iteration_end(self, samples: Samples) -> None:
-        """Steer the divergence's weight, and take the returns into the running moments."""
+        """Update the weight of the divergence, and the running moments of returns."""
         judged = ~samples.tensor("scores").isnan().cpu()
         if not bool(judged.any()):
             return
@@ -303,7 +301,7 @@ class PPO(RewardedModule):
             self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse also fewer samples than mini-batches of the critic."""
+        """Raise also for fewer samples than mini-batches of the critic."""
         super().check_batch(batch)
         if self.training_now:
             check_minibatches(len(batch) * self.sampling.n, self.critic_train_options)
@@ -314,7 +312,7 @@ class PPO(RewardedModule):
         return averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens)
 
     def _values(self, critic: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return (N,) the value of the state before each token, which is what the critic says at the token before."""
+        """Return (N,) the value of the state before each token: the critic's output at the previous token."""
         values = packed_logits(critic, batch)
         if values.shape[1] != 1:
             raise ConfigError(f"critic gives {values.shape[1]} labels for each token; give one with num_labels=1")
@@ -322,6 +320,6 @@ class PPO(RewardedModule):
 
 
 def _scored_by_one_model(calls: Sequence[ModelFunctionCall]) -> tuple[ModelFunctionCall, ...]:
-    """Return the calls with a reward model's scores as the scores, so that ``judge`` has nothing to add up."""
+    """Return the calls without ``judge``, with the model's scores as the scores."""
     kept = (call for call in calls if call.name != "judge")
     return tuple(replace(call, produces=("scores",)) if call.name == "reward.infer" else call for call in kept)

@@ -1,4 +1,4 @@
-"""A process reward model: one score per step of a response, learnt from which steps were right."""
+"""Process reward model: one score per step of a response, learned from labels of steps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_realloc.runtime.parallel.packed_forward import packed_logits
 
 
 class ProcessReward(MultiModelModule):
-    """Train a model to tell right steps from wrong ones, at the token that ends each.
+    """Train a model to classify steps as right or wrong, at the token that ends each step.
 
-    Batches bring ``step_ends`` and ``step_labels`` for every response token; see :class:`StepDataModule`.
+    Batches have ``step_ends`` and ``step_labels`` for every response token; see :class:`StepDataModule`.
 
     Source: Lightman et al., arXiv:2305.20050; Uesato et al., arXiv:2211.14275.
 
     Args:
-        reward: The model: a Hugging Face name or folder, a config, or a module. It gets a head of one label per token
-            where it has none; ``s(score)`` is the probability that a step is right.
-        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        reward: The model: a Hugging Face name or folder, a config, or a module. Without a head of one label per token
+            it gets a new one. ``sigmoid(score)`` is the probability that a step is right.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, tokenizer, seed.
     """
 
     evaluation_calls = ("reward.infer", "measure")
@@ -44,11 +44,11 @@ class ProcessReward(MultiModelModule):
         self.sources["reward"] = reward
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the one model."""
+        """Return the single model."""
         return (self.make_role("reward", trained=True, task="token_classification"),)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse a sample without a step, labels other than 0 and 1, and fewer samples than mini-batches."""
+        """Raise for a sample without a step, labels other than 0 and 1, and fewer samples than mini-batches."""
         steps, labels = sequence_sums(_as_floats(batch.ragged("step_ends"))), batch.ragged("step_labels").values
         if bool((steps == 0).any()):
             raise DataError(
@@ -61,17 +61,17 @@ class ProcessReward(MultiModelModule):
             check_minibatches(len(batch), self.train_options_of("reward"))
 
     def prepare_batch(self, batch: Samples) -> Samples:
-        """Add what the mean over steps divides by."""
+        """Add the divisor of the mean over steps."""
         return batch.with_columns(num_steps=sequence_sums(_as_floats(batch.ragged("step_ends"))))
 
     @infer("reward", needs="batch", produces="step_scores")
     def score(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return a score for every response token, of which those that end steps count; run on held-out data only."""
+        """Return a score for every response token, for held-out data; those at the ends of steps are used."""
         return _scores(reward, batch)
 
     @compute(needs=("batch", "step_scores"), produces=("losses", "num_right"))
     def measure(self, samples: Samples) -> Mapping[str, Column]:
-        """Return of every sample the summed loss of its steps, and how many were told right."""
+        """Return every sample's summed loss of steps, and its number of correct steps."""
         ends, labels = samples.ragged("step_ends"), samples.ragged("step_labels").values
         scores = samples.ragged("step_scores").values
         losses = step_loss(scores, labels, ends.values.bool())
@@ -90,7 +90,7 @@ class ProcessReward(MultiModelModule):
         return Loss(loss / totals.sums["num_steps"], {"accuracy": Average(right, ends.sum())})
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return the mean loss per step and the share of steps that were told right, where they were measured."""
+        """Return the mean loss per step and the share of correct steps, if they were measured."""
         if "losses" not in samples:
             return {}
         steps = samples.tensor("num_steps").sum()
@@ -101,7 +101,7 @@ _MEASURED = {"loss": "losses", "accuracy": "num_right"}
 
 
 def _scores(reward: nn.Module, batch: PackedBatch) -> Tensor:
-    """Return (N,) the score read at each token itself."""
+    """Return (N,) the score at each token."""
     scores = packed_logits(reward, batch)
     if scores.shape[1] != 1:
         raise ConfigError(f"reward gives {scores.shape[1]} labels for each token; give one with num_labels=1")
@@ -109,7 +109,7 @@ def _scores(reward: nn.Module, batch: PackedBatch) -> Tensor:
 
 
 def _right(scores: Tensor, labels: Tensor, ends: Tensor) -> Tensor:
-    """Return (N,) 1.0 at the ends of steps whose score is on the label's side of zero."""
+    """Return (N,) 1.0 at the ends of steps whose score has the sign of the label."""
     return (ends & ((scores > 0) == (labels > 0.5))).float()
 
 

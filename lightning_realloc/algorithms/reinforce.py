@@ -1,21 +1,15 @@
-"""REINFORCE++: REINFORCE with PPO's tricks and without its critic."""
+"""REINFORCE++: REINFORCE with PPO's tricks and without a critic."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-import torch
-
 from lightning_realloc.algorithms.base.calls import compute
-from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.role import ModelSource
-from lightning_realloc.algorithms.base.rollout_columns import model_mask
 from lightning_realloc.algorithms.losses.functional import (
     KLEstimator,
     group_advantages,
-    spread_tokens,
-    whiten,
 )
 from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
@@ -24,14 +18,14 @@ from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient,
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
 from lightning_realloc.algorithms.settings import Unpack, check_choice, check_share
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.generation import SamplingParams
 
 Baseline = Literal["batch", "group"]
 
 
 class ReinforcePlusPlus(PolicyGradient):
-    """Train an actor on rewards, each token's return compared with those of the whole batch.
+    """Train an actor on the returns of tokens, normalized over the whole batch.
 
     Source: Hu et al., arXiv:2501.03262.
 
@@ -43,8 +37,8 @@ class ReinforcePlusPlus(PolicyGradient):
             is first subtracted from each reward.
         discount: Discount of a reward per token.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
-        kl_place: ``"reward"`` takes the divergence from the reward of every token, ``"loss"`` adds it there; by default
-            the first with ``baseline="batch"`` and the second with ``"group"``.
+        kl_place: ``"reward"`` subtracts the divergence from every token's reward; ``"loss"`` adds it to the loss.
+            None: ``"reward"`` with ``baseline="batch"``, ``"loss"`` with ``"group"``.
         kl_estimator: k1, k2 or k3, in the loss.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
@@ -87,14 +81,8 @@ class ReinforcePlusPlus(PolicyGradient):
 
     @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages", whole_batch=True)
     def compare(self, samples: Samples) -> Mapping[str, Column]:
-        """Return every token's return, normalised over all tokens of the batch; NaN for what is not learnt from."""
+        """Return the return of every token, normalized over all tokens of the batch; NaN for excluded responses."""
         rewards = samples.tensor("rewards")
         if self.baseline == "group":
             rewards = group_advantages(rewards, samples.tensor("prompt_id"), std_eps=None)
-        samples = samples.with_columns(compared=rewards.masked_fill(self.left_out(samples), torch.nan))
-        return estimate_scored(samples, samples.tensor("compared"), self._estimates)
-
-    def _estimates(self, samples: Samples) -> dict[str, Column]:
-        returns, columns = self.token_returns(samples, samples.tensor("compared"), discount=self.discount)
-        whitened = Ragged(whiten(returns.values), returns.lengths)
-        return {"advantages": spread_tokens(whitened, model_mask(samples)), **columns}
+        return self.token_advantages(samples, rewards, discount=self.discount, normalize=True)

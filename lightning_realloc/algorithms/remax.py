@@ -1,4 +1,4 @@
-"""REINFORCE with the reward of the most likely response as the baseline."""
+"""REINFORCE with the reward of the greedy response as the baseline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.calls import compute
-from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.role import ModelSource
-from lightning_realloc.algorithms.base.rollout_columns import model_mask
-from lightning_realloc.algorithms.losses.functional import KLEstimator, spread_tokens
+from lightning_realloc.algorithms.losses.functional import KLEstimator
 from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
@@ -25,9 +23,9 @@ from lightning_realloc.generation import SamplingParams
 
 
 class ReMax(PolicyGradient):
-    """Train an actor on rewards, each less that of the greedy response to the same prompt.
+    """Train an actor on rewards, each less the reward of the greedy response to the same prompt.
 
-    The greedy responses are one more generation and judging of each iteration, and are not learnt from.
+    Every iteration also generates and scores the greedy responses. They are not trained on.
 
     Source: Li et al., arXiv:2310.10505.
 
@@ -40,8 +38,8 @@ class ReMax(PolicyGradient):
             ``"loss"`` adds it to the loss.
         kl_estimator: k1, k2 or k3, in the loss.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
-        loss_average: As in :class:`PolicyGradient`. The authors' code means all tokens, too: what is not compared with
-            a baseline, as the divergence, would tell the policy about lengths if each response had its own divisor.
+        loss_average: As in :class:`PolicyGradient`; over tokens as in the authors' code. A divisor per response would
+            make the divergence, which has no baseline, depend on lengths.
         settings: Settings of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 
@@ -63,21 +61,23 @@ class ReMax(PolicyGradient):
             kl_estimator=kl_estimator, ratio_level=ratio_level, loss_average=loss_average, **settings,
         )  # fmt: skip
         if self._refill is not None:
-            raise ConfigError("dynamic_sampling compares responses of a group, and ReMax each with the greedy one")
+            raise ConfigError(
+                "dynamic_sampling compares responses of a group, and ReMax each with the greedy one; leave it out"
+            )
         self._answers_greedily = False
 
     @property
     def chooses(self) -> bool:
-        """Always: the greedy responses come before what is learnt from is known."""
+        """Always True: the greedy responses must be scored before training."""
         return True
 
     def rollout_sampling(self) -> SamplingParams:
-        """Return how responses are drawn now."""
+        """Return the sampling of the current pass."""
         greedy = replace(self.sampling, n=1, temperature=0.0)
         return greedy if self._answers_greedily else super().rollout_sampling()
 
     def first_walk(self, batch: Samples) -> Samples:
-        """Return judged responses with ``greedy_rewards``, those of the greedy response to their prompt."""
+        """Return scored responses with ``greedy_rewards``, the rewards of the greedy responses to their prompts."""
         samples = super().first_walk(batch)
         self._answers_greedily = True
         try:
@@ -89,21 +89,16 @@ class ReMax(PolicyGradient):
         return samples.with_columns(greedy_rewards=greedy.tensor("rewards")[rows])
 
     def choose(self, samples: Samples) -> Samples:
-        """Return all."""
+        """Return all samples."""
         return samples
 
     @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages")
     def compare(self, samples: Samples) -> Mapping[str, Column]:
-        """Return how much better than the greedy response what follows every token is; NaN for what is not learnt."""
-        compared = self.advantages(samples.tensor("rewards"), samples).masked_fill(self.left_out(samples), torch.nan)
-        return estimate_scored(samples.with_columns(compared=compared), compared, self._estimates)
-
-    def _estimates(self, samples: Samples) -> dict[str, Column]:
-        returns, columns = self.token_returns(samples, samples.tensor("compared"), discount=1.0)
-        return {"advantages": spread_tokens(returns, model_mask(samples)), **columns}
+        """Return the return of every token, less the greedy reward; NaN for excluded responses."""
+        return self.token_advantages(samples, self.advantages(samples.tensor("rewards"), samples))
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
-        """Return rewards less the greedy response's; NaN also where that could not be judged."""
+        """Return rewards less the greedy response's; NaN if either is missing."""
         return rewards - samples.tensor("greedy_rewards")
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:

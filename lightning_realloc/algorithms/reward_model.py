@@ -1,4 +1,4 @@
-"""A reward model: one score for a whole response, learnt from which of two responses people preferred."""
+"""Reward model: one score per response, learned from preference pairs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 
 
 class RewardModel(PairwiseModule):
-    """Train a model to score the response that was preferred higher.
+    """Train a model to give the preferred response of a pair the higher score.
 
-    A column ``margin`` in the batch, a number per pair, says by how much; see :class:`PreferenceDataModule`.
+    An optional column ``margin`` holds the minimum difference of each pair; see :class:`PreferenceDataModule`.
 
     Source: Bradley and Terry, Biometrika 39 (1952); of language models: Ouyang et al., arXiv:2203.02155, eq. 1.
 
     Args:
-        reward: The model: a Hugging Face name or folder, a config, or a module. It gets a head of one label where it
-            has none. The last token of a response is read, its end token.
+        reward: The model: a Hugging Face name or folder, a config, or a module. Without a head of one label it gets a
+            new one. The score is read at the last token of a response, its end token.
         centre_coef: Weight of the squared sum of a pair's scores, which keeps scores around zero; 0 leaves it out.
-        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, tokenizer, seed.
     """
 
     evaluation_calls = ("reward.infer", "measure")
@@ -50,17 +50,17 @@ class RewardModel(PairwiseModule):
         self.sources["reward"] = reward
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the one model."""
+        """Return the single model."""
         return (self.make_role("reward", trained=True, task="sequence_classification"),)
 
     @infer("reward", needs="batch", produces="scores")
     def score(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return every response's score; run on held-out data only."""
+        """Return every response's score, for held-out data."""
         return sequence_scores(reward, batch).float()
 
     @compute(needs=("batch", "scores"), produces=("losses", "margins"))
     def measure(self, samples: Samples) -> Mapping[str, Column]:
-        """Return every pair's loss and the difference of its scores, for both of its samples."""
+        """Return every pair's loss and difference of scores, for both of its samples."""
         margins = samples.tensor("margin") if "margin" in samples else None
         losses, differences = self._losses(samples.tensor("scores"), margins)
         return {"losses": both_sides(losses), "margins": both_sides(differences)}
@@ -74,7 +74,7 @@ class RewardModel(PairwiseModule):
         return Loss(losses.sum() / totals.num_groups, metrics)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return besides the mean score, and what :func:`ranking_metrics` and :func:`calibration_error` say of all."""
+        """Return also the mean score, the calibration error and ranking metrics of all responses."""
         if "losses" not in samples:
             return {}
         scores = samples.tensor("scores")
@@ -83,7 +83,7 @@ class RewardModel(PairwiseModule):
         return super().summarize(samples) | found | ranking_metrics(scores, chosen)
 
     def _losses(self, scores: Tensor, margins: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (P,) losses and score differences of (2P,) scores and margins."""
+        """Return the (P,) losses and score differences of (2P,) scores and margins."""
         chosen, rejected = sides(scores)
         apart = 0.0 if margins is None else sides(margins)[0].to(scores)
         losses = bradley_terry_loss(chosen, rejected, apart, centre_coef=self.centre_coef)

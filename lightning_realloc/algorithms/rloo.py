@@ -18,7 +18,7 @@ from lightning_realloc.generation import SamplingParams
 
 
 class RLOO(PolicyGradient):
-    """Train an actor on rewards, each less the mean of the others to the same prompt. A response is one action.
+    """Train an actor on rewards, each less the mean of the other responses to the prompt. A response is one action.
 
     Source: Ahmadian et al., arXiv:2402.14740.
 
@@ -27,7 +27,7 @@ class RLOO(PolicyGradient):
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Sampling of the rollout; ``n`` is the group size.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
-        kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
+        kl_place: ``"reward"`` subtracts the response's divergence from its reward; ``"loss"`` adds it to the loss.
         kl_estimator: k1, k2 or k3, in the loss.
         ratio_level: Probability ratios of the whole response (``"product"``), of a ``"token"``, or of a ``"sequence"``.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
@@ -57,5 +57,5 @@ class RLOO(PolicyGradient):
         check_group(self.sampling.n)
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
-        """Return rewards less the mean of the others of their group."""
+        """Return rewards less the mean of the others in the group."""
         return leave_one_out_advantages(rewards, samples.tensor("prompt_id"))

@@ -1,4 +1,4 @@
-"""Checks of settings, made when an algorithm is built, and how settings that are passed on are typed."""
+"""Check settings when an algorithm is constructed, and type the settings that are passed on."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def check_not_negative(**settings: float) -> None:
 
 
 def check_positive(**settings: float | None) -> None:
-    """Raise ConfigError for the first setting that is given, and zero, negative or NaN."""
+    """Raise ConfigError for the first setting that is zero, negative or NaN; None is allowed."""
     for name, value in settings.items():
         if value is not None and not value > 0:  # NaN too
             raise ConfigError(f"{name}={value} must be positive; None leaves it out")
 
 
 def check_share(**settings: float) -> None:
-    """Raise ConfigError for the first setting outside 0..1."""
+    """Raise ConfigError for the first setting outside [0, 1]."""
     for name, value in settings.items():
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value} must lie between 0 and 1")
 
 
 def check_type(kind: type, **settings: object) -> None:
-    """Raise ConfigError for the first setting that is given and no ``kind``: YAML takes a mapping, Python does not."""
+    """Raise ConfigError for the first setting of another type than ``kind``; None is allowed."""
     for name, value in settings.items():
         if value is not None and not is_of_kind(value, kind):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {_example_of(kind)}")
@@ -69,18 +69,18 @@ def _example_of(kind: type) -> str:
 
 
 def given(value: _T | None, default: _T) -> _T:
-    """Return a group's field, or the default where the field is None."""
+    """Return a group's field; the default if it is None."""
     return default if value is None else value
 
 
 OPTION_GROUPS = {"generation": "", "kl": "kl_", "policy_loss": ""}
-"""Setting that takes a group of options -> prefix of the same options as settings of their own."""
+"""Setting with a group of options -> prefix of the same options as single settings."""
 
 
 def refuse_contradictions(cls: type, settings: Mapping[str, object]) -> None:
-    """Raise ConfigError for an option that a group and a setting of its own give different values.
+    """Raise ConfigError if a group and a single setting give different values for one option.
 
-    A setting at its default does not count: the command line passes all of them.
+    A setting at its default does not count, because the command line passes all of them.
     """
     defaults = setting_defaults(cls)
     for name, prefix in OPTION_GROUPS.items():
@@ -97,10 +97,10 @@ def refuse_contradictions(cls: type, settings: Mapping[str, object]) -> None:
 
 
 def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: int = 1) -> None:
-    """Raise ConfigError when an iteration has fewer samples than mini-batches, before any of them is made.
+    """Raise ConfigError if an iteration has fewer samples than mini-batches, before generation starts.
 
     Args:
-        group_size: How many samples stay together: 2 for pairs, of which whole ones go into a mini-batch.
+        group_size: Number of samples that stay together: 2 for pairs.
     """
     found, what = num_samples // group_size, group_name(group_size, "sample")
     if found < options.num_minibatches:
@@ -115,11 +115,11 @@ def check_single_step(why: str, options: TrainOptions) -> None:
     """Raise ConfigError for options that take several optimizer steps from one batch.
 
     Args:
-        why: What is worked out over the whole batch before the step.
+        why: Reason for the limit: the quantity that is computed over the whole batch before the step.
     """
     if options.num_epochs != 1 or options.num_minibatches != 1:
         raise ConfigError(
             f"{why}, by the weights before the step: it takes one step a batch, not num_epochs={options.num_epochs} "
-            f"and num_minibatches={options.num_minibatches}; set both to 1 and choose batch_size as large as a step "
+            f"and num_minibatches={options.num_minibatches}; set both to 1, and batch_size to the samples of a step "
             f"(micro_batch_tokens bounds memory)"
         )

@@ -20,11 +20,12 @@ from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 
 class SFT(MultiModelModule):
-    """Train one model on prompts with given responses; only what is to be learnt of the responses counts.
+    """Train one model on prompts with given responses; only the marked response tokens are learned.
 
     Args:
         actor: The model: a Hugging Face name or folder, a config, or a module.
-        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, tokenizer, training
+            options, seed.
     """
 
     evaluation_calls = ("actor.infer", "measure")
@@ -38,11 +39,11 @@ class SFT(MultiModelModule):
         self.sources["actor"] = actor
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the one model."""
+        """Return the single model."""
         return (self.make_role("actor", trained=True),)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse pairs and judged responses, of which the bad ones would be learnt, too."""
+        """Raise for pairs and labelled responses, because the bad ones would be learned as well."""
         if {"chosen", "rejected"} <= batch.data.keys():
             raise DataError(
                 "SFT learns every response that it is given, and of pairs that is also the rejected ones; give "
@@ -57,12 +58,12 @@ class SFT(MultiModelModule):
 
     @infer("actor", needs="batch", produces="logprobs")
     def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the log-probability of every response token; run on held-out data only."""
+        """Return the log-probability of every response token, for held-out data."""
         return token_logprobs(actor, batch, only_responses=True).logprobs
 
     @compute(needs="logprobs", produces="response_logprobs")
     def measure(self, samples: Samples) -> Mapping[str, Column]:
-        """Return the log-probability of every whole response."""
+        """Return the log-probability of every response."""
         return {"response_logprobs": sequence_sums(samples.ragged("logprobs"))}
 
     @train("actor", needs="batch")
@@ -73,7 +74,7 @@ class SFT(MultiModelModule):
         return Loss(loss / totals.num_tokens, {"nll": Average(loss, batch.response_mask.sum())})
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return the mean negative log-likelihood per token, where it was scored."""
+        """Return the mean negative log-likelihood per token, if responses were scored."""
         if "response_logprobs" not in samples:
             return {}
         return {"loss": -samples.tensor("response_logprobs").sum() / num_model_tokens(samples).sum()}

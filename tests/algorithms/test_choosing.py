@@ -48,17 +48,17 @@ def test_a_group_says_something_where_its_rewards_differ() -> None:
 def test_batches_are_filled_up_from_further_prompts() -> None:
     refill = Refill(DynamicSampling(max_refills=3), group_size=2)
     assert refill.add(judged(0, [0, 0], [1, 0], [1, 1]), num_minibatches=1) is None
-    assert refill.facts == {"refills": 0.0, "differing_groups": pytest.approx(1 / 3), "waiting_groups": 1.0}
+    assert refill.metrics == {"refills": 0.0, "differing_groups": pytest.approx(1 / 3), "waiting_groups": 1.0}
     assert refill.add(judged(3, [1, 1], [0, 0], [1, 1]), num_minibatches=1) is None
     chosen = refill.add(judged(6, [0, 1], [0, 0], [1, 0]), num_minibatches=1)
     assert chosen is not None
     assert chosen.tensor("prompt_id").tolist() == [1, 1, 6, 6, 8, 8]
     assert chosen.ragged("response_ids").to_lists() == [[2], [3], [12], [13], [16], [17]]
-    assert refill.facts["refills"] == 2.0
+    assert refill.metrics["refills"] == 2.0
     # The next step begins with nothing, and more than is wanted is left out.
     chosen = refill.add(judged(9, [0, 1], [1, 0]), num_minibatches=1)
     assert chosen is not None and chosen.tensor("prompt_id").tolist() == [9, 9, 10, 10]
-    assert refill.facts["refills"] == 0.0
+    assert refill.metrics["refills"] == 0.0
     assert refill.add(judged(11, [0, 1], [0, 0]), num_minibatches=1) is None
     chosen = refill.add(judged(13, [0, 1], [0, 1]), num_minibatches=1)
     assert chosen is not None and chosen.tensor("prompt_id").tolist() == [11, 11, 13, 13]
@@ -70,7 +70,7 @@ def test_groups_of_a_fit_that_ended_are_forgotten() -> None:
     refill.forget()
     chosen = refill.add(judged(2, [0, 1]), num_minibatches=1)
     assert chosen is not None and chosen.tensor("prompt_id").tolist() == [2, 2]
-    assert refill.facts["refills"] == 0.0
+    assert refill.metrics["refills"] == 0.0
 
 
 def test_after_the_last_refill_there_is_a_smaller_batch_or_an_error() -> None:

@@ -132,7 +132,7 @@ def test_combinations_that_cannot_work_are_refused() -> None:
         (ReinforcePlusPlus, {"baseline": "mean"}, "baseline='mean' must be one of batch, group"),
         (ReinforcePlusPlus, {"baseline": "group", "sampling": SamplingParams(n=1)}, "set n >= 2"),
         (ReinforcePlusPlus, {"discount": 2.0}, "discount=2.0 must lie between 0 and 1"),
-        (ReMax, {"dynamic_sampling": DynamicSampling()}, "ReMax each with the greedy one"),
+        (ReMax, {"dynamic_sampling": DynamicSampling()}, "ReMax each with the greedy one; leave it out"),
         (GRPO, {"engine_correction": EngineCorrection()}, "use ratio_to='proximal'"),
         (GRPO, {"kl_place": "both"}, "kl_place='both' must be one of loss, reward"),
     ):

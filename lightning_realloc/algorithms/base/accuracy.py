@@ -1,4 +1,4 @@
-"""Accuracy of a policy with one response, and with the best of k (pass@k)."""
+"""Accuracy of a policy from one response, and from the best of k (pass@k)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_realloc.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """When a held-out response counts as right, for ``accuracy`` and ``pass@k`` in ``validate`` and ``test``.
+    """Rule by which a held-out response is correct, for ``accuracy`` and ``pass@k`` in ``validate`` and ``test``.
 
-    Responses that nobody could judge do not count.
+    Responses without a reward are ignored.
     """
 
     threshold: float = 1.0
-    """The reward from which on a response is right."""
+    """Smallest reward of a correct response."""
     function: str | None = None
-    """Whose reward, where there are several reward functions; None: their weighted sum."""
+    """Reward function to use; None: the weighted sum of all."""
     ks: tuple[int, ...] | None = None
-    """Of ``pass@k``; None: the powers of two up to the number of responses per prompt, and that number."""
+    """Values of k in ``pass@k``; None: powers of two below the number of responses per prompt, and that number."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.threshold):
@@ -37,7 +37,7 @@ class Accuracy:
             raise ConfigError(f"ks={list(self.ks)} must hold numbers of responses, each at least 1; None chooses them")
 
     def check_responses(self, n: int) -> None:
-        """Refuse a ``k`` above the number of responses per prompt."""
+        """Raise ConfigError for a ``k`` above the number of responses per prompt."""
         if self.ks is not None and max(self.ks) > n:
             raise ConfigError(
                 f"pass@{max(self.ks)} needs as many responses per prompt, and evaluation_sampling.n={n}; raise n, or "
@@ -45,9 +45,9 @@ class Accuracy:
             )
 
     def summary(self, samples: Samples, column: str) -> dict[str, Tensor]:
-        """Return ``accuracy`` and every ``pass@k``, means over the prompts that have k judged responses.
+        """Return ``accuracy`` and every ``pass@k``, each a mean over the prompts with enough scored responses.
 
-        ``column`` holds the weighted sum of all functions' rewards.
+        ``column`` holds the weighted sum of all rewards.
         """
         rewards = samples.tensor(self._column(samples, column)).tolist()
         right = defaultdict(list)
@@ -78,9 +78,10 @@ class Accuracy:
 
 
 def pass_at_k(n: int, num_right: int, k: int) -> float:
-    """Return the chance that k of n responses, drawn without replacement, hold one of the ``num_right`` right ones.
+    """Return the probability that k of n responses, drawn without replacement, include one of the ``num_right`` correct
+    ones.
 
-    That is the unbiased estimate of the chance that k new responses do.
+    This is an unbiased estimate for k new responses.
 
     Source: Chen et al., arXiv:2107.03374, eq. 1.
     """
@@ -90,5 +91,5 @@ def pass_at_k(n: int, num_right: int, k: int) -> float:
 
 
 def _powers_of_two(n: int) -> Sequence[int]:
-    """Return 2, 4, 8, ... below n, and n; nothing for one response, whose pass@1 is the accuracy."""
+    """Return 2, 4, 8, ... below n, and n; nothing for n = 1, where pass@1 is the accuracy."""
     return [*(2**power for power in range(1, (n - 1).bit_length())), n] if n > 1 else []

@@ -1,4 +1,4 @@
-"""Adapters of a role: read PEFT's files and configurations, and check that they fit its model."""
+"""Adapters of a role: read PEFT's files and configurations, and check that they fit the model."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ _UNDERSTOOD = frozenset({
     "use_dora", "lora_bias",
 })  # fmt: skip
 _BEGINNINGS = (True, False, "gaussian")
-"""Values of ``init_lora_weights`` that leave the base as it is."""
+"""Values of ``init_lora_weights`` that leave the base unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Adapters of one role: what they are like and, where they were trained before, their weights."""
+    """Adapters of one role: configuration, and weights of saved ones."""
 
     role: str
     config: LoraConfig
     weights: Mapping[str, Tensor]
-    """As in PEFT's file, without its prefix; {} for fresh ones."""
+    """Tensors by their names in PEFT's file without its prefix; {} for new adapters."""
     origin: str | None = None
-    """The folder or name that they were loaded from."""
+    """Folder or name that they were loaded from; None for new adapters."""
 
     @classmethod
     def read(cls, source: AdapterSource, role: str, task: str) -> Adapters:
-        """Read or load what a role was given.
+        """Read a configuration, or load saved adapters.
 
         Raises:
-            ConfigError: for what is no configuration or folder of LoRA, and for options that cannot be used here.
+            ConfigError: for a source that is neither, and for options that are not supported.
         """
         peft = _import_peft(role)
         weights, origin = {}, None
@@ -83,13 +83,13 @@ class Adapters:
         return cls(role, config, weights, origin)
 
     def inject(self, model: nn.Module, base_name: str | None) -> nn.Module:
-        """Put the adapters into a model, in place; they alone have gradients then, with a classifier's head.
+        """Add the adapters to a model, in place. Afterwards only they and a classifier's head have gradients.
 
         Args:
-            base_name: Where the model's weights come from, None for unknown.
+            base_name: Name of the base model; None if unknown.
 
         Raises:
-            ConfigError: for adapters of another base, and for layers that adapters cannot be trained in here.
+            ConfigError: for adapters of another base, and for layers whose adapters are not supported.
         """
         peft = _import_peft(self.role)
         self._check_base(base_name)
@@ -97,14 +97,14 @@ class Adapters:
         heads = head_names(model)
         self._check_saved_modules(model, heads)
         config.base_model_name_or_path = base_name or config.base_model_name_or_path
-        if heads and not isinstance(config.exclude_modules, str):  # "all-linear" would adapt a head, which is trained
+        if heads and not isinstance(config.exclude_modules, str):  # "all-linear" includes heads
             config.exclude_modules = sorted({*(config.exclude_modules or ()), *(head[:-1] for head in heads)})
-        config.modules_to_save = None  # heads are trained where they are: a second copy of them would serve nobody
+        config.modules_to_save = None  # heads are trained in place, without a copy
         try:
             peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise ConfigError(f"{self.role}: {error}; name layers of {type(model).__name__}") from error
-        config.modules_to_save = [head[:-1] for head in heads] or None  # for who reads the file
+        config.modules_to_save = [head[:-1] for head in heads] or None  # for readers of the file
         _check_layers(model, self.role)
         for name, parameter in model.named_parameters():
             if name.startswith(heads):
@@ -114,7 +114,7 @@ class Adapters:
         return model
 
     def _check_base(self, base_name: str | None) -> None:
-        """Compare names' last parts: the same base may lie on the hub and in a folder."""
+        """Compare the last parts of names, because the same base may be on the hub and in a folder."""
         theirs = self.config.base_model_name_or_path
         if self.origin is None or not base_name or not theirs:
             return
@@ -151,10 +151,10 @@ class Adapters:
 
 
 def check_trainable(model: nn.Module, role: str) -> None:
-    """Refuse a model whose adapters, which it brings, are not such as can be trained here.
+    """Check that the adapters of a given model can be trained.
 
     Raises:
-        ConfigError: see `Adapters.read` and `Adapters.inject`; and for more than one set of them.
+        ConfigError: as `Adapters.read` and `Adapters.inject`; and for more than one set of adapters.
     """
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     if list(configs) != [ADAPTER]:
@@ -166,20 +166,20 @@ def check_trainable(model: nn.Module, role: str) -> None:
 
 
 def check_complete(model: nn.Module, base_name: str | None, role: str) -> None:
-    """Refuse a module with adapters that is more than its base, adapters and a head: files would lack the rest.
+    """Check that a module with adapters consists of base, adapters and head only; exported files hold nothing else.
 
     Args:
-        base_name: Where the base was loaded from, None for unknown.
+        base_name: Name of the base model; None if unknown.
 
     Raises:
-        ConfigError: for other modules that are trained whole, and embeddings that were resized since.
+        ConfigError: for other modules that are trained, and for resized embeddings.
     """
     _refuse_whole([name for name in trained_copies(model) if f"{name}." not in head_names(model)], role)
     if base_name is None or not isinstance(model, PreTrainedModel):
         return
     try:
         base: Any = AutoConfig.from_pretrained(base_name, local_files_only=True)
-    except (OSError, ValueError):  # a name that is not known here, or of something else
+    except (OSError, ValueError):  # unknown here, or no model
         return
     rows, base_rows = (getattr(c.get_text_config(), "vocab_size", None) for c in (model.config, base))
     if rows != base_rows:
@@ -245,7 +245,7 @@ def _other_kind(role: str, kind: str) -> str:
 
 
 def _check(peft: Any, config: Any, role: str) -> None:
-    """Refuse what the reference, merging or layouts would get wrong."""
+    """Refuse options that the reference, merging or layouts do not support."""
     if not isinstance(config, peft.LoraConfig):
         kind = getattr(config, "peft_type", None)
         raise ConfigError(_other_kind(role, str(kind or type(config).__name__).rpartition(".")[2]))

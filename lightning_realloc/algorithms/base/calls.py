@@ -1,12 +1,15 @@
-"""Declaring the model function calls of an algorithm: four decorators on the methods that do the work."""
+"""Declare the model function calls of an algorithm: four decorators for its methods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from lightning_realloc.dataflow.dataflow import CallKind, ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
+from lightning_realloc.errors import PlanError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _DECLARATION = "_model_function_call"
@@ -15,9 +18,9 @@ Names = str | tuple[str, ...]
 
 
 def generate(role: str, *, produces: Names, needs: Names = "batch") -> Callable[[Method], Method]:
-    """Declare ``method(self, engine, prompts) -> Samples``: this rank's prompts in, their responses out.
+    """Declare ``method(self, engine, prompts) -> Samples``: generate responses to this rank's prompts.
 
-    A method that leaves some of them for the next iteration returns :class:`Divided`; see ``on_samples_carried``.
+    A method that leaves responses for the next iteration returns :class:`Divided`; see ``on_samples_carried``.
     """
     return _declare("generate", role, needs, produces)
 
@@ -25,33 +28,33 @@ def generate(role: str, *, produces: Names, needs: Names = "batch") -> Callable[
 def infer(role: str, *, needs: Names, produces: Names) -> Callable[[Method], Method]:
     """Declare ``method(self, model, batch) -> (N,) or (B,) tensor``: one packed micro-batch, without gradients.
 
-    A value per token is kept for the response tokens, a value per sequence as it is.
+    Of values per token, those of response tokens are kept.
     """
     return _declare("infer", role, needs, produces)
 
 
 def compute(*, needs: Names, produces: Names, whole_batch: bool = False) -> Callable[[Method], Method]:
-    """Declare ``method(self, samples) -> mapping of columns``: whole groups of samples, on the host, no model.
+    """Declare ``method(self, samples) -> mapping of columns``: whole groups of samples, on the host, without a model.
 
     Args:
-        whole_batch: All samples of the iteration at once, in one place: for statistics over the batch.
+        whole_batch: Pass all samples of the iteration at once, for statistics over the batch.
     """
     return _declare("compute", None, needs, produces, whole_batch=whole_batch)
 
 
 def train(role: str, *, needs: Names) -> Callable[[Method], Method]:
-    """Declare ``method(self, model, batch, totals) -> Loss``: one packed micro-batch; the rest is the runtime's."""
+    """Declare ``method(self, model, batch, totals) -> Loss``: the loss of one packed micro-batch."""
     return _declare("train", role, needs, ())
 
 
 _CALLS_OF: WeakKeyDictionary[type, tuple[ModelFunctionCall, ...]] = WeakKeyDictionary()
-"""Asked for several times an iteration. A class that is defined again, as in a notebook, leaves with its models."""
+"""Cache. Keys are weak, so that a class that is defined again, as in a notebook, frees its models."""
 
 
 def declared_calls(module_class: type) -> tuple[ModelFunctionCall, ...]:
-    """Return the calls that a class declares, base classes first, in the order they are written.
+    """Return the calls that a class declares, base classes first, in the order of their definition.
 
-    A method that overrides a call stays that call, decorated again or not; ``method = None`` leaves the call out.
+    A method that overrides a call stays that call, decorated again or not; ``method = None`` removes the call.
     """
     if module_class not in _CALLS_OF:
         _CALLS_OF[module_class] = _collect(module_class)
@@ -84,3 +87,26 @@ def _declare(
 
 def _names(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+@cache  # used many times per iteration; keyed by roles, because a changed coefficient may add or remove one
+def dataflow_of_calls(
+    calls: tuple[ModelFunctionCall, ...], roles: tuple[str, ...], optional_roles: tuple[str, ...]
+) -> Dataflow:
+    """Return the dataflow of the calls whose roles are present, without needs that only absent roles produce.
+
+    Raises:
+        PlanError: for a call of a role that is neither present nor optional.
+    """
+    for call in calls:
+        if call.role is not None and call.role not in (*roles, *optional_roles):
+            raise PlanError(
+                f"call {call.name!r} is of role {call.role!r}, which roles() does not return; it returns "
+                f"{', '.join(roles) or 'none'}. Add a Role({call.role!r}), or name it in optional_roles to leave its "
+                f"calls out"
+            )
+    kept = [call for call in calls if call.role is None or call.role in roles]
+    made = {name for call in kept for name in call.produces}
+    absent = {name for call in calls for name in call.produces} - made
+    needs = [tuple(name for name in call.needs if name not in absent) for call in kept]
+    return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))

@@ -1,8 +1,7 @@
-"""Evaluate held-out samples once, all of them together, after the last batch.
+"""Evaluate all held-out samples together after the last batch.
 
-Every rank has every sample, so all ranks compute the same numbers and none has to be merged. Means are over all
-samples, tokens or steps of the set, whatever the batches hold. Metrics that are no means, such as the area under a
-curve, are right too; the mean of batches' values would be neither.
+Every rank has all samples and computes the same numbers, so nothing is merged. Means are over all samples, tokens or
+steps, whatever the batches are. Metrics that are not means, such as the area under a curve, are exact as well.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from lightning_realloc.errors import ConfigError, DataError
 class EvaluatedModule(L.LightningModule):
     """A LightningModule whose ``validate``, ``test`` and ``predict`` run some of its calls on held-out samples.
 
-    A subclass that defines ``on_validation_epoch_end`` or one of the like calls ``super()``'s, which logs.
+    A subclass that defines ``on_validation_epoch_end`` or ``on_test_epoch_end`` calls ``super()``, which logs.
     """
 
     evaluation_calls: tuple[str, ...] = ()
-    """The calls that ``validate`` and ``test`` run on held-out prompts."""
+    """Calls that ``validate`` and ``test`` run on held-out prompts."""
     batch_columns: tuple[str, ...] = ()
-    """What a batch must hold."""
+    """Columns that a batch must have."""
     data_module: str = "one of its data modules"
-    """Where such batches come from, for error messages."""
+    """Data module of such batches, for error messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self._held_out: list[Samples] = []
-        """What an evaluation under way has seen: columns of one value per sample, and lengths."""
+        """Results of the current evaluation: columns of one value per sample, and lengths."""
 
     # ---- what a subclass says about itself
     def check_batch(self, batch: Samples) -> None:
-        """Raise for a batch that the algorithm cannot use; called before any of its calls."""
+        """Raise for a batch that the algorithm cannot use; runs before its calls."""
 
     def require_batch(self, batch: object) -> None:
-        """Raise DataError for what a loader gave that is no batch of the columns that the algorithm works on."""
+        """Raise DataError unless the loader's batch is samples with the required columns."""
         name, way_out = type(self).__name__, f"give trainer.fit(model, {self.data_module}(data, batch_size=...))"
         if not isinstance(batch, Samples):
             raise DataError(
@@ -55,46 +54,46 @@ class EvaluatedModule(L.LightningModule):
             )
 
     def prepare_batch(self, batch: Samples) -> Samples:
-        """Return the batch as the calls take it: the same one, unless samples or columns are to be added.
+        """Return the batch for the calls: the same one, or with further samples or columns.
 
-        Every rank does it alike. Samples whose column ``trained`` (B,) is False are no part of training calls.
+        Every rank must do the same. Samples whose column ``trained`` (B,) is False take no part in training calls.
         """
         return batch
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return what to log about the samples of an iteration, or of an evaluation; the same on every rank.
+        """Return metrics of the samples of an iteration or evaluation, the same on every rank.
 
-        The samples have every column of one value per sample; sequences come as their lengths alone.
+        The samples have every column of one value per sample, and the lengths of sequences.
         """
         return {}
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
-        """Return what ``validate`` and ``test`` log about all held-out samples, as :meth:`summarize` does."""
+        """Return metrics of all held-out samples for ``validate`` and ``test``; see :meth:`summarize`."""
         return self.summarize(samples)
 
     def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
-        """Return the calls that ``predict`` runs on a batch; raise for one that they cannot use."""
+        """Return the calls that ``predict`` runs on a batch; raise for an unusable batch."""
         self.check_batch(batch)
         return self.evaluation_calls
 
     # ---- Lightning's hooks
     def validation_step(self, batch: Samples, batch_idx: int) -> None:
-        """Run the evaluation calls on held-out samples; ``val/...`` is logged when all of them are through."""
+        """Run the evaluation calls on held-out samples; ``val/...`` is logged after the last batch."""
         self._evaluate(batch)
 
     def test_step(self, batch: Samples, batch_idx: int) -> None:
-        """Run the evaluation calls on held-out samples; ``test/...`` is logged when all of them are through."""
+        """Run the evaluation calls on held-out samples; ``test/...`` is logged after the last batch."""
         self._evaluate(batch)
 
     def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
-        """Return the samples with what the evaluation calls made of them."""
+        """Return the samples with the results of the evaluation calls."""
         self.require_batch(batch)
         names = self.prediction_calls(batch)
         samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), names)
         return samples
 
     def on_validation_epoch_start(self) -> None:
-        """Forget what an evaluation has seen that did not come to its end."""
+        """Discard the results of an evaluation that did not finish."""
         self._held_out.clear()
 
     def on_test_epoch_start(self) -> None:
@@ -102,11 +101,11 @@ class EvaluatedModule(L.LightningModule):
         self._held_out.clear()
 
     def on_validation_epoch_end(self) -> None:
-        """Log ``val/...`` of all held-out samples."""
+        """Log ``val/...`` for all held-out samples."""
         self._log_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log ``test/...`` of all held-out samples."""
+        """Log ``test/...`` for all held-out samples."""
         self._log_evaluation("test")
 
     def _evaluate(self, batch: Samples) -> None:
@@ -137,6 +136,6 @@ class EvaluatedModule(L.LightningModule):
 
 
 def all_samples(batches: list[Samples]) -> Samples:
-    """Return the samples of all batches, numbered anew: loaders may give two batches the same ids."""
+    """Return the samples of all batches with new ids, because batches may have equal ones."""
     ids = torch.split(torch.arange(sum(map(len, batches))), [len(batch) for batch in batches])
     return Samples.concatenate([batch.with_ids(own) for own, batch in zip(ids, batches, strict=True)])

@@ -22,7 +22,7 @@ running ones as well."""
 @suggest_settings(GENERATION_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """How an algorithm's generating calls run. Responses are chosen by ``sampling``, not here.
+    """Options of generation that do not change which tokens are sampled; ``sampling`` does.
 
     Example:
         ``GRPO(actor, reward, generation=GenerationOptions(speculation=Speculation(), max_cache_bytes=8 << 30))``
@@ -40,7 +40,7 @@ class GenerationOptions:
     """Whether samples move between data-parallel ranks so that all ranks finish together. True or ``"queued"``: samples
     that wait for a slot; ``"all"``: running ones as well, with their keys and values. Tokens stay the same."""
     rollout_budget: RolloutBudget | None = None
-    """Tokens or seconds of an iteration's generation; the rest continues in the next one. None: no bound."""
+    """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 
     def __post_init__(self) -> None:
         check_type(Speculation, speculation=self.speculation)
@@ -76,7 +76,7 @@ class GenerationOptions:
             )
 
     def over(self, others: GenerationOptions) -> GenerationOptions:
-        """Return these options, with the others' value of every field that is at its default."""
+        """Return these options, with the values of ``others`` for fields that are at their defaults."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self)}
         return replace(others, **{name: value for name, value in given.items() if value != defaults[name]})

@@ -1,4 +1,4 @@
-"""Leave out responses without a reward: it is NaN, and is never made a number."""
+"""Exclude responses without a reward. A missing reward is NaN."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __getattr__ = moved_names(__name__)
 
 
 def drop_unscored(batch: PackedBatch, column: str) -> PackedBatch:
-    """Return the batch without the responses whose ``column`` is NaN: not in ``response_mask``, and 0 in the column.
+    """Return the batch without the responses whose ``column`` is NaN: masked in ``response_mask``, 0 in the column.
 
-    Ask for it after the forward pass: a pack of which nothing is left must still have gradients, of zero.
+    Call it after the forward pass: a pack in which nothing is left still needs gradients of zero.
     """
     values = batch[column]
     missing = values.isnan()
@@ -31,13 +31,13 @@ def drop_unscored(batch: PackedBatch, column: str) -> PackedBatch:
 def estimate_scored(
     samples: Samples, scores: Tensor, compute: Callable[[Samples], Mapping[str, Column]]
 ) -> dict[str, Column]:
-    """Return what ``compute`` makes of the samples that have a score, and NaN in every column for the others.
+    """Return the columns that ``compute`` makes of the samples with a score, and NaN for the others.
 
     Args:
         samples: B samples.
-        scores: (B,), NaN where there is none.
-        compute: Makes floating-point columns of samples, sequences as long as the responses. A NaN that it makes for
-            a token becomes infinity, see :func:`never_missing`.
+        scores: (B,), NaN where missing.
+        compute: Makes floating-point columns of samples, sequences as long as the responses. Its own NaN values become
+            infinity, see :func:`never_missing`.
     """
     missing = scores.isnan().cpu()
     if not bool(missing.any()):
@@ -48,10 +48,10 @@ def estimate_scored(
 
 
 def never_missing(values: Tensor) -> Tensor:
-    """Return computed values with infinity for NaN.
+    """Return the values with infinity for NaN.
 
-    NaN says that nobody judged a response. A NaN that models or overflows made must not pass for that: the response
-    would be left out without a word. A loss of infinity has a gradient that is not finite, and its step is skipped.
+    NaN means that a response has no reward. A NaN from a model or an overflow would silently exclude the response. An
+    infinite loss has a gradient that is not finite, so its step is skipped and counted.
     """
     return values.masked_fill(values.isnan(), math.inf)
 

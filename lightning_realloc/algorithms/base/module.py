@@ -1,14 +1,13 @@
-"""The LightningModule that every algorithm extends: it names its models and calls.
+"""The LightningModule that every algorithm extends.
 
-It builds plain modules with full weights. The strategy shards and moves them, runs the calls and takes the steps.
+It names models and calls, and builds the models with full weights. The strategy shards them and runs the calls.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -18,10 +17,17 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from lightning_realloc.algorithms.base.adapters import AdapterSource
-from lightning_realloc.algorithms.base.calls import declared_calls
+from lightning_realloc.algorithms.base.calls import dataflow_of_calls, declared_calls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
-from lightning_realloc.algorithms.base.optimizers import NoDecay, Parameters, RoleOptimizer, chosen_for, state_bytes
+from lightning_realloc.algorithms.base.optimizers import (
+    NoDecay,
+    Parameters,
+    RoleOptimizer,
+    check_learning_rate,
+    chosen_for,
+    state_bytes,
+)
 from lightning_realloc.algorithms.base.role import ModelSource, Role, Task, without_weights
 from lightning_realloc.algorithms.base.sample_rows import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
@@ -31,7 +37,7 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
+from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
@@ -39,11 +45,11 @@ from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import ALGORITHM_HINTS, SuggestsSettings
 
 _ADAPTERS_LEARN_FASTER = 10.0
-"""Than whole weights, at their best. Source: Schulman et al., "LoRA without regret", 2025."""
+"""Best learning rate of adapters over that of whole weights. Source: Schulman et al., "LoRA without regret", 2025."""
 
 
 class ModuleSettings(TypedDict, total=False):
-    """Types of the settings that subclasses pass on to :class:`MultiModelModule`, which documents them."""
+    """Types of the settings that subclasses pass on to :class:`MultiModelModule`, where they are documented."""
 
     learning_rate: float | None
     optimizer: OptimizerCallable | None
@@ -73,8 +79,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     Args:
         learning_rate: Learning rate of AdamW without weight decay, the default optimizer. None:
             ``default_learning_rate`` of the algorithm, ten times that for adapters.
-        optimizer: Function of the parameters that makes an optimizer, with its own learning rate: leave
-            ``learning_rate`` out.
+        optimizer: Function of the parameters that makes an optimizer with its own learning rate.
         lr_scheduler: Function of an optimizer that makes a learning-rate schedule, which steps once per iteration.
         weight_decay: Weight decay of all but ``no_decay``; None leaves it to ``optimizer``.
         no_decay: Kinds of weights that do not decay: ``norms``, ``biases``, ``embeddings``; None: the first two.
@@ -85,13 +90,13 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         speculation: Speculative decoding: draft several tokens, verify them at once; None: one token at a time.
         max_cache_bytes: Bound on the bytes of keys and values per rank; further samples wait. None: room for
             ``max_slots`` of the longest sample.
-        sample_reallocation: Samples that move between data-parallel ranks so that all finish together. True or
-            ``"queued"``: those that wait for a slot; ``"all"``: running ones too. Tokens stay the same.
+        sample_reallocation: Samples that move between ranks so that all finish together. True or ``"queued"``: those
+            that wait for a slot; ``"all"``: running ones too. Tokens stay the same.
         peft_config: Adapters to train: a ``LoraConfig``, a mapping with ``peft_type: LORA``, or a folder of saved ones,
             for every trained role; or role -> one of these.
-        allow_missing: Whether a model's folder may lack weights of its config (then random) or hold more. A new head
-            needs no permission.
-        liger_kernels: Whether models run Liger's kernels, on CUDA and with the package liger-kernel.
+        allow_missing: Whether a folder may lack weights of its config (then random) or hold others. New heads may
+            always be missing.
+        liger_kernels: Use Liger's kernels; needs CUDA and the package liger-kernel.
         seed: Seed of random weights, sampling, dropout and mini-batch order; None: that of ``seed_everything``, else 0.
         generation: Group of the settings of generation; its fields take precedence.
         tokenizer: Tokenizer, its name or folder; None: that of the first language model.
@@ -100,23 +105,24 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     names_elsewhere = ALGORITHM_HINTS
     _tokenizer: PreTrainedTokenizerBase | None
     optional_roles: tuple[str, ...] = ()
-    """Roles that :meth:`roles` may leave out, and their calls with them."""
+    """Roles that :meth:`roles` may leave out; their calls are then left out, too."""
     share_prompts: bool = False
-    """Whether samples next to each other in a pack may hold the same prompt once; models must look back only, and
-    methods find the token before a token by ``PackedBatch.predecessors``, as ``token_logprobs`` does."""
+    """Whether adjacent samples of a pack may share one copy of their prompt. Models must be causal, and methods find a
+    token's predecessor by ``PackedBatch.predecessors``, as ``token_logprobs`` does."""
     group_size: int = 1
-    """How many samples next to each other belong together, as a chosen response and the rejected one do: they are in
-    one micro-batch, in this order, and in one mini-batch. Batches hold whole groups."""
+    """Number of adjacent samples that stay together, such as 2 for a chosen and a rejected response: in one
+    micro-batch, in this order, and in one mini-batch. Batches hold whole groups."""
     totals_of: tuple[str, ...] = ()
-    """The batch's columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
+    """Columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
     answered_ahead: tuple[str, ...] = ()
-    """Calls that no iteration runs from here on: what they would produce comes with the batch."""
+    """Calls that no longer run, because the batch brings their results."""
     default_learning_rate: float = 1e-6
-    """Of whole weights, where none is given."""
+    """Learning rate for whole weights, if none is given."""
     supports_rollout_budget: bool = False
-    """Whether unfinished responses can continue in the next iteration, as a ``rollout_budget`` asks."""
+    """Whether unfinished responses can continue in the next iteration, as a ``rollout_budget`` needs."""
     dropout: bool = False
-    """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
+    """Whether dropout is active in training. Policies train on the distribution that they were sampled from, without
+    it."""
 
     def __init__(
         self,
@@ -144,12 +150,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         check_type(TrainOptions, train_options=train_options)
         check_type(GenerationOptions, generation=generation)
         check_type(bool, allow_missing=allow_missing, liger_kernels=liger_kernels)
-        if optimizer is not None and learning_rate is not None:
-            raise ConfigError(
-                f"learning_rate={learning_rate} is for the default AdamW, and optimizer={optimizer} brings a learning "
-                f"rate of its own; give it there, as in partial(torch.optim.SGD, lr={learning_rate}), and leave "
-                f"learning_rate out"
-            )
+        check_learning_rate(learning_rate, optimizer)
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
         options = GenerationOptions(
@@ -169,8 +170,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         self.role_optimizers = dict(optimizers or {})
         self.tokenizer = tokenizer
         self.sources: dict[str, ModelSource] = {}
-        """Role -> where its weights come from. In a dict a model that was given as a module becomes no child of this
-        module. Once all roles are built, only its shapes are kept."""
+        """Role -> source of its weights. A dict keeps given modules out of this module's children. Once all roles are
+        built, only shapes are kept."""
 
     def _set_generation(self, options: GenerationOptions) -> None:
         if options.rollout_budget is not None and not self.supports_rollout_budget:
@@ -192,31 +193,31 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     @property
     def seed(self) -> int:
-        """Of random weights, sampling, dropout and mini-batch order; the same on every rank."""
+        """Seed of random weights, sampling, dropout and mini-batch order; the same on every rank."""
         return seed_of_run(self._trainer) if self._seed is None else self._seed
 
-    # ---- what a subclass says about itself
+    # ---- for subclasses
     def roles(self) -> tuple[Role, ...]:
         """Return the algorithm's models."""
         raise NotImplementedError(f"{type(self).__name__} must return its models from roles()")
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls that this module's settings ask for; by default all that its class declares."""
+        """Return the calls for the current settings; by default all that the class declares."""
         return declared_calls(type(self))
 
     def runs(self, call: str, iteration: int) -> bool:
-        """Return whether a call takes part in an iteration, counted from 0; the same on every rank.
+        """Return whether a call runs in an iteration, counted from 0; the same on every rank.
 
-        What a call that is left out would have produced is missing: leave out those that need it, too.
+        Calls that need the results of a call that does not run must not run either.
         """
         return True
 
     def train_options_of(self, role: str) -> TrainOptions:
-        """Return how a role goes through its samples."""
+        """Return the training options of a role."""
         return self.train_options
 
     def optimizer_of(self, role: str) -> RoleOptimizer:
-        """Return how a trained role is optimized."""
+        """Return the optimizer settings of a trained role."""
         default = RoleOptimizer(learning_rate=self._learning_rate_of(role))
         return chosen_for(role, self.role_optimizers, self.optimizer_settings.over(default))
 
@@ -227,11 +228,11 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return self.default_learning_rate * (_ADAPTERS_LEARN_FASTER if adapted else 1.0)
 
     def new_optimizer(self, role: str, parameters: Parameters) -> torch.optim.Optimizer:
-        """Return the optimizer of a trained role, for its parameters or groups of them."""
+        """Return a new optimizer for the parameters, or parameter groups, of a trained role."""
         return self.optimizer_of(role).make(parameters)
 
     def peft_of(self, role: str, *, trained: bool = True) -> AdapterSource | None:
-        """Return the adapters that ``peft_config`` gives a role: of one that is not trained, only if it is named."""
+        """Return the adapters that ``peft_config`` gives a role. A role that is not trained gets them only by name."""
         config = self.peft_config
         if isinstance(config, Mapping) and "peft_type" not in config:
             return config.get(role)
@@ -243,9 +244,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return Role(name=name, source=self.sources[name], trained=trained, task=task, peft=peft)
 
     def reference_of(self, actor: Role, source: ModelSource | None) -> Role:
-        """Return a frozen reference: of ``source``; without one of what the actor begins as.
+        """Return a frozen reference from ``source``, or from the actor's initial weights.
 
-        That is an actor with adapters, without them: it needs no copy of its own.
+        The initial weights of an actor with adapters are its base, so that reference needs no model of its own.
         """
         peft = self.peft_of("reference", trained=False)
         if source is None and peft is None and actor.has_adapters:
@@ -253,65 +254,66 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return Role(name="reference", source=actor.source if source is None else source, trained=False, peft=peft)
 
     def with_carried(self, batch: Samples) -> Samples:
-        """Return what an iteration works on: the loader's batch, and prompts of earlier ones that it goes on with.
+        """Return the prompts of an iteration: the loader's batch, and prompts with unfinished responses.
 
         The same on every rank.
         """
         return batch
 
     def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
-        """Take what generating calls left for the next iteration, the same on every rank; None: nothing.
+        """Store the samples that generating calls left for the next iteration, the same on every rank; None: there are
+        none.
 
-        ``num_learnt`` samples were learnt from.
+        ``num_learnt`` samples were trained on.
         """
 
     def on_iteration_end(self, samples: Samples) -> None:
-        """Update what the algorithm keeps between iterations, from the same samples as :meth:`summarize` gets.
+        """Update state between iterations, from the samples that :meth:`summarize` gets.
 
-        Every rank calls it with the same samples, so what it keeps is equal everywhere; kept in buffers, it is part
-        of checkpoints.
+        Every rank gets the same samples, so state is equal on all ranks. Buffers are part of checkpoints.
         """
 
-    # ---- what follows from it
+    # ---- derived
     @property
     def dataflow(self) -> Dataflow:
         """The calls of one iteration.
 
-        Calls of optional roles that this module was not given are left out, and with them what only they produce.
+        Calls of absent optional roles are left out, and with them the results that only they produce.
 
         Raises:
             PlanError: for a call of any other role that :meth:`roles` does not return, and for calls that contradict
-                each other.
+                each
+                other.
         """
         present = tuple(role.name for role in self.roles())
-        return _dataflow_of(self.calls(), present, self.optional_roles)
+        return dataflow_of_calls(self.calls(), present, self.optional_roles)
 
     @classmethod
     def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls of the class where there are models for these roles only; by default all it declares."""
+        """Return the calls of the class for these roles; by default all that it declares."""
         return declared_calls(cls)
 
     @classmethod
     def dataflow_of(cls, roles: Iterable[str]) -> Dataflow:
-        """Return the calls of one iteration when there are models for these roles only.
+        """Return the calls of one iteration for these roles.
 
-        A computation that produces what one of the models does is left out: reward functions beside a reward model.
+        A computation is left out if a model produces the same result, as a reward model does for reward functions.
         """
         present = tuple(roles)
         calls = cls.calls_for(present)
         made = {name for call in calls if call.role in present for name in call.produces}
         fitting = tuple(call for call in calls if call.role is not None or made.isdisjoint(call.produces))
-        return _dataflow_of(fitting, present, tuple(call.role for call in calls if call.role is not None))
+        return dataflow_of_calls(fitting, present, tuple(call.role for call in calls if call.role is not None))
 
     def models(self) -> dict[str, nn.Module]:
-        """Return role name -> model, as far as they are built."""
+        """Return role name -> model, for the models that are built."""
         return {role.name: getattr(self, role.name) for role in self.roles() if hasattr(self, role.name)}
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the first language model that is loaded from a name or folder, unless one was set."""
+        """The given tokenizer; else that of the first language model from a name or folder."""
         if self._tokenizer is None:
-            # Not of a classifier beside a language model: it may read tokens of another vocabulary.
+            # Not a classifier's, if there is a language model: its vocabulary may differ.
             roles = self.roles()
             speakers = [role for role in roles if role.task == "causal_lm"] or roles
             sources = [role.source for role in speakers if isinstance(role.source, str | Path)]
@@ -329,18 +331,18 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     # ---- Lightning's hooks
     def setup(self, stage: str) -> None:
-        """Let reward functions make sure that they can work, before any weights are loaded."""
+        """Start reward functions, so that they fail before weights are loaded."""
         for functions in self._reward_functions_kept():
             functions.trainer_state = self._trainer_state
             functions.start()
 
     def release(self) -> None:
-        """End what reward functions keep running; the strategy calls it when a run is over, however it ended."""
+        """Close reward functions. The strategy calls it at the end of a run, also after an exception."""
         for functions in self._reward_functions_kept():
             functions.close()
 
     def configure_model(self) -> None:
-        """Build every model that is not built yet; called again before validate and test."""
+        """Build every model that does not exist yet; Lightning calls it again before validate and test."""
         self._check_named_roles()
         self._unregister_sources()
         for role in self.roles():
@@ -352,7 +354,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         self.sources.update({role: without_weights(source) for role, source in self.sources.items()})
 
     def _unregister_sources(self) -> None:
-        """Take attributes of a subclass that roles are built from out of this module's children, and of checkpoints."""
+        """Remove a subclass's attributes that are sources of roles from this module's children and checkpoints."""
         roles = self.roles()
         for name, child in list(self._modules.items()):
             if any(child is role.source for role in roles) and all(name != role.name for role in roles):
@@ -381,7 +383,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             )
 
     def configure_optimizers(self) -> Any:
-        """Return one optimizer per trained role, its first parameter group named after the role."""
+        """Return one optimizer per trained role; its first parameter group has the name of the role."""
         made = []
         for role in self.dataflow.trained_roles:
             settings = self.optimizer_of(role)
@@ -389,10 +391,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return made if made else None
 
     def on_fit_start(self) -> None:
-        """Check the data's token ids, and leave out warnings that say nothing here.
-
-        Every call sets the mode that it needs, and changes no output.
-        """
+        """Check the data's token ids, and silence warnings about modes, which every call sets for itself."""
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
         data = getattr(self.trainer, "datamodule", None)
@@ -400,10 +399,11 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
 
     def require_batch(self, batch: object) -> None:
-        """Raise DataError for what is no batch of the algorithm's, and for token ids outside a model's embeddings."""
+        """Raise DataError for a batch without the algorithm's columns, and for token ids outside a model's
+        embeddings."""
         super().require_batch(batch)
         assert isinstance(batch, Samples)
-        self._check_token_ids(batch, kinds=("infer", "train"))  # the engine checks what it generates from
+        self._check_token_ids(batch, kinds=("infer", "train"))  # the engine checks prompts itself
 
     def _check_token_ids(self, samples: Samples, *, kinds: tuple[str, ...]) -> None:
         models = self.models()
@@ -419,12 +419,12 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             self.on_iteration_end(samples)
 
     def sample_rows(self, samples: Samples) -> list[dict[str, object]]:
-        """Return samples as rows for people and files: prompt, response, rewards, the data's columns."""
+        """Return samples as rows for tables and files: prompt, response, rewards, the data's columns."""
         return sample_rows(samples, self.tokenizer)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Most bytes that an optimizer keeps for each fp32 weight, found by a step on a small one; 0 where unknown."""
+        """Largest optimizer state in bytes per fp32 weight, measured on a small weight; 0 if unknown."""
         written_by_hand = type(self).configure_optimizers is not MultiModelModule.configure_optimizers
         if written_by_hand or not self.dataflow.trained_roles:
             return 0
@@ -441,31 +441,13 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse, with what to do instead: a checkpoint is a folder of shards, which only a strategy can place.
+        """Raise CheckpointError: only a strategy can read a checkpoint, which is a folder of shards.
 
         Raises:
-            CheckpointError: always.
+            CheckpointError: always, with the alternatives.
         """
         raise CheckpointError(
             f"{cls.__name__} is not built from a checkpoint; to go on training give {checkpoint_path} as "
             f"trainer.fit(..., ckpt_path=...), to use its weights write them with "
             f"'lightning-realloc export {checkpoint_path} --output DIR' and give DIR as the model"
         )
-
-
-@cache  # asked for many times an iteration; by roles, because a coefficient that is changed may add or drop one
-def _dataflow_of(
-    calls: tuple[ModelFunctionCall, ...], roles: tuple[str, ...], optional_roles: tuple[str, ...]
-) -> Dataflow:
-    for call in calls:
-        if call.role is not None and call.role not in (*roles, *optional_roles):
-            raise PlanError(
-                f"call {call.name!r} is of role {call.role!r}, which roles() does not return; it returns "
-                f"{', '.join(roles) or 'none'}. Add a Role({call.role!r}), or name it in optional_roles to leave its "
-                f"calls out"
-            )
-    kept = [call for call in calls if call.role is None or call.role in roles]
-    made = {name for call in kept for name in call.produces}
-    absent = {name for call in calls for name in call.produces} - made
-    needs = [tuple(name for name in call.needs if name not in absent) for call in kept]
-    return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))

@@ -14,24 +14,25 @@ from lightning_realloc.algorithms.settings import check_choice, check_not_negati
 from lightning_realloc.errors import ConfigError
 
 NoDecay = Literal["norms", "biases", "embeddings"]
-"""Gains of norms, and other vectors that are no biases; biases; tables of embeddings, with a head tied to one."""
+"""Weights without decay: gains of norms and other vectors that are not biases; biases; embedding tables and heads tied
+to them."""
 _NO_DECAY: tuple[NoDecay, ...] = ("norms", "biases")
 Parameters = list[nn.Parameter] | list[dict[str, Any]]
-"""What an optimizer is made of: parameters, or groups of them with settings of their own."""
+"""Argument of an optimizer: parameters, or groups of them with their own settings."""
 GROUP_SEPARATOR = "/"
-"""Between a role and a number in the names of its optimizer's further groups."""
+"""Separator of role and number in the names of an optimizer's further groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleOptimizer:
-    """How a trained role is optimized. What is None is as the algorithm says for all of its roles.
+    """Optimizer settings of a trained role. Fields that are None follow the algorithm's settings.
 
     Args:
-        learning_rate: Of all its weights, whatever makes the optimizer.
-        optimizer: Makes an optimizer from parameters or groups of them: a class, or anything that can be called.
-        lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
-        weight_decay: Of the weights that ``no_decay`` does not name; None leaves all weights to the optimizer.
-        no_decay: What does not decay where there is a ``weight_decay``; by default norms and biases.
+        learning_rate: Learning rate of all its weights; also overrides the rate of ``optimizer``.
+        optimizer: Class or function that makes an optimizer from parameters or groups of them.
+        lr_scheduler: Function that makes a learning-rate schedule from an optimizer; it steps once per iteration.
+        weight_decay: Weight decay of all weights except ``no_decay``; None leaves it to the optimizer.
+        no_decay: Weights without decay, next to a ``weight_decay``; None: norms and biases.
     """
 
     learning_rate: float | None = None
@@ -46,9 +47,9 @@ class RoleOptimizer:
             check_choice("no_decay", kind, get_args(NoDecay))
 
     def over(self, others: RoleOptimizer) -> RoleOptimizer:
-        """Return these settings, and where they say nothing the others'.
+        """Return these settings, with the values of ``others`` for fields that are None.
 
-        An optimizer brings its own learning rate: the others' is for theirs.
+        An optimizer brings its own learning rate, so it does not take the rate of ``others``.
         """
         brings_rate = self.learning_rate is not None or self.optimizer is not None
         return RoleOptimizer(
@@ -60,7 +61,7 @@ class RoleOptimizer:
         )
 
     def make(self, parameters: Parameters) -> torch.optim.Optimizer:
-        """Return the optimizer: AdamW without weight decay unless there is another one; its steps are fused."""
+        """Return the optimizer; without a given one, fused AdamW without weight decay."""
         if self.optimizer is None:
             assert self.learning_rate is not None, "an algorithm has one for its default optimizer"
             return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
@@ -72,7 +73,7 @@ class RoleOptimizer:
         return optimizer
 
     def parameters(self, model: nn.Module) -> Parameters:
-        """Return a model's trained parameters, in two groups where some decay: the same two on every rank."""
+        """Return the trained parameters of a model, in two groups if some decay; the same on every rank."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.weight_decay is None:
             return trained
@@ -84,10 +85,10 @@ class RoleOptimizer:
         ]
 
     def configure(self, optimizer: torch.optim.Optimizer, role: str) -> dict[str, Any]:
-        """Return what ``configure_optimizers`` gives Lightning for a role: its optimizer, groups named, and schedule.
+        """Return the entry of a role in ``configure_optimizers``: optimizer, names of groups, schedule.
 
         Raises:
-            ConfigError: for weight decay with an optimizer that knows none.
+            ConfigError: for weight decay with an optimizer that does not support it.
         """
         if self.weight_decay is not None:
             if "weight_decay" not in optimizer.defaults:
@@ -100,16 +101,29 @@ class RoleOptimizer:
             group["name"] = role if number == 0 else f"{role}{GROUP_SEPARATOR}{number}"
         entry: dict[str, Any] = {"optimizer": optimizer}
         if self.lr_scheduler is not None:
-            # LearningRateMonitor appends the group's name: lr/actor, and lr/actor/1 of what does not decay.
+            # LearningRateMonitor appends the group's name: lr/actor, and lr/actor/1 without decay.
             entry["lr_scheduler"] = {"scheduler": self.lr_scheduler(optimizer), "interval": "step", "name": "lr"}
         return entry
 
 
+def check_learning_rate(learning_rate: float | None, optimizer: OptimizerCallable | None) -> None:
+    """Raise ConfigError for a learning rate next to an optimizer, which has its own."""
+    if learning_rate is None or optimizer is None:
+        return
+    parts = (optimizer, getattr(optimizer, "func", optimizer), *getattr(optimizer, "args", ()))  # of a partial
+    name = next((part.__name__ for part in parts if isinstance(part, type)), repr(optimizer))
+    raise ConfigError(
+        f"learning_rate={learning_rate} is for the default AdamW, and optimizer={name} has a learning rate of its own; "
+        f"leave learning_rate out, and set lr={learning_rate} in the optimizer: partial({name}, lr=...), or its "
+        f"init_args in YAML"
+    )
+
+
 def chosen_for(role: str, given: Mapping[str, RoleOptimizer], default: RoleOptimizer) -> RoleOptimizer:
-    """Return how a role is optimized: by its own settings, and where they say nothing by the default.
+    """Return the optimizer settings of a role: its own, with the default for fields that are None.
 
     Raises:
-        ConfigError: for ``no_decay`` where nothing decays.
+        ConfigError: for ``no_decay`` without weight decay.
     """
     chosen = given.get(role, RoleOptimizer()).over(default)
     if chosen.no_decay is not None and chosen.weight_decay is None:
@@ -122,10 +136,10 @@ def chosen_for(role: str, given: Mapping[str, RoleOptimizer], default: RoleOptim
 def with_learning_rate(
     given: Mapping[str, RoleOptimizer] | None, role: str, learning_rate: float | None
 ) -> dict[str, RoleOptimizer]:
-    """Return the roles' settings with a learning rate for one of them, where there is one.
+    """Return the settings of all roles, with a learning rate for one of them; None changes nothing.
 
     Raises:
-        ConfigError: for a role that has one already.
+        ConfigError: if the role already has a learning rate.
     """
     settings = dict(given or {})
     check_positive(**{f"{role}_learning_rate": learning_rate})
@@ -141,7 +155,7 @@ def with_learning_rate(
 
 
 def state_bytes(make: Callable[[Parameters], torch.optim.Optimizer]) -> int:
-    """Return the bytes that an optimizer keeps for each fp32 weight, found by a step on a small one."""
+    """Return the bytes of optimizer state per fp32 weight, measured by a step on a small one."""
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
     optimizer = make([weight])
@@ -151,7 +165,7 @@ def state_bytes(make: Callable[[Parameters], torch.optim.Optimizer]) -> int:
 
 
 def parameters_of(model: nn.Module, kinds: Collection[NoDecay]) -> list[nn.Parameter]:
-    """Return the parameters of some kinds; one with several names is of every kind that one of them is of."""
+    """Return the parameters of some kinds. A parameter with several names has the kinds of all of them."""
     return [
         parameter
         for module in model.modules()
@@ -163,6 +177,6 @@ def parameters_of(model: nn.Module, kinds: Collection[NoDecay]) -> list[nn.Param
 def _kind_of(module: nn.Module, name: str, parameter: nn.Parameter) -> NoDecay | None:
     if isinstance(module, nn.Embedding):
         return "embeddings"
-    if name.endswith("bias"):  # of experts it has a row for each
+    if name.endswith("bias"):  # biases of experts have two dimensions
         return "biases"
     return "norms" if parameter.dim() == 1 else None

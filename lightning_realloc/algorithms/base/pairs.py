@@ -1,4 +1,4 @@
-"""Base of algorithms that learn from pairs: chosen responses at even rows, rejected ones after them."""
+"""Base of algorithms that learn from pairs: chosen responses in even rows, rejected ones in odd rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_realloc.errors import DataError
 
 
 class PairwiseModule(MultiModelModule):
-    """A module whose batches are pairs: two samples with the same prompt, of which the first one was preferred."""
+    """A module whose batches are pairs: two samples with the same prompt, the preferred one first."""
 
     group_size = 2
     share_prompts = True
@@ -23,14 +23,14 @@ class PairwiseModule(MultiModelModule):
     data_module = "PreferenceDataModule"
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse samples that do not come in pairs, and fewer pairs than mini-batches."""
+        """Raise for samples that are not pairs, and for fewer pairs than mini-batches."""
         check_pairs(batch)
         if self.trainer.training:
             options = self.train_options_of(self.dataflow.trained_roles[0])
             check_minibatches(len(batch), options, group_size=self.group_size)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return the mean loss and margin of pairs, and the share that is ordered right, where they were measured."""
+        """Return the mean loss and margin of pairs, and the share with a positive margin, if they were measured."""
         if "losses" not in samples:
             return {}
         margins, _ = sides(samples.tensor("margins"))
@@ -42,21 +42,21 @@ class PairwiseModule(MultiModelModule):
 
 
 def sides(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the (P,) values of the chosen and of the rejected responses, from those of 2P samples."""
+    """Return the (P,) values of the chosen and of the rejected responses, from 2P samples."""
     return values[0::2], values[1::2]
 
 
 def both_sides(values: Tensor) -> Tensor:
-    """Return the (P,) values of pairs for each of their 2P samples."""
+    """Repeat the (P,) values of pairs for their 2P samples."""
     return values.repeat_interleave(2, dim=0)
 
 
 def pair_sums(logprobs: Ragged, *, tail_weight: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return two (P,): the log-probabilities of the chosen and of the rejected responses.
+    """Return the log-probabilities of the chosen and of the rejected responses, (P,) each.
 
     Args:
-        logprobs: Of the tokens of 2P responses.
-        tail_weight: What tokens count that lie further back than the shorter response of their pair is long.
+        logprobs: Log-probabilities of the tokens of 2P responses.
+        tail_weight: Weight of tokens after the length of the pair's shorter response.
     """
     if tail_weight == 1.0:
         return sides(sequence_sums(logprobs))
@@ -69,14 +69,14 @@ def pair_sums(logprobs: Ragged, *, tail_weight: float = 1.0) -> tuple[Tensor, Te
 
 
 def chosen_tokens(samples: Samples) -> Tensor:
-    """Return (B,) float64: the tokens of each sample's response where it was chosen, else 0."""
+    """Return (B,) float64: the length of each chosen response, 0 for rejected ones."""
     tokens = samples.ragged("response_ids").lengths.double()
     tokens[1::2] = 0.0
     return tokens
 
 
 def pair_metrics(margins: Tensor) -> dict[str, Average]:
-    """Return the mean of (P,) margins and the share of them above zero."""
+    """Return the mean of (P,) margins, and the share above zero."""
     margins = margins.detach()
     return {
         "margin": Average(margins.sum(), len(margins)),
@@ -85,7 +85,7 @@ def pair_metrics(margins: Tensor) -> dict[str, Average]:
 
 
 def check_pairs(batch: Samples) -> None:
-    """Raise DataError unless the samples are pairs: neighbours with the same prompt, both with a response."""
+    """Raise DataError unless adjacent samples have the same prompt, and both have a response."""
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
     if len(batch) % 2:
         raise DataError(

@@ -1,7 +1,7 @@
 """Base of algorithms that compare an actor with a reference on given responses: both models and their scores.
 
-The reference's scores of given responses never change. So they can be computed once before the first step and kept
-with the rows, and the reference's weights are released.
+The reference's scores of given responses never change. They can be computed once before the first step and stored with
+the rows; then the reference's weights are released.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ _CALL, _COLUMN = "reference.infer", "ref_logprobs"
 
 
 class ReferencedSettings(ModuleSettings, total=False):
-    """Types of the settings that subclasses pass on to :class:`ReferencedModule`, which documents them."""
+    """Types of the settings that subclasses pass on to :class:`ReferencedModule`, where they are documented."""
 
     reference: ModelSource | None
     precompute_reference: bool
 
 
 class ReferencedModule(MultiModelModule):
-    """A module of an actor and of the reference that its log-probabilities of given responses are compared with.
+    """A module that compares log-probabilities of given responses by an actor and by a reference.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reference: Model that log-probabilities are compared with; None: the actor as it was loaded.
-        precompute_reference: Whether the reference scores all rows of the data module once, when training begins, and
-            is then released; else it scores every batch. Losses are the same.
-        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        precompute_reference: Whether the reference scores all rows of the data module once before training, and is then
+            released; otherwise it scores every batch. Losses are the same.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, tokenizer, training
+            options, seed.
     """
 
     evaluation_calls: tuple[str, ...] = (_CALL, "actor.infer", "measure")
@@ -72,15 +73,15 @@ class ReferencedModule(MultiModelModule):
         """Return the actor's log-probability of every response token, before the step."""
         return token_logprobs(actor, batch, only_responses=True).logprobs
 
-    # ---- a reference that is asked once
+    # ---- precomputed scores
     def setup(self, stage: str) -> None:
-        """Refuse to ask ahead about rows that are not known ahead."""
+        """Raise for precomputed scores of rows that are not known in advance."""
         super().setup(stage)
         if stage == "fit" and self.precompute_reference:
             self._known_rows()
 
     def on_train_start(self) -> None:
-        """Ask the reference about all rows and let it go, where that was asked for."""
+        """Precompute the scores of all rows, and release the reference, if requested."""
         super().on_train_start()
         if not self.precompute_reference or self.answered_ahead:
             return
@@ -93,11 +94,11 @@ class ReferencedModule(MultiModelModule):
         self.evaluation_calls = tuple(name for name in self.evaluation_calls if name != _CALL)
 
     def runs(self, call: str, iteration: int) -> bool:
-        """Leave out what was asked before."""
+        """Leave out calls whose results were precomputed."""
         return call not in self.answered_ahead and super().runs(call, iteration)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse rows that the reference was not asked about while it was there."""
+        """Raise for rows without precomputed scores after the reference was released."""
         super().check_batch(batch)
         if self.answered_ahead and _COLUMN not in batch:
             raise ConfigError(
@@ -106,7 +107,7 @@ class ReferencedModule(MultiModelModule):
             )
 
     def reference_columns(self, table: Samples, batch_size: int) -> dict[str, Column]:
-        """Return what is to be kept with samples of what the reference says, asked ``batch_size`` at a time."""
+        """Return the columns to store with samples, from the reference, ``batch_size`` samples at a time."""
         return {_COLUMN: self.asked(table, batch_size)}
 
     def asked(self, table: Samples, batch_size: int) -> Ragged:

@@ -38,7 +38,7 @@ from lightning_realloc.runtime.model.loaded_weights import record_untied_weights
 from lightning_realloc.runtime.model.structure import copy_model, copy_without_weights
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
-"""A Hugging Face name or folder, a config (random weights), or a module that is already built."""
+"""A Hugging Face name or folder, a config (random weights), or a module."""
 
 Task = Literal["causal_lm", "sequence_classification", "token_classification"]
 
@@ -54,13 +54,13 @@ _CLASSES = {
 }
 
 _MOST_NAMED = 4
-"""Weights that an error names; it counts the others."""
+"""Number of weights that an error names; it counts the others."""
 
 
 def is_model_source(source: object) -> TypeGuard[ModelSource]:
-    """Return whether ``source`` names or is a model, where it might also name or be a function.
+    """Return whether ``source`` names or is a model; the alternative is a function.
 
-    A text with a colon, or with dots and no slash, is a function's import path, unless there is such a folder.
+    Text with a colon, or with dots and no slash, is a function's import path, unless such a folder exists.
     """
     if isinstance(source, str):
         is_path = Path(source).expanduser().exists() or "/" in source
@@ -69,7 +69,7 @@ def is_model_source(source: object) -> TypeGuard[ModelSource]:
 
 
 def without_weights(source: ModelSource) -> ModelSource:
-    """Return a source that describes the same model. Of a module it is a copy whose parameters hold no weights."""
+    """Return a source of the same model; a module becomes a copy whose parameters have no storage."""
     return copy_without_weights(source) if isinstance(source, nn.Module) and not _is_empty(source) else source
 
 
@@ -83,21 +83,21 @@ class Role:
     """One model of an algorithm."""
 
     name: str
-    """``actor``, ``critic``, ``reference``, ``reward``, or any name."""
+    """``actor``, ``critic``, ``reference``, ``reward``, or another name."""
     source: ModelSource
-    """Where the weights come from."""
+    """Source of the weights."""
     trained: bool
-    """Whether an optimizer changes them."""
+    """Whether an optimizer updates the weights."""
     task: Task = "causal_lm"
-    """The head: next-token logits, or one score per sequence or token."""
+    """Head: next-token logits, or one score per sequence or token."""
     average_of: str | None = None
-    """Trained role whose exponential moving average this role's weights are; None: they stay as loaded."""
+    """Trained role whose exponential moving average these weights are; None: they stay as loaded."""
     average_rate: float = 0.01
-    """Weight of the trained role in each update, made after each of its training calls: 1 less the decay."""
+    """Weight of the trained role in each update, which follows each of its training calls: 1 less the decay."""
     peft: AdapterSource | None = None
-    """Adapters to train in place of the weights; in a role that is not trained, saved ones to merge into them."""
+    """Adapters to train in place of the weights; for a role that is not trained, saved ones to merge."""
     shares: str | None = None
-    """A role with adapters whose model is this one's, too, without them: there is no second copy."""
+    """Role with adapters whose base is also this model, without a second copy; None: a model of its own."""
 
     @property
     def has_adapters(self) -> bool:
@@ -106,7 +106,7 @@ class Role:
         return self.trained and (self.peft is not None or brings_some)
 
     def config(self) -> PreTrainedConfig | None:
-        """Return the model's configuration, None for a module without one."""
+        """Return the model's configuration; None for a module without one."""
         if isinstance(self.source, PreTrainedConfig):
             return self.source
         if isinstance(self.source, nn.Module):
@@ -132,7 +132,7 @@ class Role:
             )
         if not isinstance(self.source, str | Path):
             return
-        # A name on the hub has at most one slash; anything else is meant as a folder, and is missed here, not later.
+        # A name on the hub has at most one slash. Anything else is a folder, so a missing one is reported here.
         text = str(self.source)
         is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
         if is_path and not Path(text).expanduser().exists():
@@ -142,19 +142,19 @@ class Role:
             )
 
     def build(self, *, seed: int, allow_missing: bool = False) -> nn.Module:
-        """Return the model with its full weights, the same on every rank: a module's as they are, others in float32.
+        """Return the model with full weights, the same on every rank: a module's in their dtype, others in float32.
 
-        A module is copied, so that two roles may name the same one; for a classifier one with another head gives its
-        backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label. Weights that
-        a module's owner froze stay frozen, unless all are; under adapters all are but those, and a classifier's head.
+        A module is copied, so two roles may use the same one. A classifier takes the backbone of a module with another
+        head. New heads and random weights depend on ``seed`` alone. Classifiers have one label. Frozen weights of a
+        module stay frozen, unless all are. With adapters, only they and a classifier's head are trained.
 
         Args:
-            seed: Of random weights.
-            allow_missing: Whether a folder's weights may be others than its config asks for; what is missing is random.
+            seed: Seed of random weights.
+            allow_missing: Whether weights in a folder may differ from its config; missing ones are random.
 
         Raises:
-            ConfigError: for what cannot be loaded, weights that are missing or have no place in the model, a language
-                model without its head, a frozen classifier whose head was never trained, a quantised base, and
+            ConfigError: for a source that cannot be loaded, weights that are missing or have no place in the model, a
+                language model without its head, a frozen classifier whose head was never trained, a quantized base, and
                 adapters that do not fit.
         """
         self._refuse_quantised()
@@ -174,13 +174,13 @@ class Role:
                 model = self._load(self.source, adapters, allow_missing=allow_missing)
             self._adapt(model, adapters)
         record_untied_weights(model)
-        # Lightning warns of modules in eval mode; every call chooses its own mode.
+        # Lightning warns about modules in eval mode; every call sets its own mode.
         return model.train()
 
     def describe(self) -> nn.Module:
-        """Return the model as far as its shapes go: on the meta device, without loading or making weights.
+        """Return the model without weights, on the meta device.
 
-        A module that is built already, with the head that the role needs, is returned as it is.
+        A given module with the required head is returned unchanged.
         """
         self._refuse_quantised()
         source, adapters = self.source, self._adapters()
@@ -197,17 +197,17 @@ class Role:
             return self._adapt(self._from_config(config), adapters)
 
     def resembling(self, config: PreTrainedConfig) -> Role:
-        """Return a role of another size with random weights, adapters of the same kind included."""
+        """Return a role of another size with random weights, and adapters of the same kind."""
         return replace(self, source=config, peft=self._adapter_config(), shares=None)
 
     def describe_adapters(self) -> tuple[Any, ...]:
-        """Return what the time of its passes depends on besides the model's config; () without adapters."""
+        """Return the adapter options that affect the time of passes; () without adapters."""
         config = self._adapter_config()
-        options = {} if config is None else config.to_dict()  # sets are in another order on every rank
+        options = {} if config is None else config.to_dict()  # the order of sets differs between ranks
         return tuple((name, sorted(v) if isinstance(v, set) else v) for name, v in options.items())
 
     def _adapter_config(self) -> Any | None:
-        """Return the configuration of the adapters that are trained, None for none."""
+        """Return the configuration of trained adapters; None for none."""
         if not self.has_adapters:
             return None
         adapters = self._adapters()
@@ -217,7 +217,7 @@ class Role:
         return adapter_config(self.source)
 
     def frozen_parameters(self, model: nn.Module) -> frozenset[str]:
-        """Return the names of what is not trained of a described model, where some of it is."""
+        """Return the names of frozen parameters of a described model, if it is partly trained."""
         frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
         some = self.trained and len(frozen) < sum(1 for _ in model.named_parameters())
         return frozen if some else frozenset()
@@ -226,7 +226,7 @@ class Role:
         return None if self.peft is None else Adapters.read(self.peft, self.name, self.task)
 
     def _adapt(self, model: nn.Module, adapters: Adapters | None) -> nn.Module:
-        """Decide what of a model is trained, in place."""
+        """Add or merge adapters, and set which parameters are trained, in place."""
         if adapters is not None and adapted_layers(model):
             raise ConfigError(f"{self.name} has adapters in it already; leave its peft_config out, or give its base")
         if adapters is not None:
@@ -247,7 +247,7 @@ class Role:
         return model
 
     def _base_name(self, model: nn.Module) -> str | None:
-        """Return where the base's weights come from, None for random ones and modules that do not tell."""
+        """Return the name of the base; None for random weights and unknown sources."""
         if isinstance(self.source, str | Path):
             return str(self.source)
         return getattr(getattr(model, "config", None), "_name_or_path", None) or None
@@ -275,7 +275,7 @@ class Role:
 
     def _copied(self, module: nn.Module) -> nn.Module:
         unwrap: Callable[[], nn.Module] = getattr(module, "get_base_model", lambda: module)
-        source = unwrap()  # out of PEFT's wrapper; adapters stay inside
+        source = unwrap()  # without PEFT's wrapper; adapters stay inside
         if isinstance(source, PreTrainedModel) and self._has_another_head(source):
             if self.task == "causal_lm":
                 raise ConfigError(
@@ -317,7 +317,7 @@ class Role:
         missing, heads = sorted(found["missing_keys"]), head_names(model)
         if self.task == "causal_lm":
             self._require_output(model, missing)
-        elif adapters is None or not adapters.weights:  # which bring a head
+        elif adapters is None or not adapters.weights:  # they include a head
             self._require_head([name for name in missing if name.startswith(heads)])
         if not allow_missing:
             self._require_complete([name for name in missing if not name.startswith(heads)])

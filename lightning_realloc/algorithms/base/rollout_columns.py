@@ -1,4 +1,4 @@
-"""From an engine's completions to the columns of a rollout, and back to text."""
+"""Convert completions of an engine to the columns of a rollout, and back to text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_realloc.generation import Completion, Conversation, Environment, 
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
-"""What a rollout's ``finish_reason`` column counts in."""
+"""Meanings of the numbers in a rollout's column ``finish_reason``."""
 _FAILURES = "reward_failures/"
 
 
 class Informed:
-    """An environment that is told the data's row of each sample that it is asked about.
+    """An environment that also gets the data's row of a sample.
 
     Args:
-        environment: Which to ask.
-        prompts: Those of all samples that may come here.
-        num_responses: To each of them, as ``prompts.repeat`` numbers them.
+        environment: Environment to call.
+        prompts: Prompts of all samples that may occur.
+        num_responses: Responses per prompt, as ``prompts.repeat`` numbers them.
     """
 
     def __init__(self, environment: Environment, prompts: Samples, num_responses: int) -> None:
@@ -36,7 +36,7 @@ class Informed:
         self._num_responses = num_responses
 
     def __call__(self, turn: Turn) -> Sequence[int] | None:
-        """Return what the environment says."""
+        """Return the environment's answer."""
         place = self._place[turn.sample_id // self._num_responses]
         columns = {name: column[place] for name, column in self._columns.items()}
         return self._environment(replace(turn, columns=columns))
@@ -44,14 +44,14 @@ class Informed:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """With whom the model talks, and how long."""
+    """Environment of a conversation, and its limits."""
 
     environment: Environment
     conversation: Conversation
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What an engine is told of it."""
+        """Arguments for an engine."""
         return {"environment": self.environment, "conversation": self.conversation}
 
 
@@ -61,11 +61,11 @@ def sample_responses(
     """Return ``sampling.n`` responses per prompt, with the columns of a rollout.
 
     Columns: ``prompt_id`` (B,), ``prompt_ids`` and ``response_ids`` ragged, ``behaviour_logprobs`` ragged float32 of
-    the response tokens, ``finish_reason`` (B,) an index into ``FINISH_REASONS``. Sample ids are those of
-    ``prompts.repeat(sampling.n)``, so that randomness follows the sample wherever it is generated. With a ``dialogue``,
-    those of :func:`spoken_columns` too.
+    the response tokens, ``finish_reason`` (B,) an index into ``FINISH_REASONS``; with a ``dialogue`` also those of
+    :func:`spoken_columns`. Sample ids are those of ``prompts.repeat(sampling.n)``, so that randomness follows the
+    sample on any rank.
 
-    Where calls wait for these samples on ranks of their own, those that finish early are handed on to them.
+    Finished samples are sent on early to calls that wait for them on other ranks.
     """
     samples = prompts.with_columns(prompt_id=prompts.ids).repeat(sampling.n)
     ids = samples.ids.tolist()
@@ -80,7 +80,7 @@ def sample_responses(
 
 
 def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Dialogue | None) -> Samples:
-    """Return the columns of a rollout, row by row of ``prompts`` what responds to it."""
+    """Return the columns of a rollout, one row per row of ``prompts``."""
     made = Samples(
         prompts.ids,
         {
@@ -97,10 +97,10 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
 
 
 def spoken_columns(completions: Sequence[Completion], conversation: Conversation) -> Mapping[str, Column]:
-    """Return who said what in B conversations.
+    """Return the columns of B conversations.
 
-    ``model_mask`` ragged bool: True where the model chose the response's token; ``num_model_tokens`` and ``num_turns``
-    (B,) int64 of the model; ``ended_by_environment`` (B,) bool: whether it was asked, and said that this is all.
+    ``model_mask`` ragged bool: True for tokens that the model sampled; ``num_model_tokens`` and ``num_turns`` (B,)
+    int64 of the model; ``ended_by_environment`` (B,) bool: whether the environment ended the response.
     """
     turns = [_num_turns(c.model_mask) for c in completions]
     ended = [c.finish_reason == "stop" and n < conversation.max_turns for c, n in zip(completions, turns, strict=True)]
@@ -117,42 +117,42 @@ def _num_turns(model_mask: Sequence[bool]) -> int:
 
 
 def model_mask(samples: Samples) -> Ragged | None:
-    """Return which response tokens the model chose; None where it chose all."""
+    """Return the mask of response tokens that the model sampled; None if it sampled all."""
     return samples.ragged("model_mask") if "model_mask" in samples else None
 
 
 def num_model_tokens(samples: Samples) -> Tensor:
-    """Return (B,) int64: how many tokens of each response the model chose."""
+    """Return (B,) int64: the number of tokens of each response that the model sampled."""
     return (
         samples.tensor("num_model_tokens") if "num_model_tokens" in samples else samples.ragged("response_ids").lengths
     )
 
 
 def judged_responses(functions: RewardFunctions, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
-    """Return what reward functions say about responses; they get the data's columns of python objects."""
+    """Return the rewards of responses; functions get the data's columns as Python objects."""
     prompts = samples.objects("prompt")
     others = {name: column for name, column in samples.data.items() if name != "prompt"}
     return functions(prompts, response_texts(samples, tokenizer), samples.ragged("response_ids").to_lists(), others)
 
 
 def reward_columns(rewards: Rewards) -> dict[str, Tensor]:
-    """Return the column of every function's rewards, where there are several, and of failures, where there may be."""
+    """Return each function's rewards as a column, if there are several, and failures, if they are masked."""
     several = rewards.by_function if len(rewards.by_function) > 1 else {}
     failures = {f"{_FAILURES}{name}": failed.float() for name, failed in rewards.failed.items()}
     return {f"reward/{name}": values for name, values in several.items()} | failures
 
 
 def reward_summary(samples: Samples) -> dict[str, Tensor]:
-    """Return the mean of every function's rewards over the responses that it applied to, and how often it failed."""
+    """Return the mean of each function's rewards, where it applied, and its number of failures."""
     means = {name: samples.tensor(name).nanmean() for name in samples.columns if name.startswith("reward/")}
     return means | {name: samples.tensor(name).sum() for name in samples.columns if name.startswith(_FAILURES)}
 
 
 def response_summary(samples: Samples) -> dict[str, Tensor]:
-    """Return the mean length of responses, in tokens of the model, and the share of them that ended by themselves.
+    """Return the mean response length in tokens of the model, and the share that ended by themselves.
 
-    Of conversations also the mean number of turns, and the shares that the environment ended, and that its failures
-    ended. Where responses are carried on, also how many iterations their tokens are old.
+    Conversations add the mean number of turns, and the shares that the environment or its failures ended. Carried
+    responses add the mean age of tokens in iterations.
     """
     reasons = samples.tensor("finish_reason")
     summary = {

@@ -1,4 +1,4 @@
-"""What came of samples, as rows for people and files: text in place of tokens, words in place of codes."""
+"""Convert samples to rows for tables and files: text in place of tokens, words in place of codes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, re
 from lightning_realloc.batch.samples import Samples
 
 _NAMES = {"rewards": "reward", "scores": "score"}
-"""A column of samples -> what one row calls its value."""
+"""Column of samples -> its name in a row."""
 _HIDDEN = "data."
-"""Before the name of a column of the data that a row uses for something else."""
+"""Prefix of a data column whose name a row needs otherwise."""
 
 
 def sample_rows(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
     """Return one row per sample, in the samples' order.
 
-    A row holds ``prompt`` as the data has it, ``response`` (text, without special tokens) with
-    ``num_response_tokens``, every column of one number per sample, such as ``reward``, and the data's other columns.
-    ``finish_reason`` is a word; numbers that are not finite are None. A column of the data whose name one of these has
-    is called ``data.<name>``.
+    A row holds ``prompt`` as in the data, ``response`` (text, without special tokens) with ``num_response_tokens``,
+    every column of one number per sample, such as ``reward``, and the data's other columns. ``finish_reason`` is a
+    word; numbers that are not finite are None. A data column with the name of one of these is called ``data.<name>``.
     """
     given = dict(samples.data)
     prompts = {"prompt": given.pop("prompt")} if "prompt" in given else {}

@@ -1,4 +1,4 @@
-"""Compare vocabularies: of two models that read the same token ids, and of a model and the ids that it is to read."""
+"""Compare vocabularies: of two models that read the same token ids, and of a model and its input."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation.core.model_config import check_vocabulary
 
 PROBE = "The 3 quick brown foxes\n\tjumped; 12345 + 0.5 != naïve café — 你好, мир! <|im_end|> </s>"
-"""Equal vocabularies may still cut text differently, by other merges: this text has something of everything."""
+"""Text that reveals different merges of equal vocabularies: it has characters of many kinds."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def require_same_vocabulary(
     role: Role, actor: Role, tokenizer: PreTrainedTokenizerBase | None, *, way_out: str
 ) -> None:
-    """Refuse a role that would read other text than the actor wrote.
+    """Raise ConfigError if a role reads other text from the actor's tokens than the actor wrote.
 
-    Where the role brings a tokenizer, that must be the actor's ``tokenizer``. Where one of them has none, their
-    embeddings must be equally long; both having one, only long enough, since models of a family are padded differently.
+    The tokenizer of the role, if it has one, must equal the actor's ``tokenizer``. If one of them has none, their
+    embeddings must have equal length. Otherwise the role's must only be long enough, since models of a family are
+    padded differently.
 
     Raises:
-        ConfigError: naming the difference and ``way_out``.
+        ConfigError: with the difference and ``way_out``.
     """
     own = own_tokenizer(role)
     ours, theirs = _vocabulary_size(actor), _vocabulary_size(role)
@@ -48,10 +49,10 @@ def require_same_vocabulary(
 
 
 def check_token_ids(samples: Samples, models: Mapping[str, nn.Module]) -> None:
-    """Refuse samples with token ids that one of the models, by role, has no embedding for.
+    """Check that every model, by role, has an embedding for all token ids.
 
     Raises:
-        DataError: naming the first such sample.
+        DataError: for the first sample with another id.
     """
     sizes = {role: size for role, model in models.items() if (size := _size_of(getattr(model, "config", None)))}
     if not sizes:
@@ -67,7 +68,7 @@ def check_token_ids(samples: Samples, models: Mapping[str, nn.Module]) -> None:
 
 
 def own_tokenizer(role: Role) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that lies beside a role's weights, None where there is none."""
+    """Return the tokenizer next to a role's weights; None if there is none."""
     if not isinstance(role.source, str | Path):
         return None
     folder = Path(role.source).expanduser()
@@ -80,7 +81,7 @@ def own_tokenizer(role: Role) -> PreTrainedTokenizerBase | None:
 
 
 def required_tokenizer(role: Role) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside a role's weights. Raises ConfigError where there is none."""
+    """Return the tokenizer next to a role's weights; ConfigError if there is none."""
     tokenizer = own_tokenizer(role)
     if tokenizer is None:
         raise ConfigError(
@@ -91,9 +92,9 @@ def required_tokenizer(role: Role) -> PreTrainedTokenizerBase:
 
 
 def retokenized(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> PackedBatch:
-    """Return the same texts, prompts and responses in one, as ``other`` encodes them with its own special tokens.
+    """Encode the same texts, prompt and response together, with ``other`` and its special tokens.
 
-    The special tokens of ``tokenizer`` are left out of the texts: they would be strange words to another model.
+    Special tokens of ``tokenizer`` are removed from the texts, because another model does not know them.
     """
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in _sequences(batch)]
     encoded = [list(other(text)["input_ids"]) for text in texts]
@@ -103,7 +104,7 @@ def retokenized(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase, other: P
 
 
 def _sequences(batch: PackedBatch) -> list[list[int]]:
-    """Return the token ids of every sequence of a pack, with the prompts that some share."""
+    """Return the token ids of every sequence of a pack, each with its prompt."""
     full: list[list[int]] = []
     owner: list[int] = []
     parts = torch.split(batch.input_ids[0].cpu(), list(batch.lengths))

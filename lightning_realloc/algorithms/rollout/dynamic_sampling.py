@@ -1,8 +1,7 @@
-"""Dynamic sampling: replace groups whose rewards are all equal by further prompts.
+"""Dynamic sampling: replace groups of equal rewards by further prompts.
 
-A group whose responses all earn the same has no advantages. Groups with different rewards are kept until there are as
-many as a batch was meant to have. Every further batch of the loader is one more round. The loader goes on as always,
-and only the last round takes a step.
+A group of equal rewards has no advantages. Groups with different rewards are kept until they fill a batch. Each further
+batch of the loader is a round, and only the last round takes a step.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from lightning_realloc.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSampling:
-    """Fill batches up with groups whose rewards differ.
+    """Fill batches with groups of different rewards.
 
     Source: Yu et al., arXiv:2503.14476, §3.2.
     """
 
     max_refills: int = 4
-    """Further batches of the loader that are asked for one step, at most."""
+    """Largest number of further batches of the loader for one step."""
     when_short: Literal["train", "fail"] = "train"
-    """What happens when groups are still missing after them: a step with those there are, or an error."""
+    """Action if groups are still missing: ``"train"`` takes a step with the others, ``"fail"`` raises an error."""
 
     def __post_init__(self) -> None:
         check_not_negative(max_refills=self.max_refills)
@@ -38,10 +37,10 @@ class DynamicSampling:
 
 
 class Refill:
-    """The groups that are kept for the next step.
+    """Groups that are kept for the next step.
 
     Args:
-        settings: When to stop asking for more.
+        settings: Limits on refills.
         group_size: Responses per prompt.
     """
 
@@ -51,32 +50,32 @@ class Refill:
         self._kept: list[Samples] = []
         self._num_rounds = 0
         self._num_wanted = 0
-        self.facts: dict[str, float] = {}
-        """What to log of the latest round."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the latest round."""
 
     @property
     def _num_kept(self) -> int:
-        """Groups."""
+        """Number of kept groups."""
         return sum(len(part) for part in self._kept) // self._group_size
 
     def add(self, samples: Samples, *, num_minibatches: int) -> Samples | None:
-        """Take a round's judged samples, all of every group; return those of a step once there are enough.
+        """Add scored samples of a round, in whole groups; return those for a step, or None if more are needed.
 
-        Groups beyond those that were wanted are left out: in the next step they would be of an older policy.
+        Surplus groups are discarded, since in the next step they would be from an older policy.
 
         Raises:
-            DataError: where they are still missing and that is not allowed, or hardly any is there.
+            DataError: for missing groups with ``when_short="fail"``, and for fewer samples than mini-batches.
         """
         num_groups = len(samples) // self._group_size
         if not self._num_rounds:
             self._num_wanted = num_groups
         self._num_rounds += 1
-        told = samples.select(differing(samples.tensor("rewards"), samples.tensor("prompt_id")).nonzero().flatten())
-        if len(told):
-            self._kept.append(told)
-        self.facts = {
+        useful = samples.select(differing(samples.tensor("rewards"), samples.tensor("prompt_id")).nonzero().flatten())
+        if len(useful):
+            self._kept.append(useful)
+        self.metrics = {
             "refills": float(self._num_rounds - 1),
-            "differing_groups": len(told) / len(samples),
+            "differing_groups": len(useful) / len(samples),
             "waiting_groups": float(self._num_kept),
         }
         if self._num_kept < self._num_wanted and self._num_rounds <= self._settings.max_refills:
@@ -97,7 +96,7 @@ class Refill:
             )
 
     def forget(self) -> None:
-        """Keep nothing, and count rounds from the first one."""
+        """Discard all groups and rounds."""
         self._kept, self._num_rounds = [], 0
 
     def state(self) -> dict[str, Any]:
@@ -109,17 +108,17 @@ class Refill:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` was of."""
+        """Restore the result of :meth:`state`."""
         self._kept = [samples_from_state(part) for part in state["kept"]]
         self._num_rounds, self._num_wanted = int(state["num_rounds"]), int(state["num_wanted"])
 
 
 def differing(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return (B,) bool: whether a sample's group has rewards that differ. A reward of NaN is missing, and says nothing.
+    """Return (B,) bool: whether the rewards in a sample's group differ. NaN rewards are ignored.
 
     Args:
-        rewards: (B,).
-        groups: (B,) integers; samples with the same one answer the same prompt.
+        rewards: (B,) rewards.
+        groups: (B,) integers, equal for responses to the same prompt.
     """
     members, index = torch.unique(groups, return_inverse=True)
     most, least = (

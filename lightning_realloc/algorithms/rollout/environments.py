@@ -1,4 +1,4 @@
-"""Make the environment that an engine asks from a setting: a function, a class or an import path."""
+"""Construct an environment from a setting: a function, a class or an import path."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_realloc.generation import Environment
 from lightning_realloc.rewards.signatures import import_function
 
 EnvironmentSource = str | Callable[..., Any]
-"""An environment; a class of environments, made from the tokenizer; or the import path of either."""
+"""An environment, a class of environments that are constructed from the tokenizer, or the import path of one."""
 
 
 def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
     """Return the environment or class that a setting names.
 
     Raises:
-        ConfigError: for an import path that leads nowhere, and for what cannot be called.
+        ConfigError: for an import path that cannot be resolved, and for objects that cannot be called.
     """
     found = import_function(source, what="environment", error=ConfigError) if isinstance(source, str) else source
     if not callable(found):
@@ -31,10 +31,10 @@ def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
 
 
 def make_environment(found: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> Environment:
-    """Return the environment itself: a class is made from the tokenizer.
+    """Return the environment; a class is instantiated with the tokenizer.
 
     Raises:
-        ConfigError: when the class makes something that cannot be asked.
+        ConfigError: if the instance cannot be called.
     """
     environment = found(tokenizer) if isinstance(found, type) else found
     if not callable(environment):

@@ -1,7 +1,7 @@
-"""Split responses into those to learn from now and those to continue in the next iteration.
+"""Split responses into those to train on now and those to continue in the next iteration.
 
-Every rank knows the unfinished responses with their prompts. So any rank in any layout may continue them, and one
-rank's checkpoint holds all of them.
+Every rank has the unfinished responses with their prompts. So any rank in any layout can continue them, and one rank's
+checkpoint holds all of them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ _UNFINISHED = FINISH_REASONS.index("unfinished")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialRollouts:
-    """What an iteration leaves for the next one."""
+    """Responses that an iteration leaves for the next one, with their prompts."""
 
     prompts: Samples
-    """The loader's rows."""
+    """Rows of the loader."""
     responses: Samples
-    """To these prompts, with the columns of a rollout, ``versions`` (ragged: of the weights that made each token) and
-    ``began_in`` (B,), the iteration that the prompt came in. Finished ones wait for others of their group."""
+    """Responses to these prompts, with the columns of a rollout, ``versions`` (ragged: iteration of the weights that
+    sampled each token) and ``began_in`` (B,): iteration of the prompt. Finished ones wait for the rest of their
+    group."""
 
     @classmethod
     def of(cls, responses: Samples, worked_on: Samples) -> PartialRollouts:
-        """Return responses with their prompts, some of those that an iteration worked on."""
+        """Return responses with their prompts, from all prompts of an iteration."""
         wanted = set(responses.tensor("prompt_id").tolist())
         rows = [row for row, prompt in enumerate(worked_on.ids.tolist()) if prompt in wanted]
         return cls(worked_on.select(rows), responses)
 
     def before(self, batch: Samples) -> Samples:
-        """Return these prompts, and then the loader's.
+        """Return these prompts, followed by the loader's.
 
         Raises:
-            DataError: for a prompt that comes again while its responses are not finished.
+            DataError: for a prompt of the loader whose earlier responses are not finished.
         """
         again = sorted(set(self.prompts.ids.tolist()) & set(batch.ids.tolist()))
         if again:
             raise DataError(
                 f"the ids {again[:5]} of this batch's prompts are those of prompts whose responses are not finished; a "
-                f"loader must count ids on from epoch to epoch where a rollout_budget carries responses on"
+                f"loader must continue its ids from epoch to epoch if a rollout_budget carries responses over"
             )
         return Samples.concatenate([self.prompts, batch])
 
@@ -59,19 +60,19 @@ class PartialRollouts:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PartialRollouts:
-        """Return what :meth:`state` was of."""
+        """Restore the result of :meth:`state`."""
         return cls(samples_from_state(state["prompts"]), samples_from_state(state["responses"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRollout:
-    """How a rank generates in an iteration with a budget."""
+    """A rank's generation in an iteration with a budget."""
 
     budget: RolloutBudget
     iteration: int
-    """Counted from 0; the version of its weights."""
+    """Iteration, counted from 0, which is also the version of the weights."""
     num_minibatches: int
-    """Samples that a rank finishes at least, if it has so many."""
+    """Smallest number of samples that a rank finishes, if it has so many."""
     whole_groups: bool
     """Whether a finished response waits for the others to its prompt."""
     dialogue: Dialogue | None = None
@@ -79,7 +80,7 @@ class PartialRollout:
     def run(
         self, engine: GenerationEngine, prompts: Samples, sampling: SamplingParams, earlier: Samples | None
     ) -> Divided:
-        """Answer prompts, going on with what there is of responses to them from ``earlier`` iterations."""
+        """Generate responses to prompts, and continue those from ``earlier`` iterations."""
         done, going_on = _begun(earlier, prompts)
         seen = {prompt for part in (*done, *going_on) for prompt in part.tensor("prompt_id").tolist()}
         fresh = prompts.select([row for row, prompt in enumerate(prompts.ids.tolist()) if prompt not in seen])
@@ -93,7 +94,7 @@ class PartialRollout:
             fresh.ragged("prompt_ids").to_lists(), sampling, sample_ids=new.ids.tolist(),
             resume=[completion for part in going_on for completion in _completions(part)],
             token_budget=self.budget.tokens, seconds_budget=self.budget.seconds,
-            on_finished=progress.hear, may_stop=progress.may_stop,
+            on_finished=progress.record, may_stop=progress.may_stop,
             **({} if self.dialogue is None else self.dialogue.settings),
         )  # fmt: skip
         versions = Ragged.from_list([completion.versions for completion in completions], dtype=torch.int64)
@@ -102,7 +103,7 @@ class PartialRollout:
         return self._divide(Samples.concatenate([made, *done]))
 
     def _divide(self, made: Samples) -> Divided:
-        """Return what is learnt from now, and what goes on; whatever waits for a sample goes with it."""
+        """Split samples into finished groups and groups with an unfinished sample."""
         units = self._unit_of(made)
         unfinished = {
             units[sample]
@@ -116,7 +117,7 @@ class PartialRollout:
         return Divided(self._with_staleness(finished).without_columns("began_in"), carried)
 
     def _with_staleness(self, samples: Samples) -> Samples:
-        """Add how many iterations each sample's tokens of the model are old, summed up."""
+        """Add the sum of the ages of each sample's tokens of the model, in iterations."""
         versions, mask = samples.ragged("versions"), model_mask(samples)
         ages = self.iteration - versions.values
         if mask is not None:
@@ -124,33 +125,33 @@ class PartialRollout:
         return samples.with_columns(stale_tokens=sequence_sums(Ragged(ages, versions.lengths)))
 
     def _unit_of(self, samples: Samples) -> dict[int, int]:
-        """Return sample id -> what is learnt from together with it: its prompt's group, or itself alone."""
+        """Return sample id -> group that is trained on together: its prompt, or the sample itself."""
         ids = samples.ids.tolist()
         return dict(zip(ids, samples.tensor("prompt_id").tolist() if self.whole_groups else ids, strict=True))
 
     def _expiring(self, samples: Samples) -> list[int]:
-        """Return the ids of samples that may not be carried on any more."""
+        """Return the ids of samples that may not be carried over again."""
         oldest = self.iteration - self.budget.max_staleness
         pairs = zip(samples.ids.tolist(), samples.tensor("began_in").tolist(), strict=True)
         return [sample for sample, began in pairs if began <= oldest]
 
     def _late(self, rows: Samples) -> list[int]:
-        """Return the ids of samples that must be finished, whatever it takes."""
+        """Return the ids of samples that must be finished in this iteration."""
         return self._expiring(rows) if self.budget.late == "finish" else []
 
     def _waiting(self, done: Sequence[Samples]) -> Counter[int]:
-        """Return how many finished samples wait for others, by unit."""
+        """Return the number of finished samples that wait for others, by group."""
         return Counter(unit for part in done for unit in self._unit_of(part).values())
 
 
 class Progress:
-    """Counts what is finished while a rank generates, and says when there is enough of it.
+    """Count finished samples during generation, and decide when it may stop.
 
     Args:
-        unit_of: Open sample -> the unit that is learnt from together.
-        least: Samples in finished units that are enough.
-        late: Samples without which there is never enough.
-        waiting: Finished samples of units that others still belong to.
+        unit_of: Open sample -> group that is trained on together.
+        least: Sufficient number of samples in finished groups.
+        late: Samples that must be finished.
+        waiting: Number of finished samples by group with open ones.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class Progress:
         self._late = set(late)
         self._num_finished = 0
 
-    def hear(self, completion: Completion) -> None:
-        """Take note of a sample; one that is unfinished at the end changes nothing."""
+    def record(self, completion: Completion) -> None:
+        """Record a sample; unfinished ones change nothing."""
         if completion.finish_reason == "unfinished":
             return
         unit = self._unit_of[completion.sample_id]
@@ -174,12 +175,12 @@ class Progress:
             self._num_finished += self._sizes[unit]
 
     def may_stop(self) -> bool:
-        """Return whether the rest may wait."""
+        """Return whether the other samples may continue in the next iteration."""
         return self._num_finished >= self._least and not self._late
 
 
 def _begun(earlier: Samples | None, prompts: Samples) -> tuple[list[Samples], list[Samples]]:
-    """Return what there is of responses to these prompts: the finished ones, and the others; each at most once."""
+    """Return the finished and the unfinished responses to these prompts, each in a list of at most one batch."""
     if earlier is None:
         return [], []
     wanted = set(prompts.ids.tolist())
@@ -193,12 +194,12 @@ def _begun(earlier: Samples | None, prompts: Samples) -> tuple[list[Samples], li
 
 
 def _only_known(samples: Samples) -> Samples:
-    """Return what is known of samples before they are generated."""
+    """Return the columns of samples that exist before generation."""
     return Samples(samples.ids, {name: samples[name] for name in ("prompt_id", "prompt_ids", "began_in")})
 
 
 def _completions(samples: Samples) -> list[Completion]:
-    """Return unfinished responses as an engine goes on with them."""
+    """Return unfinished responses in the form that an engine resumes."""
     mask = model_mask(samples)
     responses = samples.ragged("response_ids").to_lists()
     masks = [[True] * len(response) for response in responses] if mask is None else mask.to_lists()

@@ -1,4 +1,4 @@
-"""Base of algorithms whose actor answers prompts: sampling, environment and budget of the rollout."""
+"""Base of algorithms whose actor responds to prompts: sampling, environment and budget of the rollout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHECKPOINT_KEY = "carried_rollout"
 
 
 class PolicySettings(ModuleSettings, total=False):
-    """Types of the settings that subclasses pass on to :class:`PolicyModule`, which documents them."""
+    """Types of the settings that subclasses pass on to :class:`PolicyModule`, where they are documented."""
 
     evaluation_sampling: SamplingParams | None
     accuracy: Accuracy | None
@@ -37,17 +37,17 @@ class PolicySettings(ModuleSettings, total=False):
 
 
 class PolicyModule(MultiModelModule):
-    """A MultiModelModule with a role ``actor`` that answers prompts, and perhaps a role ``reference``.
+    """A MultiModelModule with a role ``actor`` that responds to prompts, and an optional role ``reference``.
 
     Args:
         sampling: Sampling of the rollout.
         evaluation_sampling: Sampling of ``validate`` and ``test``; None: one greedy response per prompt.
-        accuracy: Rule by which a response counts as right, for ``val/accuracy`` and ``val/pass@k``; None: not logged.
-        environment: Function ``f(turn) -> token ids`` that answers the actor's turns, None where the response is
-            finished; a class of such, made from the tokenizer; or an import path. Its tokens are not learnt. None: a
+        accuracy: Rule for correct responses, for ``val/accuracy`` and ``val/pass@k``; None: not logged.
+        environment: Function ``f(turn) -> token ids`` that answers the actor's turns, None to end the response; a class
+            of such functions, constructed from the tokenizer; or an import path. Its tokens are not learned. None: a
             response is one turn.
-        conversation: Bounds on the turns of a response and on the environment's time.
-        rollout_budget: Tokens or seconds of an iteration's generation; the rest continues in the next. None: no bound.
+        conversation: Limits on the turns of a response and on the environment's time.
+        rollout_budget: Tokens or seconds of an iteration's generation; the rest continues in the next. None: no limit.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
@@ -55,10 +55,10 @@ class PolicyModule(MultiModelModule):
     batch_columns: tuple[str, ...] = ("prompt_ids",)
     data_module = "PromptDataModule"
     learns_whole_groups = False
-    """Whether responses to one prompt are learnt from together."""
+    """Whether responses to one prompt are trained on together."""
     supports_rollout_budget = True
     reward_column: str | None = None
-    """What holds the rewards of whole responses; None: there are none."""
+    """Column with the rewards of responses; None if there are none."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class PolicyModule(MultiModelModule):
         self._check_accuracy()
         self._environment: Callable[..., Any] | None = None
         self._asked: Environment | None = None
-        """The environment, once it was made."""
+        """The environment; None before its first use."""
         self._batch: Samples | None = None
-        """All prompts of the iteration under way, less those of earlier ones."""
+        """Prompts of the current iteration, without those of earlier ones."""
         self._conversation = conversation or Conversation()
         self._set_environment(environment, conversation)
         self._carried: PartialRollouts | None = None
         self._worked_on: Samples | None = None
-        """What the iteration under way began with: the loader's batch behind what was carried on."""
+        """Prompts of the current iteration: those with unfinished responses, then the loader's batch."""
         self._num_expected = 0
-        """Samples that it would come to without a budget."""
+        """Number of samples of the current iteration without a budget."""
 
     def _set_environment(self, environment: EnvironmentSource | None, conversation: Conversation | None) -> None:
         if environment is None:
@@ -107,7 +107,7 @@ class PolicyModule(MultiModelModule):
         self._environment = import_environment(environment)
 
     def configure_model(self) -> None:
-        """Build the models; say what of the actor's own ``generation_config`` its rollouts do not follow."""
+        """Build the models; warn about options of the actor's ``generation_config`` that rollouts ignore."""
         new = not self.models()
         super().configure_model()
         unfollowed = penalties_of(self.models()["actor"], self.sampling) if new else {}
@@ -128,16 +128,16 @@ class PolicyModule(MultiModelModule):
 
     @property
     def training_now(self) -> bool:
-        """Whether a rollout is made to learn from."""
+        """Whether rollouts are for training."""
         return bool(self.trainer.training)
 
     def rollout_sampling(self) -> SamplingParams:
-        """Return how responses are drawn that are made to learn from."""
+        """Return the sampling of training rollouts."""
         return self.sampling
 
     @generate("actor", produces="rollout")
     def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
-        """Sample responses to every prompt; of held-out prompts, as ``evaluation_sampling`` says."""
+        """Sample responses to every prompt, with ``evaluation_sampling`` for held-out ones."""
         sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
         sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
         if self.rollout_budget is None or not self.training_now:
@@ -151,7 +151,7 @@ class PolicyModule(MultiModelModule):
 
     @infer("reference", needs="rollout", produces="ref_logprobs")
     def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the reference's log-probability of every token that the actor chose."""
+        """Return the reference's log-probability of every token that the actor sampled."""
         return self._logprobs(reference, batch)
 
     def _logprobs(self, model: nn.Module, batch: PackedBatch) -> Tensor:
@@ -163,24 +163,24 @@ class PolicyModule(MultiModelModule):
             return None
         if self._asked is None:
             self._asked = make_environment(self._environment, self.tokenizer)
-        # Where samples move between ranks, other ranks' come here too.
+        # With sample reallocation, samples of other ranks may arrive here.
         known = self._batch if self.sample_reallocation and self._batch is not None else prompts
         return Dialogue(Informed(self._asked, known, sampling.n), self._conversation)
 
     def prepare_batch(self, batch: Samples) -> Samples:
-        """Return the batch as it is, and keep it for what an environment is told."""
+        """Return the batch, and store it for the environment."""
         self._batch = batch
         return batch
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
-        """Return besides how often held-out prompts were answered right."""
+        """Return also the accuracy on held-out prompts."""
         found = super().summarize_evaluation(samples)
         if self.accuracy is None or self.reward_column is None:
             return found
         return found | self.accuracy.summary(samples, self.reward_column)
 
     def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
-        """Return the calls that ``predict`` runs: rewards are left out where the data lacks what they ask for."""
+        """Return the calls that ``predict`` runs, without rewards if the data lacks their columns."""
         missing: dict[str, list[str]] = {}
         for functions in self._reward_functions_kept():
             missing |= functions.missing_columns(batch.data)
@@ -193,9 +193,9 @@ class PolicyModule(MultiModelModule):
         )
         return ("actor.generate",)
 
-    # ---- responses that go on in the next iteration
+    # ---- responses that continue in the next iteration
     def setup(self, stage: str) -> None:
-        """Refuse a strategy under which nothing can be carried on; begin a fit with nothing."""
+        """Raise for a strategy that cannot carry responses over; discard those of an earlier fit."""
         super().setup(stage)
         if stage != "fit" or self.rollout_budget is None:
             return
@@ -213,7 +213,7 @@ class PolicyModule(MultiModelModule):
             )
 
     def with_carried(self, batch: Samples) -> Samples:
-        """Return the prompts whose responses are not finished, and then the loader's."""
+        """Return the prompts with unfinished responses, then the loader's."""
         if self.rollout_budget is None:
             return batch
         begun = 0 if self._carried is None else len(self._carried.responses)
@@ -222,7 +222,7 @@ class PolicyModule(MultiModelModule):
         return self._worked_on
 
     def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
-        """Keep what is not finished until the next iteration."""
+        """Store unfinished responses for the next iteration."""
         if self.rollout_budget is None:
             return
         assert self._worked_on is not None, "samples are carried on without an iteration"
@@ -234,16 +234,17 @@ class PolicyModule(MultiModelModule):
             self.log("dropped_samples", float(self._num_expected - num_learnt - num_carried), batch_size=1)
 
     def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
-        """Save what is not finished."""
+        """Save unfinished responses."""
         if self._carried is not None:
             checkpoint[_CHECKPOINT_KEY] = self._carried.state() | {"num_responses": self.sampling.n}
 
     def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
-        """Go on with what was not finished.
+        """Continue unfinished responses.
 
         Raises:
-            CheckpointError: for responses that began with an environment where there is none now, or without; or in
-                groups of another size.
+            CheckpointError: for responses with an environment in a run without one, or the reverse; and for groups of
+                another
+                size.
         """
         state = checkpoint.get(_CHECKPOINT_KEY)
         if state is None:

@@ -1,7 +1,4 @@
-"""Base of GRPO, RLOO, REINFORCE++ and ReMax: all but how a reward becomes an advantage.
-
-The runtime does micro-batches, backward, clipping of gradients, optimizer steps and layouts.
-"""
+"""Base of GRPO, RLOO, REINFORCE++ and ReMax: everything but the step from rewards to advantages."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, train
-from lightning_realloc.algorithms.base.missing_rewards import drop_unscored
+from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
@@ -25,7 +22,9 @@ from lightning_realloc.algorithms.losses.functional import (
     kl_estimate,
     masked_sum,
     sequence_sums,
+    spread_tokens,
     token_rewards,
+    whiten,
 )
 from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace, PolicyLossOptions
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
@@ -53,9 +52,9 @@ _CHECKPOINT_KEY = "dynamic_sampling"
 
 
 class PolicyGradientSettings(RewardedSettings, total=False):
-    """Types of the settings that subclasses pass on to :class:`PolicyGradient`, which documents them.
+    """Types of the settings that subclasses pass on to :class:`PolicyGradient`, where they are documented.
 
-    Left out are those whose defaults differ between algorithms, so that each of these declares them.
+    Settings whose defaults differ between algorithms are missing, because each algorithm declares them.
     """
 
     loss: PolicyLossName
@@ -74,7 +73,7 @@ class PolicyGradientSettings(RewardedSettings, total=False):
 
 
 class PolicyGradient(RewardedModule):
-    """A RewardedModule whose actor learns from the advantage of each response over an expected reward.
+    """A RewardedModule whose actor learns from the advantage of each response over a baseline.
 
     A subclass computes the advantages in :meth:`advantages`.
 
@@ -87,24 +86,24 @@ class PolicyGradient(RewardedModule):
         kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
         loss: Formula of the policy loss; see ``policy_losses.py``.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
-        clip_low: How far a ratio may fall below 1 and still be pushed down.
-        clip_high: How far a ratio may rise above 1 and still be pushed up.
-        clip_most: Largest ratio that a bad response is pushed down by; None: no bound.
+        clip_low: Clip ratios at 1 - this.
+        clip_high: Clip ratios at 1 + this.
+        clip_most: Largest ratio of a token with a negative advantage; None: no bound.
         sapo_temperatures: For ``"sapo"``: temperature for positive advantages, and for the others.
         vespo_shapes: For ``"vespo"``: k and lambda for advantages from 0 on, and for the others.
         ratio_to: Denominator of ratios: ``"behaviour"``: the probability at the rollout; ``"proximal"``: the trained
-            model's before its first step, by a call ``actor.infer`` where there are several.
+            model's before its first step, by a call ``actor.infer`` if there are several steps.
         engine_correction: Importance weights for the engine, with ``ratio_to="proximal"``.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy.
         learn_truncated: Whether to learn from responses that were cut off.
-        dynamic_sampling: Replace groups whose rewards are all equal by further prompts.
+        dynamic_sampling: Replace groups of equal rewards by further prompts.
         kl: Group of the settings ``kl_*``; its fields take precedence.
         policy_loss: Group of the settings of the loss; its fields take precedence.
-        settings: Settings of :class:`RewardedModule` (reward weights, reference, tokenizer), :class:`PolicyModule`
-            (evaluation, environment, rollout budget) and :class:`MultiModelModule` (learning rate, optimizer,
-            schedule, training options, seed).
+        settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule` (evaluation,
+            environment, rollout budget) and :class:`MultiModelModule` (learning rate, optimizer, schedule, tokenizer,
+            training options, seed).
     """
 
     def __init__(
@@ -184,23 +183,24 @@ class PolicyGradient(RewardedModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Begin a fit without groups that wait."""
+        """Discard groups that wait since an earlier fit."""
         super().setup(stage)
         if stage == "fit" and self._refill is not None:
             self._refill.forget()
 
     @property
     def has_reference(self) -> bool:
-        """Whether the divergence from a reference counts."""
+        """Whether the algorithm uses a reference."""
         return self.kl_coef > 0
 
     @property
     def chooses(self) -> bool:
-        """Whether groups are left out and replaced."""
+        """Whether dynamic sampling replaces groups."""
         return self._refill is not None
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Have the reference's log-probabilities where they count, and the actor's own where ratios need them."""
+        """Return the calls that need the reference's log-probabilities only where they are used, and ``actor.infer``
+        for ratios."""
         unneeded = "compare" if self.kl_place == "loss" else "actor.train"
         calls = tuple(
             replace(call, needs=tuple(name for name in call.needs if name != "ref_logprobs"))
@@ -212,33 +212,33 @@ class PolicyGradient(RewardedModule):
         return with_proximal_call(calls, method="score_actor") if scores else calls
 
     def score_actor(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the actor's own, before it learns; a call where ``ratio_to="proximal"`` needs one."""
+        """Return the actor's log-probabilities before its first step, for ``ratio_to="proximal"``."""
         return self._logprobs(actor, batch)
 
     # ---- from rewards to advantages
     @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages")
     def compare(self, samples: Samples) -> Mapping[str, Column]:
-        """Return how much better every response is than expected."""
+        """Return the advantage of every response."""
         rewards, columns = samples.tensor("rewards"), {}
         if self.has_reference and self.kl_place == "reward":
             columns["kl_k1"] = sequence_sums(self.divergences(samples))
             rewards = rewards - self.kl_coef * columns["kl_k1"].to(rewards)
         advantages = self.advantages(rewards, samples)
         advantages = advantages.masked_fill(self.left_out(samples), torch.nan)
-        # A divergence that is not finite must not pass for a reward that is missing; see never_missing.
+        # A divergence that is not finite must not look like a missing reward; see never_missing.
         broken = ~rewards.isfinite() & ~samples.tensor("rewards").isnan()
         return {"advantages": advantages.masked_fill(broken, torch.inf), **columns}
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
-        """Return (B,) how much better each of the (B,) rewards is than expected; NaN: it is not learnt from."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it expects of a response")
+        """Return the (B,) advantages of the (B,) rewards; NaN excludes a response."""
+        raise NotImplementedError(f"{type(self).__name__} must define advantages(rewards, samples)")
 
     def token_returns(self, samples: Samples, compared: Tensor, *, discount: float) -> tuple[Ragged, dict[str, Column]]:
-        """Return what follows each token that the model chose, and every response's divergence where it counts.
+        """Return the sum of rewards after each token that the model sampled, and each response's divergence if it is a
+        penalty.
 
-        ``compared``, one for each response, comes with its last token; the divergence from the reference, where it is
-        taken from rewards, with every one. A token is not told of the divergence of those before it, which it cannot
-        have changed.
+        ``compared`` (B,) is a reward at the last token; the divergence is a penalty at every token. A token is not
+        credited with the divergence of earlier tokens, which it cannot affect.
         """
         kept = kept_tokens(samples.ragged("behaviour_logprobs"), model_mask(samples))
         penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)
@@ -248,33 +248,50 @@ class PolicyGradient(RewardedModule):
             columns["kl_k1"] = sequence_sums(penalties)
             penalties = Ragged(self.kl_coef * penalties.values, penalties.lengths)
         rewards = token_rewards(compared, penalties)
-        # Without a critic, what follows a token is all that it is credited with.
+        # Without a critic, values are zero and advantages are the returns.
         nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
         return generalized_advantages(rewards, nothing, discount=discount, gae_lambda=1.0), columns
 
+    def token_advantages(
+        self, samples: Samples, compared: Tensor, *, discount: float = 1.0, normalize: bool = False
+    ) -> dict[str, Column]:
+        """Return the columns of :meth:`token_returns`, as ``advantages`` of every response token.
+
+        Responses with NaN in ``compared`` (B,) and truncated ones that are not trained on get NaN. ``normalize`` gives
+        the others mean 0 and deviation 1 over all tokens.
+        """
+        compared = compared.masked_fill(self.left_out(samples), torch.nan)
+
+        def estimate(scored: Samples) -> dict[str, Column]:
+            returns, columns = self.token_returns(scored, scored.tensor("compared"), discount=discount)
+            values = whiten(returns.values) if normalize else returns.values
+            return {"advantages": spread_tokens(Ragged(values, returns.lengths), model_mask(scored)), **columns}
+
+        return estimate_scored(samples.with_columns(compared=compared), compared, estimate)
+
     def divergences(self, samples: Samples) -> Ragged:
-        """Return k1 of the policy that drew the tokens from the reference, of each token that the model chose."""
+        """Return k1 from the sampling policy to the reference, for each token that the model sampled."""
         mask = model_mask(samples)
         behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
         reference = kept_tokens(samples.ragged("ref_logprobs"), mask).values.to(behaviour.values)
         return Ragged(kl_estimate(behaviour.values, reference, estimator="k1"), behaviour.lengths)
 
     def left_out(self, samples: Samples) -> Tensor:
-        """Return (B,) bool: True where a response is not learnt from, since it was cut off."""
+        """Return (B,) bool: True for truncated responses that are not trained on."""
         reasons = samples.tensor("finish_reason") if "finish_reason" in samples else torch.zeros(len(samples))
         return (reasons == FINISH_REASONS.index("length")) & (not self.learn_truncated)
 
     def choose(self, samples: Samples) -> Samples | None:
-        """Return groups whose rewards differ, once there are enough."""
+        """Return groups with different rewards, once there are enough."""
         assert self._refill is not None, "nothing is chosen without dynamic_sampling"
         chosen = self._refill.add(samples, num_minibatches=self.train_options_of("actor").num_minibatches)
-        self.log_dict(self._refill.facts, batch_size=1)
+        self.log_dict(self._refill.metrics, batch_size=1)
         return chosen
 
-    # ---- learning
+    # ---- loss
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
-        """Return one micro-batch's loss of the policy, its divergence penalty and its entropy bonus."""
+        """Return one micro-batch's policy loss, divergence penalty and entropy bonus."""
         statistics = token_logprobs(
             actor, batch, temperature=self.sampling.temperature, with_entropy=self.entropy_coef > 0, only_responses=True
         )
@@ -313,12 +330,12 @@ class PolicyGradient(RewardedModule):
         return self.policy_loss(logprobs, before, advantages, batch)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return also the divergence in nats per response, where it is taken from rewards."""
+        """Return also the divergence in nats per response, if it is a penalty."""
         divergence = {"kl_k1": samples.tensor("kl_k1").nanmean()} if "kl_k1" in samples else {}
         return super().summarize(samples) | divergence
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse also ratios that would not say of what age responses are."""
+        """Raise also for proximal ratios of responses from older weights."""
         super().check_batch(batch)
         if self.training_now:
             refuse_stale(self.ratio_to, self._strategy.max_staleness)
@@ -330,7 +347,7 @@ class PolicyGradient(RewardedModule):
             checkpoint[_CHECKPOINT_KEY] = self._refill.state()
 
     def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
-        """Go on with these groups."""
+        """Restore also groups that wait for others."""
         super().on_load_checkpoint(checkpoint)
         if self._refill is not None and _CHECKPOINT_KEY in checkpoint:
             self._refill.load(checkpoint[_CHECKPOINT_KEY])
@@ -341,5 +358,5 @@ class PolicyGradient(RewardedModule):
 
 
 def of_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
-    """Return (N,) the values of tokens, which may have come as one per response."""
+    """Return the (N,) values of tokens, from values per token or per response."""
     return values if values.shape[0] == batch.num_tokens else batch.per_token(values)

@@ -1,7 +1,6 @@
 """Rewards from reward models, each a role with an inference call, and from functions on the host, summed by weight.
 
-A run of several judges has a call ``judge`` that sums their rewards. Models score before it, wherever the plan puts
-them.
+With several sources a call ``judge`` sums the rewards. Models score before it, on the ranks of the plan.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from lightning_realloc.rewards.signatures import resolved
 from lightning_realloc.rewards.texts import shortened
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 
-# In this order: jsonargparse would write any list down as a path.
+# This order matters: jsonargparse would otherwise dump a list as a path.
 RewardSource = str | Sequence[str | RewardFunction | ModelSource] | RewardFunction | ModelSource
-"""Sequence classifiers of one label, as names, folders, configs or modules, and functions
-``f(prompts, completions, **columns) -> list[float]``, or their import paths: one, or a list of them."""
+"""Sequence classifiers of one label, as names, folders, configs or modules, and functions ``f(prompts, completions,
+**columns) -> list[float]``, or their import paths: one, or a list of them."""
 RewardTokenizer = Literal["actor", "retokenize"] | PreTrainedTokenizerBase
-"""What reward models read: the actor's tokens, the texts by their own tokenizer, or by another one."""
+"""Input of reward models: the actor's tokens, or the texts encoded by their own or another tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +51,22 @@ class _Model:
 
     @property
     def column(self) -> str:
-        """What holds its scores."""
+        """Column of its scores."""
         return f"{self.role}_scores"
 
     @property
     def method(self) -> str:
-        """What scores with it."""
+        """Name of the method that scores with it."""
         return f"score_by_{self.role}"
 
 
 def is_further(role: str) -> bool:
-    """Return whether a role is that of a reward model after the first one."""
+    """Return whether a role is a reward model after the first one."""
     return re.fullmatch(r"reward_\d+", role) is not None
 
 
 def calls_of_further(roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
-    """Return the calls of all reward models among ``roles`` but the first, which an algorithm declares."""
+    """Return the calls of the reward models among ``roles`` after the first, which an algorithm declares."""
     models = [_Model(role, 1.0) for role in roles if is_further(role)]
     return tuple(
         ModelFunctionCall(f"{model.role}.infer", "infer", model.role, model.method, ("rollout",), (model.column,))
@@ -78,7 +77,7 @@ def calls_of_further(roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
 def with_further(
     calls: Sequence[ModelFunctionCall], further: Sequence[ModelFunctionCall]
 ) -> tuple[ModelFunctionCall, ...]:
-    """Return ``calls`` and those of further reward models, whose scores ``judge`` adds up, too."""
+    """Return ``calls`` and those of further reward models, with ``judge`` needing their scores."""
     columns = [column for call in further for column in call.produces]
     added = [replace(call, needs=(*call.needs, *columns)) if call.name == "judge" else call for call in calls]
     return (*added, *further)
@@ -88,14 +87,14 @@ class RewardSources:
     """Reward models and reward functions, each with a weight.
 
     Args:
-        reward: One, or a list of them.
-        sources: Of the algorithm, by role; takes the models.
-        weights: One per model or function, in the order of the list; by default all count 1.
-        tokenizer: What the models read.
+        reward: One of them, or a list.
+        sources: The algorithm's sources by role; the models are added.
+        weights: One per model or function, in the order of the list; None: all 1.
+        tokenizer: Input of the models.
 
     Raises:
-        ConfigError: for a tokenizer without a model that would read by it.
-        RewardError: for an import path that leads nowhere, nobody who judges, or weights that do not match.
+        ConfigError: for a tokenizer without a model.
+        RewardError: for an import path that cannot be resolved, no source, or weights that do not match.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class RewardSources:
         weights: Sequence[float] | None = None,
         tokenizer: RewardTokenizer = "actor",
     ) -> None:
-        # Asked first whether it is one model: a configuration can be iterated over.
+        # Check for a model first, because a configuration is iterable.
         several: list[Any] = [reward] if is_model_source(reward) else listed(reward)
         given: list[Any] = [item if is_model_source(item) else resolved(item) for item in several]
         factors = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
@@ -127,11 +126,11 @@ class RewardSources:
             raise ConfigError(f"reward_tokenizer={tokenizer!r} is for a reward model; reward={reward!r} is none")
         self._tokenizer = tokenizer
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
-        """Of the roles that do not read the actor's tokens, once models are built."""
+        """Role -> tokenizer, for models that do not read the actor's tokens; filled before models are built."""
 
     @property
     def reads_actor_tokens(self) -> bool:
-        """Whether there are reward models, and they read what the actor wrote, token by token."""
+        """Whether there are reward models, and they read the actor's tokens."""
         return bool(self.models) and self._tokenizer == "actor"
 
     @property
@@ -141,23 +140,18 @@ class RewardSources:
 
     @property
     def evaluation_calls(self) -> tuple[str, ...]:
-        """The calls from responses to rewards."""
+        """Calls from responses to rewards."""
         return (*[f"{model.role}.infer" for model in self.models], "judge")
 
     def further_calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls of all models but the first, which an algorithm declares."""
+        """Return the calls of all models after the first, which an algorithm declares."""
         return calls_of_further([model.role for model in self.models])
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """What holds the models' scores."""
-        return tuple(model.column for model in self.models)
-
     def check_vocabularies(self, roles: Sequence[Role], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a reward model that would read other text than the actor, the first of ``roles``, wrote.
+        """Raise for a reward model that reads other text from the actor's tokens; the actor is the first of ``roles``.
 
         Raises:
-            ConfigError: saying what differs, and how to have texts encoded anew.
+            ConfigError: with the difference, and the setting that encodes texts again.
         """
         actor, names = roles[0], [model.role for model in self.models]
         for role in (role for role in roles if role.name in names):
@@ -172,10 +166,10 @@ class RewardSources:
                 self._tokenizers[role.name] = own
 
     def score(self, role: str, model: nn.Module, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """Return (B,) what a reward model makes of every sequence, of tokens of the actor's ``tokenizer``.
+        """Return the (B,) scores of a reward model, for sequences of the actor's ``tokenizer``.
 
         Raises:
-            RewardError: for a score that is not finite, naming the role, the sample and its response.
+            RewardError: for a score that is not finite; the message names role, sample and response.
         """
         read = retokenized(batch, tokenizer, self._tokenizers[role]) if role in self._tokenizers else batch
         scores = sequence_scores(model, read).float()
@@ -191,7 +185,7 @@ class RewardSources:
         return scores
 
     def judge(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
-        """Return the weighted sum of what models scored, and of what functions say now."""
+        """Return the weighted sum of the models' scores and the functions' rewards."""
         scores = {model: samples.tensor(model.column).float().cpu() for model in self.models}
         of_models = torch.zeros(len(samples)) + sum(model.weight * values for model, values in scores.items())
         found = None if self.functions is None else judged_responses(self.functions, samples, tokenizer)
@@ -210,7 +204,7 @@ class RewardSources:
 
 
 def less_for_cut_off(scores: Tensor, samples: Samples, penalty: float | None) -> Tensor:
-    """Return (B,) scores, less the penalty for responses that did not come to their end."""
+    """Return the (B,) scores, less the penalty for truncated responses."""
     if penalty is None:
         return scores
     cut_off = samples.tensor("finish_reason") == FINISH_REASONS.index("length")

@@ -1,8 +1,8 @@
-"""Base of algorithms whose responses are rewarded, and of those that choose the responses to learn from.
+"""Base of algorithms whose responses are rewarded, and of those that choose the responses to train on.
 
-Most algorithms learn from all responses. Some choose among the judged ones: the best of a group, pairs, groups that
-differ. These run their calls in two passes. The first one generates and judges, and all ranks get its results. The
-second one runs the other calls on the chosen samples, as if the loader had supplied them.
+Most algorithms train on all responses. Some choose among the scored ones: the best of a group, pairs, groups with
+different rewards. They run their calls in two passes. The first pass generates and scores, and all ranks get its
+results. The second pass runs the other calls on the chosen samples, as if the loader had supplied them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_realloc.generation import SamplingParams
 
 
 class RewardedSettings(PolicySettings, total=False):
-    """Types of the settings that subclasses pass on to :class:`RewardedModule`, which documents them."""
+    """Types of the settings that subclasses pass on to :class:`RewardedModule`, where they are documented."""
 
     reward_weights: Sequence[float] | None
     reward_tokenizer: RewardTokenizer
@@ -61,7 +61,7 @@ class RewardedModule(PolicyModule):
 
     optional_roles = ("reference", "reward")
     evaluation_calls: tuple[str, ...] = ("actor.generate", "judge")
-    """Up to the rewards; what comes before samples are chosen, too. With reward models also their calls."""
+    """Calls up to the rewards, which also run before samples are chosen; with reward models also theirs."""
     share_prompts = True
     reward_column = "rewards"
 
@@ -96,16 +96,16 @@ class RewardedModule(PolicyModule):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference takes part."""
+        """Whether the algorithm uses a reference."""
         return True
 
     @property
     def chooses(self) -> bool:
-        """Whether :meth:`choose` is asked what is learnt from."""
+        """Whether :meth:`choose` selects the samples to train on."""
         return False
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the actor, and the reference and reward models where they take part."""
+        """Return the actor, and the reference and reward models that are in use."""
         actor = self.make_role("actor", trained=True)
         reference = (self.reference_of(actor, self.sources.get("reference")),) if self.has_reference else ()
         scorers = (
@@ -114,12 +114,12 @@ class RewardedModule(PolicyModule):
         return (actor, *reference, *scorers)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Have further reward models score, too."""
+        """Return the calls, with those of further reward models."""
         return with_further(super().calls(), self._judges.further_calls())
 
     @classmethod
     def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
-        """Have further reward models score, too."""
+        """Return the calls, with those of further reward models."""
         return with_further(super().calls_for(roles), calls_of_further(roles))
 
     def configure_model(self) -> None:
@@ -151,18 +151,18 @@ class RewardedModule(PolicyModule):
 
     # ---- choosing
     def choose(self, samples: Samples) -> Samples | None:
-        """Return what an iteration learns from, of judged samples that are the same on every rank, sorted by id.
+        """Return the samples to train on, from scored samples that are equal on every rank and sorted by id.
 
-        None: nothing yet. Then no step is taken, and the next batch comes.
+        None takes no step, and continues with the next batch.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it chooses")
 
     def runs(self, call: str, iteration: int) -> bool:
-        """Leave out of an iteration what was done before samples were chosen."""
+        """Leave out the calls that ran before samples were chosen."""
         return not (self.chooses and call in self.evaluation_calls)
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
-        """Run one iteration of the dataflow, in two walks where samples are chosen."""
+        """Run one iteration of the dataflow, in two passes if samples are chosen."""
         if not self.chooses:
             super().training_step(batch, batch_idx)
             return
@@ -176,13 +176,13 @@ class RewardedModule(PolicyModule):
             self.on_iteration_end(samples)
 
     def first_walk(self, batch: Samples) -> Samples:
-        """Return judged responses to a batch, the same on every rank, sorted by id."""
+        """Return scored responses to a batch, the same on every rank, sorted by id."""
         prepared = self.prepare_batch(batch)
         samples: Samples = self._strategy.run_calls(prepared, self.evaluation_calls, are_of_next=True)
         return samples.to("cpu").sorted_by_id()
 
     def setup(self, stage: str) -> None:
-        """Refuse what cannot be combined with choosing."""
+        """Raise for settings that cannot be combined with choosing."""
         super().setup(stage)
         if stage != "fit" or not self.chooses:
             return
@@ -199,13 +199,13 @@ class RewardedModule(PolicyModule):
                     f"chooses among all responses before it learns; use ReallocStrategy({setting}={plain})"
                 )
 
-    # ---- what is known of it
+    # ---- metrics and checks
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return mean rewards, mean response length, and the share of responses that ended by themselves."""
+        """Return mean rewards, the mean response length, and the share that ended by themselves."""
         return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
+        """Raise for data without a column of a reward function, and for fewer samples than mini-batches."""
         if self.training_now:
             check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
         if self._reward_functions is not None:
@@ -213,6 +213,6 @@ class RewardedModule(PolicyModule):
 
 
 def check_group(n: int) -> None:
-    """Raise ConfigError for a group with nothing to compare."""
+    """Raise ConfigError for a group of fewer than two responses."""
     if n < 2:
         raise ConfigError(f"sampling.n={n}: a group needs 2 or more responses to compare; set n >= 2")

@@ -26,20 +26,20 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAdvantages:
-    """How scores become rewards of tokens, and these advantages and returns."""
+    """Conversion of scores to token rewards, advantages and returns."""
 
     discount: float = 1.0
-    """Of a reward one token later."""
+    """Discount of a reward per token."""
     gae_lambda: float = 0.95
-    """0 trusts the critic after one token, 1 never."""
+    """Weight of later rewards over the values: 0 uses one token, 1 the whole response."""
     normalize_advantages: bool = True
-    """To mean 0 and deviation 1 over all tokens of an iteration."""
+    """Whether advantages get mean 0 and deviation 1 over all tokens of an iteration."""
     normalize_values: bool = False
-    """The critic learns returns less their running mean, over their running deviation."""
+    """Whether the critic learns returns less their running mean, over their running deviation."""
     reward_scale: float = 1.0
     """Factor of every score."""
     reward_clip: float | None = None
-    """Largest absolute score after that; None does not clip."""
+    """Largest absolute score after scaling; None does not clip."""
 
     def __post_init__(self) -> None:
         check_positive(reward_clip=self.reward_clip)
@@ -50,13 +50,13 @@ class TokenAdvantages:
     ) -> dict[str, Column]:
         """Return every token's advantage and return, and every sample's reward, divergence and sums of returns.
 
-        An environment's tokens are part of the states that the next token is chosen in, and no steps of their own.
+        Tokens of an environment are part of the next state, not steps of their own.
 
         Args:
-            samples: A whole iteration, each with a score.
-            moments: Of earlier returns.
-            has_reference: Whether there are log-probabilities of one, and so divergences.
-            penalty: What tokens' rewards are reduced by for each nat of divergence; None: by nothing.
+            samples: A whole iteration, each sample with a score.
+            moments: Moments of earlier returns.
+            has_reference: Whether there are log-probabilities of a reference.
+            penalty: Reduction of a token's reward per nat of divergence; None: no reduction.
         """
         mask = model_mask(samples)
         behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
@@ -73,7 +73,7 @@ class TokenAdvantages:
         scores = shaped_scores(samples.tensor("scores"), scale=self.reward_scale, clip=self.reward_clip)
         rewards = token_rewards(scores, Ragged(penalties, behaviour.lengths))
         estimates = kept_tokens(samples.ragged("values"), mask).to(penalties.device)
-        # Moments into which nothing was ever taken, as without normalize_values, change nothing.
+        # Without normalize_values the moments are empty, and change nothing.
         values = Ragged(moments.denormalize(estimates.values), estimates.lengths)
         return columns | {"rewards": sequence_sums(rewards)} | self._learnt(rewards, values, mask, moments)
 
@@ -94,7 +94,7 @@ class TokenAdvantages:
         }
 
     def _in_critic_units(self, returns: Ragged, moments: RunningMoments) -> Ragged:
-        """Return the returns as the critic learns them, they themselves being part of the running moments."""
+        """Return normalized returns; the running moments include these returns."""
         if not self.normalize_values:
             return returns
         exact = returns.values.double()

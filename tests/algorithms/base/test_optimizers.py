@@ -83,8 +83,12 @@ def test_settings_of_optimizers_that_cannot_work_are_refused() -> None:
         runs.ppo(optimizers={"reference": RoleOptimizer(learning_rate=1.0)}).configure_model()
     with pytest.raises(ConfigError, match=r"critic_learning_rate=0\.5 and optimizers.'critic'..learning_rate=0\.1 say"):
         runs.ppo(critic_learning_rate=0.5, optimizers={"critic": RoleOptimizer(learning_rate=0.1)})
-    with pytest.raises(ConfigError, match=r"learning_rate=0\.5 is for the default AdamW, and optimizer="):
+    with pytest.raises(ConfigError, match=r"learning_rate=0\.5 is for the default AdamW, and optimizer=Plain has"):
         runs.sft(learning_rate=0.5, optimizer=Plain)
+    with pytest.raises(
+        ConfigError, match=r"and set lr=0\.5 in the optimizer: partial\(SGD, lr=\.\.\.\), or its init_args"
+    ):
+        runs.ppo(learning_rate=0.5, optimizer=partial(SGD, lr=0.1))
     with pytest.raises(ConfigError, match="no_decay='norm' must be one of norms, biases, embeddings"):
         RoleOptimizer(no_decay=("norm",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"no_decay=\('norms',\) of actor spares weights where none decay; give"):

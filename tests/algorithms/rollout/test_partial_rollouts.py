@@ -30,14 +30,14 @@ def test_there_is_enough_once_whole_units_are_finished_and_nothing_is_late() -> 
     progress = Progress({0: 10, 1: 10, 2: 11}, least=2, late=[1], waiting={11: 1})
     heard = []
     for sample_id in (0, 2, 1):
-        progress.hear(completion(sample_id))
+        progress.record(completion(sample_id))
         heard.append(progress.may_stop())
     # One of group 10: nothing. The rest of group 11: two samples, but one is late. All.
     assert heard == [False, False, True]
     progress = Progress({0: 0, 1: 1}, least=1, late=[], waiting={})
-    progress.hear(completion(0, "unfinished"))
+    progress.record(completion(0, "unfinished"))
     assert not progress.may_stop()
-    progress.hear(completion(1, "environment"))  # a failure ends a response, too
+    progress.record(completion(1, "environment"))  # a failure ends a response, too
     assert progress.may_stop()
 
 
@@ -141,7 +141,7 @@ def test_what_goes_on_survives_a_file_of_plain_data() -> None:
     file.seek(0)
     read = PartialRollouts.from_state(torch.load(file, weights_only=True))
     assert read.prompts.equals(carried.prompts) and read.responses.equals(carried.responses)
-    with pytest.raises(DataError, match="must count ids on from epoch to epoch where a rollout_budget carries"):
+    with pytest.raises(DataError, match="must continue its ids from epoch to epoch if a rollout_budget carries"):
         read.before(prompts)
 
 
