@@ -1,4 +1,4 @@
-"""Speculative decoding, as a user chooses it."""
+"""Settings of speculative decoding."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ VerificationName = Literal["match", "gumbel", "reject"]
 @suggest_settings(SPECULATION_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How tokens are drafted and verified. Responses follow the model's distribution whatever is chosen here."""
+    """How to draft and verify tokens. Responses follow the model's distribution with any of these settings."""
 
     drafter: DrafterName = "history"
-    """``"ngram"``: as the sample's own text went on before; ``"history"``: as earlier responses to its prompt and
-    finished siblings did; ``"model"``: ``draft_model``; ``"blocks"``: the model's own first ``draft_blocks``;
-    ``"none"``: nothing is drafted."""
+    """``"ngram"``: look up n-grams in the sample's own text; ``"history"``: also in earlier responses to its prompt and
+    in finished siblings; ``"model"``: ``draft_model``; ``"blocks"``: the model's own first ``draft_blocks``;
+    ``"none"``: draft nothing."""
     verification: VerificationName = "match"
-    """``"match"``: the same tokens as without speculation; ``"gumbel"``: the same in whatever is drafted, and model
-    drafters hit more often; ``"reject"``: the right distribution only, other tokens with other drafts."""
+    """``"match"``: the same tokens as without speculation; ``"gumbel"``: the same tokens with any drafts, and more
+    accepted ones from models; ``"reject"``: the same distribution, but other tokens with other drafts."""
     num_draft_tokens: int | None = None
-    """None: as many as pay in each step; a number: always so many."""
+    """Tokens drafted ahead of each sample in a step; None: as many as pay."""
     max_draft_tokens: int = 8
-    """Most tokens drafted ahead of one sample in a step where ``num_draft_tokens`` is None."""
+    """Most tokens drafted ahead of each sample in a step where ``num_draft_tokens`` is None."""
     draft_model: str | Path | nn.Module | None = None
     """A causal language model with the same tokenizer: its name or folder, or the model itself, which is copied."""
     draft_learning_rate: float | None = None
-    """At which ``draft_model`` learns from every generation's responses; None: it stays as it is."""
+    """Learning rate at which ``draft_model`` learns from every generation's responses; None: it does not learn."""
     draft_blocks: int | None = None
+    """Number of the model's first blocks that draft, for ``drafter="blocks"``."""
 
     def __post_init__(self) -> None:
         _choice("drafter", self.drafter, get_args(DrafterName))
@@ -79,11 +80,11 @@ class Speculation:
 
     @property
     def most_ahead(self) -> int:
-        """Most tokens that a step may verify behind a sample's last one."""
+        """Most tokens that a step may verify after a sample's last one."""
         return self.max_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
 
     def rule(self, params: SamplingParams) -> Verification:
-        """Return the verification rule for responses drawn as ``params`` say."""
+        """Return the verification rule for responses that are sampled with ``params``."""
         rules: dict[str, type[Verification]] = {"match": KeyedDraws, "gumbel": GumbelDraws, "reject": Rejection}
         return rules[self.verification](params)  # type: ignore[call-arg]
 

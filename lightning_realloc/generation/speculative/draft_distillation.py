@@ -1,6 +1,6 @@
-"""Distillation of a draft model: it learns from the target's responses, so that drafts follow a policy that trains.
+"""Distillation of a draft model from the target's responses, so that drafts follow a policy that trains.
 
-How well it learns decides how many drafts are accepted, never which tokens a response gets.
+It decides how many drafted tokens are accepted, never which tokens a response gets.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MOST_GRADIENT = 1.0
 class Distillation:
     """Trains a draft model on responses by cross-entropy.
 
-    Every rank learns from its own responses. Ranks that share a tensor-parallel target see the same responses in the
-    same order and must draft alike. ``spread`` copies one rank's weights to all of them, since rounding would differ.
+    Every rank learns from its own responses. Ranks that share a tensor-parallel target must draft alike. They see the
+    same responses in the same order, and ``spread`` copies one rank's weights to all of them, since rounding differs.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Distillation:
         most_tokens: int = 65_536,
         spread: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        """Train with AdamW, on at most ``most_tokens`` tokens of the responses of a generation, those finished last.
+        """Train with AdamW on the responses of a generation that finished last, ``most_tokens`` tokens at most.
 
-        Tokens beyond the model's own context are left out. A step without a finite gradient is skipped.
+        Training leaves out tokens beyond the model's context, and skips steps without a finite gradient.
         """
         self._model = model.requires_grad_(True)
         self._context: int | None = getattr(text_config_of(model), "max_position_embeddings", None)
@@ -64,7 +64,7 @@ class Distillation:
         return total / count if count else None
 
     def _batches(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield tokens (B, S) and the mask of responses, of about the same length within a batch.
+        """Yield tokens (B, S) and the mask of response tokens, with sequences of similar length in each batch.
 
         Rows are padded at their ends, which causal attention ignores.
         """

@@ -1,11 +1,11 @@
 """Drafts by a model: another one with the same vocabulary, or the target's own first blocks.
 
 A draft model has a cache of its own, whose slots follow the target's. In a paged cache it uses a part of each page.
-Drafting begins with one forward over the tokens that the target emitted since the last draft. Each further place of the
-drafts costs one forward more.
+The first drafted token costs one forward over the tokens that the target emitted since the last draft. Each further
+drafted token costs one more.
 
-First blocks compute the same keys and values as the target, from the same tokens and weights. So they read the target's
-cache: they read no token twice and miss none, and verification overwrites the drafted places.
+First blocks compute the same keys and values as the target, and read the target's cache. So they read no token twice
+and miss none, and verification overwrites the keys and values of drafted tokens.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lightning_realloc.generation.speculative.verify import Verification
 from lightning_realloc.runtime.model.structure import find_blocks
 
 _SHORT = 16
-"""Most unread tokens of a sample that are read as a row; more are read as a prompt."""
+"""Most unread tokens of a sample that are read as a row; more are read as a prompt, which takes longer."""
 _MOST_READ = 8192
-"""Most tokens of prompts in one forward: a draft model that rested for long may have missed many."""
+"""Most tokens of prompts in one forward. Larger: fewer forwards after a rest, and more memory."""
 
 
 class _DrawingDrafter(Drafter, ABC):
-    """Draws drafts from the logits of a causal language model, with the random numbers of the target's draws."""
+    """Draws drafts from the logits of a causal language model, with the random numbers that the target draws with."""
 
     costs_a_forward = True
 
@@ -83,7 +83,7 @@ class _DrawingDrafter(Drafter, ABC):
         """Return the logits (B, V) after each sample's last token."""
 
     def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits (B, V) after each draft's last token; a draft at its limit reads that token again."""
+        """Return the logits (B, V) after each draft's last token. A draft at its limit reads that token again."""
         rows = []
         for sample, draft in zip(running, drafts, strict=True):
             newest = draft[-1] if draft else sample.last_token
@@ -91,12 +91,12 @@ class _DrawingDrafter(Drafter, ABC):
         return self._runner.forward([], rows)
 
     def _row(self, tokens: Sequence[int], position: int) -> DecodeRow:
-        """Return a row to read; a sample beyond the drafter's context reads one whose logits are not used."""
+        """Return a row to read. A sample beyond the drafter's context reads one whose logits are not used."""
         return DecodeRow(tokens, position) if position < self._context else DecodeRow(tokens[-1:], self._context - 1)
 
 
 class BlocksDrafter(_DrawingDrafter):
-    """Drafts by the first blocks of the target, on the target's own keys and values.
+    """Drafts by the target's first blocks, which use its keys and values.
 
     Source of the idea: self-speculative decoding with a shared cache, LayerSkip (arXiv:2404.16710).
     """
@@ -107,7 +107,7 @@ class BlocksDrafter(_DrawingDrafter):
         """Draft by the first ``count`` blocks of ``target``, through its last norm and head.
 
         Raises:
-            GenerationError: where the model has no more blocks than that.
+            GenerationError: where the model has no more blocks than ``count``.
         """
         super().__init__(first_blocks(target, count))
 
@@ -121,7 +121,7 @@ class BlocksDrafter(_DrawingDrafter):
 
 
 class ModelDrafter(_DrawingDrafter):
-    """Drafts by another causal language model, which keeps keys and values of its own."""
+    """Drafts by another causal language model, with keys and values of its own."""
 
     def __init__(self, model: nn.Module, target: nn.Module, *, distillation: Distillation | None = None) -> None:
         """Draft for ``target`` with ``model``, which learns from every generation by ``distillation``.
@@ -151,7 +151,7 @@ class ModelDrafter(_DrawingDrafter):
         self._filled: list[int] = []
         """Slot -> number of positions whose keys and values belong to its sample."""
         self._ahead: list[list[int]] = []
-        """Slot -> drafted tokens that were read after these positions."""
+        """Slot -> drafted tokens that were read after the filled positions."""
 
     def share_cache(self, cache: KVCache) -> None:
         if isinstance(cache, PagedCache):
@@ -208,11 +208,11 @@ class ModelDrafter(_DrawingDrafter):
             self._distillation.learn(finished)
 
     def _reaches(self, sample: Sample) -> bool:
-        """Whether the sample fits in the drafter's context; beyond it nothing is drafted."""
+        """Return whether the sample fits in the drafter's context; beyond it nothing is drafted."""
         return sample.position < self._context
 
     def _keep_accepted(self, slot: int, sample: Sample) -> None:
-        """Count accepted drafted tokens as filled: their keys and values are in the cache."""
+        """Count accepted tokens as filled, since their keys and values are in the cache."""
         filled = self._filled[slot]
         for token in self._ahead[slot]:
             if filled > sample.position or sample.token_at(filled) != token:
@@ -251,7 +251,7 @@ class ModelDrafter(_DrawingDrafter):
 
 
 def _in_pieces(prefills: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-    """Return the prefills in pieces of at most `_MOST_READ` tokens, at least one piece."""
+    """Split prefills into pieces of at most `_MOST_READ` tokens, at least one piece."""
     pieces: list[list[PrefillChunk]] = [[]]
     room = _MOST_READ
     for prefill in prefills:
@@ -268,10 +268,10 @@ def _in_pieces(prefills: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
 
 
 def first_blocks(model: nn.Module, count: int) -> nn.Module:
-    """Return a model of the first blocks of ``model``, its embedding, last norm and head; it shares the weights.
+    """Return a model of the embedding, first blocks, last norm and head of ``model``, which shares its weights.
 
     Raises:
-        GenerationError: where the model has no more blocks than that.
+        GenerationError: where the model has no more blocks than ``count``.
     """
     names = [name for name, _ in find_blocks(model)]
     path, _, _ = names[0].rpartition(".") if names else ("", "", "")
@@ -334,7 +334,7 @@ def load_draft_model(source: str | Path) -> nn.Module:
 
 
 def _name_or_folder(source: str | Path) -> str:
-    """Return a name or folder for Transformers; refuse a missing folder, which they would look for on the hub."""
+    """Return a name or folder for Transformers, which would look for a missing folder on the hub."""
     name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
     # A name of the hub has one slash at most.
     if (name.startswith((".", "/")) or name.count("/") > 1) and not Path(name).is_dir():

@@ -1,6 +1,6 @@
-"""The drafter's interface, the drafts that it proposes, and their check.
+"""Interface of drafters, the drafts that they propose, and checks of these.
 
-A drafter's proposals decide how many steps a response takes, never which tokens it gets.
+Proposals decide how many steps a response takes, never which tokens it gets.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Draft:
     kinds: Sequence[object] = ()
     """Ignored. Drafters written for earlier releases pass it; it goes with the next release."""
     laws: Sequence[Tensor | tuple[int, ...]] = ()
-    """Distribution that each token was drawn from, where `Verification.needs_laws`: probabilities (V,), or tokens that
-    are equally likely."""
+    """Distribution that each token was drawn from: probabilities (V,), or equally likely tokens. Empty unless
+    `Verification.needs_laws`."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,13 +61,13 @@ class Drafter:
     anticipates: bool = False
     """Whether the length of a draft may depend on the tokens that it leaves out. Adaptive ``"reject"`` refuses that."""
     costs_a_forward: bool = False
-    """Whether every place of the drafts costs one forward of a model, for all samples together."""
+    """Whether each depth of the drafts costs one forward of a model, for all samples together."""
     exchanges: bool = False
-    """Whether responses of other ranks help."""
+    """Whether the drafter learns from responses of other ranks."""
     has_listeners: bool = False
-    """Whether other ranks ask for `news`, which are kept until then."""
+    """Whether other ranks ask for `news`; if so, the drafter keeps them until then."""
     reads_target_cache: bool = False
-    """Whether drafting reads the target's keys and values: no draft for samples whose prompts are being read."""
+    """Whether drafting reads the target's keys and values. If so, samples whose prompts are being read get no draft."""
     cuda_graphs: bool = True
     """Whether forwards of a draft model may be captured and replayed."""
 
@@ -86,36 +86,36 @@ class Drafter:
                 setattr(cls, former, vars(cls)[name])
 
     def share_cache(self, cache: KVCache) -> None:
-        """Take the cache of the target's keys and values for the next generation.
+        """Use the cache of the target's keys and values in the next generation.
 
-        A drafter with keys and values of its own keeps them in the cache's pages, if it has pages. It describes their
-        shapes to the cache in this call.
+        A drafter with keys and values of its own keeps them in the pages of a paged cache. In this call it describes
+        their shapes to the cache.
         """
 
     def has_seen_prompts(self, samples: Sequence[Sample]) -> bool:
-        """Return whether most prompts of these samples came before, which makes drafts better all at once."""
+        """Return whether most prompts of these samples were seen before, which makes drafts better at once."""
         return False
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         """Start a generation of these samples."""
 
     def copied(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Take that the first ``length`` positions of slot ``source`` were copied to others."""
+        """Follow a copy of the first ``length`` positions of slot ``source`` to other slots."""
 
     def kept(self, slot: int, length: int) -> None:
-        """Take that another sample of the same prompt continues a slot from ``length`` on."""
+        """Keep ``length`` positions of a slot, from where another sample of the same prompt continues."""
 
     def swapped(self, first: int, second: int) -> None:
-        """Take that two slots exchanged their content."""
+        """Follow an exchange of two slots' content."""
 
     def admitted(self, slots: Sequence[int]) -> None:
-        """Take that new samples are in these slots."""
+        """Forget the content of these slots, which hold new samples."""
 
     def prepare(self, running: Sequence[Sample]) -> None:
-        """Prepare new samples once, before the first draft for them."""
+        """Prepare for the next drafts, such as by indexing new samples."""
 
     def num_unread(self, running: Sequence[Sample]) -> int:
-        """Return the number of tokens that have to be read before the next draft."""
+        """Return the number of tokens that the drafter has to read before the next draft."""
         return 0
 
     def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
@@ -123,28 +123,25 @@ class Drafter:
         return [NO_DRAFT] * len(running)
 
     def finished(self, sample: Sample) -> None:
-        """Take a sample that has its last token."""
+        """Learn from a sample that has its last token."""
 
     def end(self, *, has_failed: bool = False) -> None:
         """End the generation; ``has_failed``: it stopped with an error."""
 
     def news(self) -> list[Exchange]:
-        """Return the prompts and responses that finished here since the last call."""
+        """Return prompts and responses that finished on this rank since the last call."""
         return []
 
     def receive_news(self, news: Sequence[Exchange]) -> None:
-        """Take prompts and responses of other ranks."""
+        """Learn from prompts and responses of other ranks."""
 
     is_acquainted, hear = has_seen_prompts, receive_news
 
 
 def checked_propose(drafter: Drafter, *, vocabulary: int | None, need_laws: Callable[[], bool]) -> Propose:
-    """Return the `propose` of a drafter with its results checked; the package's own drafters are not.
+    """Return a drafter's `propose` that checks its results, and that of the package's own drafters as it is.
 
-    Args:
-        drafter: Whose method it is.
-        vocabulary: Number of tokens; None: unknown.
-        need_laws: Whether the verification rule of this generation needs distributions.
+    ``vocabulary`` is None if unknown. ``need_laws`` tells whether this generation's rule needs distributions.
     """
     if type(drafter).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return drafter.propose
@@ -159,7 +156,7 @@ def checked_propose(drafter: Drafter, *, vocabulary: int | None, need_laws: Call
 
 
 def _with_two_arguments(drafter: Drafter) -> Propose:
-    """Return the `propose` of a drafter; ``chance`` and ``least_survivals`` of an older one get neutral values."""
+    """Return a drafter's `propose`; pass neutral ``chance`` and ``least_survivals`` to that of an earlier release."""
     propose: Callable[..., Sequence[Draft]] = drafter.propose
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [own for own in inspect.signature(propose).parameters.values()
@@ -180,12 +177,7 @@ def check_drafts(
 ) -> None:
     """Raise GenerationError for the first proposal that cannot be verified; nothing checks drafts after this.
 
-    Args:
-        drafts: The drafter's proposals.
-        limits: Most tokens of each draft.
-        drafter: Named in errors.
-        vocabulary: Number of tokens; None: unknown.
-        need_laws: Whether the verification rule needs the distribution of each token.
+    ``limits`` holds the most tokens of each draft. ``vocabulary`` is None if unknown.
     """
     name = type(drafter).__name__
     if not isinstance(drafts, Sequence):

@@ -1,10 +1,10 @@
-"""Drafts by looking up n-grams: the tokens that followed the same context before.
+"""Drafts by n-gram look-up: the tokens that followed the same context before.
 
-A drafter draws among these tokens with the random number that the target will draw with. Where a context was continued
-in several ways, that is accepted far more often than the likeliest token.
+A drafter draws among these tokens with the random number that the target will draw with. Where a context has several
+continuations, the target accepts such a draw far more often than the likeliest token.
 
-`NgramIndex` works like a compressor that finds matches (hash chains, RFC 1951, section 4). Every place of a text is
-chained to the last place that has the same three tokens before it, and to the last one with the same token before it.
+`NgramIndex` finds matches by hash chains, as compressors do (RFC 1951, section 4). It chains every place of a text to
+the last place with the same three tokens before it, and to the last one with the same token before it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Dr
 from lightning_realloc.generation.speculative.verify import Verification
 
 ORDERS = (8, 4, 3, 2, 1)
-"""Lengths of context that are distinguished, the longest first."""
+"""Lengths of context that the index distinguishes, the longest first."""
 _STEM = 3
-"""Tokens before a place by which places are chained."""
+"""Tokens before a place that chained places have in common."""
 _MOST_PLACES = 32
-"""Latest places of a chain that are read. More cost time and hardly change what follows common tokens."""
+"""Places of a chain that are read, the latest first. Larger: slower, with hardly other drafts."""
 _MOST_FOUND = 64
-"""Contexts whose places are cached: samples of a prompt are at about the same place of their responses."""
+"""Contexts whose places are cached, since samples of a prompt look up the same ones. Larger: more memory."""
 NO_TOKEN = -1
 """Separator of texts; no context crosses it."""
 
@@ -39,9 +39,11 @@ class NgramIndex:
         self._behind_stem: dict[tuple[int, ...], int] = {}
         """Three tokens -> the last place after them."""
         self._before_stem = [0] * ORDERS[0]
-        """Place -> the previous one after the same three tokens."""
+        """Place -> the previous place after the same three tokens."""
         self._behind_token: dict[int, int] = {}
+        """Token -> the last place after it."""
         self._before_token = [0] * ORDERS[0]
+        """Place -> the previous place after the same token."""
 
     def copy(self) -> NgramIndex:
         """Return a copy, to continue with another text."""
@@ -53,11 +55,11 @@ class NgramIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, if this is one text."""
+        """Number of tokens, if the index holds one text."""
         return len(self._tokens) - ORDERS[0]
 
     def begin(self, context: Sequence[int]) -> None:
-        """Begin another text after a context of its own."""
+        """Begin another text, which follows a context of its own."""
         self._tokens += (NO_TOKEN, *context)
         places = [0] * (1 + len(context))
         self._before_stem += places
@@ -80,7 +82,7 @@ class NgramIndex:
     def find(self, context: list[int]) -> tuple[int, Branch | None]:
         """Return the length of the longest known end of ``context``, one of `ORDERS`, and the places after it.
 
-        Without such a place, return 0 and None. ``context`` has as many tokens as the largest of `ORDERS`.
+        Return 0 and None if no end is known. ``context`` has as many tokens as the largest of `ORDERS`.
         """
         own = self._tokens
         if place := self._behind_stem.get(tuple(context[-_STEM:]), 0):
@@ -100,12 +102,12 @@ class NgramIndex:
 
 
 class Branch:
-    """Places after the same tokens, and the tokens that follow there."""
+    """Places after the same tokens, and the tokens at these places."""
 
     __slots__ = ("_known", "_places", "_tokens", "followers")
 
     def __init__(self, tokens: list[int], places: list[int]) -> None:
-        """Read these places of a text, at least one."""
+        """Read these places of the texts, at least one."""
         self._tokens = tokens
         self._places = places
         self._known: dict[int, Branch | None] | None = None
@@ -115,9 +117,9 @@ class Branch:
         """The tokens at these places, sorted."""
 
     def behind(self, token: int) -> Branch | None:
-        """Return the places after ``token`` at these places, without ends of texts; None: there are none.
+        """Return the places after ``token`` at these places, without ends of texts; None if there are none.
 
-        They are cached: samples that were looked up together mostly continue together.
+        They are cached, since samples with the same context mostly continue alike.
         """
         if self._known is None:
             self._known = {}
@@ -130,13 +132,13 @@ class Branch:
 
 
 class SharedNgramIndex(NgramIndex):
-    """Index that many samples share: it caches the places of the latest contexts."""
+    """Index that many samples share, with a cache of the latest contexts."""
 
     def __init__(self) -> None:
         """Hold no text."""
         super().__init__()
         self._found: dict[tuple[int, ...], tuple[int, Branch | None]] = {}
-        """Context -> result of `find`, since the last text was added."""
+        """Context -> result of `find`; emptied when a text is added."""
 
     def add(self, context: Sequence[int], text: Sequence[int]) -> None:
         """Add a text after its context."""
@@ -156,7 +158,7 @@ class SharedNgramIndex(NgramIndex):
 
 
 def _chain(place: int, before: Sequence[int]) -> list[int]:
-    """Return a place and those chained to it, the latest first."""
+    """Return a place and the places chained to it, the latest first."""
     places: list[int] = []
     while place and len(places) < _MOST_PLACES:
         places.append(place)
@@ -179,7 +181,7 @@ class _Lookup(Drafter, ABC):
 
     @abstractmethod
     def _find(self, sample: Sample, context: list[int]) -> Branch | None:
-        """Return the places where a sample's ``context`` occurred before; None: there are none."""
+        """Return the places after earlier occurrences of a sample's ``context``; None if there are none."""
 
     def _draft(self, sample: Sample, limit: int) -> Draft:
         assert self._verification is not None, "propose() before begin()"
@@ -204,7 +206,7 @@ class _Lookup(Drafter, ABC):
 
 
 class NgramDrafter(_Lookup):
-    """Continues a sample the way its own prompt and response continued before."""
+    """Drafts by look-up in the sample's own prompt and response."""
 
     def __init__(self) -> None:
         """Start without a text."""
@@ -246,7 +248,7 @@ class NgramDrafter(_Lookup):
         return own
 
     def _prompt(self, sample: Sample) -> NgramIndex:
-        """Return an index of a sample's prompt; samples that share the prompt get copies, which is faster."""
+        """Return an index of a sample's prompt. Samples that share the prompt get copies, which is faster."""
         known = self._prompts.get(sample.prompt_number)
         if known is None:
             known = NgramIndex()
@@ -258,9 +260,9 @@ class NgramDrafter(_Lookup):
 
 
 class HistoryDrafter(NgramDrafter):
-    """Continues a sample the way other responses to its prompt did: those of earlier epochs, and finished siblings.
+    """Drafts by look-up in other responses to the sample's prompt: those of earlier epochs, and finished siblings.
 
-    Prompts are recognised by their tokens. Where the sample's own text matches a longer context, it is used instead.
+    It recognises prompts by their tokens. If the sample's own text matches a longer context, it looks there instead.
     """
 
     exchanges = True
@@ -274,14 +276,15 @@ class HistoryDrafter(NgramDrafter):
         self._responses: dict[tuple[int, ...], deque[tuple[int, ...]]] = {}
         self._news: list[Exchange] = []
         self._indexed: dict[int, SharedNgramIndex] = {}
-        """Number of a prompt of this generation -> index of the responses to it."""
+        """Prompt number in this generation -> index of the responses to it."""
         self._unread: dict[int, list[Exchange]] = {}
-        """Number of a prompt -> finished siblings that are indexed before the next look-up."""
+        """Prompt number -> finished siblings, indexed before the next look-up."""
         self._drafted_for: set[int] = set()
+        """Ids of samples with a look-up in this generation."""
         self._asked: set[int] = set()
-        """Ids of samples of this generation with a look-up, and of those whose own text was looked up as well."""
+        """Ids of samples with a look-up in their own text in this generation."""
         self._needs_own = True
-        """Whether most look-ups of the last generation needed own texts; else these are indexed on demand."""
+        """Whether most samples of the last generation needed their own text. If not, it is indexed on demand."""
 
     def has_seen_prompts(self, samples: Sequence[Sample]) -> bool:
         prompts = {sample.prompt_number: sample.prompt for sample in samples}

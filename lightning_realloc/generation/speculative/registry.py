@@ -1,4 +1,4 @@
-"""Construction of the drafter that `Speculation` names."""
+"""Build the drafter that `Speculation` names."""
 
 from __future__ import annotations
 

@@ -21,10 +21,7 @@ from lightning_realloc.generation.speculative.controller import DepthController,
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, checked_propose
 
 STEPS_PER_AGREEMENT = 16
-"""Steps whose seconds ranks agree on at once. More of them: fewer messages, and costs that are older."""
-
-MIN_S = 1e-9
-"""Least seconds of a step, where a coarse clock has not moved or went back."""
+"""Steps whose seconds ranks agree on at once. Larger: fewer messages, and older costs."""
 
 
 @dataclass(slots=True)
@@ -32,9 +29,11 @@ class SpeculationStats:
     """Counts of one generation."""
 
     drafted_tokens: int = 0
+    """Tokens that the drafter proposed."""
     verified_tokens: int = 0
     """Drafted tokens that the target read."""
     accepted_tokens: int = 0
+    """Drafted tokens that the target accepted."""
     drafting_s: float = 0.0
     """Seconds of drafting."""
     planning_s: float = 0.0
@@ -69,18 +68,18 @@ class Speculator(Decoding):
         self._propose = checked_propose(drafter, vocabulary=vocabulary, need_laws=lambda: self._rule.needs_laws)
         self._lengths = LengthPredictor()
         self._depth = self._num_unread = self._num_drafted = 0
-        """This step: the depth, tokens that the drafter missed before, and drafted tokens."""
+        """Depth of this step, tokens that the drafter missed before it, and drafted tokens."""
         self._drafting_s = 0.0
         """Seconds of drafting in this step."""
         self._begin_s = 0.0
-        """Clock at the begin of this step's forward."""
+        """Clock when this step's forward began."""
         self._limits: Sequence[int] = ()
         """Limits of this step's drafts."""
         self._drafts: Sequence[Draft] = ()
         self._outcomes: Sequence[DraftOutcome] = ()
         self._unrecorded: deque[MeasuredStep] = deque(maxlen=STEPS_PER_AGREEMENT)
-        """Steps that the controller has not learnt from. Right after a forward the same code takes twice as long, since
-        the caches are full of weights: many steps are recorded at once, and of a long rest the last ones."""
+        """Steps that the controller has not learnt from, the last ones if there are many. Recording many at once is
+        cheaper: right after a forward the caches are full of weights, and the same code takes twice as long."""
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> None:
         """Start a generation of these samples.
@@ -97,7 +96,7 @@ class Speculator(Decoding):
             )
         self.stats = SpeculationStats()
         self._lengths = self._lengths.decayed()
-        self._record()  # of earlier prompts
+        self._record()  # before the controller turns to other prompts
         self._controller.begin(seen_prompts=self.drafter.has_seen_prompts(samples))
         self.drafter.begin(samples, self._rule, num_slots)
 
@@ -133,7 +132,7 @@ class Speculator(Decoding):
         return emitted
 
     def end_step(self, *, is_typical: bool) -> None:
-        """Measure a step; ``is_typical``: later steps of its size will take about as long."""
+        """Measure a step; ``is_typical``: other steps of its size will take about as long."""
         if not self.adapts:
             return
         now = self._clock()
@@ -155,7 +154,7 @@ class Speculator(Decoding):
             self.stats.planning_s += self._clock() - now
 
     def finished(self, sample: Sample) -> None:
-        """Take a sample that has its last token."""
+        """Learn from a sample that has its last token."""
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
         self.drafter.finished(sample)
 
@@ -168,26 +167,26 @@ class Speculator(Decoding):
         self.drafter.share_cache(cache)
 
     def admitted(self, slots: Sequence[int]) -> None:
-        """Tell the drafter of new samples."""
+        """Pass new samples' slots to the drafter."""
         self.drafter.admitted(slots)
 
     def copied(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Tell the drafter of copied slots."""
+        """Pass a copy of slots to the drafter."""
         self.drafter.copied(source, targets, length)
 
     def kept(self, slot: int, length: int) -> None:
-        """Tell the drafter of a slot that another sample continues."""
+        """Pass a slot that another sample continues to the drafter."""
         self.drafter.kept(slot, length)
 
     def swapped(self, first: int, second: int) -> None:
-        """Tell the drafter of exchanged slots."""
+        """Pass an exchange of slots to the drafter."""
         self.drafter.swapped(first, second)
 
     def _choose_depth(self, running: Sequence[Sample], being_read: Collection[int], is_tail: bool) -> int:
-        """Return the controller's depth; a step that reads prompts is not measured, and so never one of a probe."""
+        """Return the controller's depth. A step that reads prompts is not measured, so it belongs to no probe."""
         controller, num_rows, may_probe = self._controller, len(running), not being_read
         depth = controller.held_depth(num_rows, may_probe=may_probe)
-        # What the drafter has missed, beyond the tokens that it reads before every draft.
+        # A drafter reads up to so many tokens before every draft; more are tokens that it missed.
         most_in_a_step = num_rows * (1 + self._speculation.max_draft_tokens)
         self._num_unread = 0 if depth == 0 else max(self.drafter.num_unread(running) - most_in_a_step, 0)
         if depth is not None:
@@ -217,23 +216,24 @@ class Speculator(Decoding):
         return drafts
 
     def _remaining(self, sample: Sample) -> float:
-        """Return the tokens that a sample is expected to get still."""
+        """Return the expected number of tokens to come of a sample."""
         return self._lengths.expected(0, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
 
     def _limits_of(self, running: Sequence[Sample], depth: int, being_read: Collection[int]) -> list[int]:
-        """Return how many tokens may be drafted for each sample; its last one never is."""
+        """Return the most tokens to draft for each sample; the last token of a response is never drafted."""
         limits = [min(depth, sample.max_new_tokens - len(sample.token_ids) - 1) for sample in running]
         if being_read and self.drafter.reads_target_cache:
             return [0 if slot in being_read else limit for slot, limit in enumerate(limits)]
         return limits
 
     def _record(self) -> None:
-        """Let the controller learn from steps. Collective where ranks have to agree on seconds."""
+        """Let the controller learn from the steps since the last call. Collective where ranks agree on seconds."""
         if not self._unrecorded:
             return
         steps = list(self._unrecorded)
         self._unrecorded.clear()
         seconds = [value for step in steps for value in (step.seconds, step.drafting_s)]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
+        # A coarse clock may not have moved, or went back.
         for step, step_s, drafting_s in zip(steps, agreed, agreed, strict=True):
-            self._controller.record(step._replace(seconds=max(step_s, MIN_S), drafting_s=max(drafting_s, 0.0)))
+            self._controller.record(step._replace(seconds=max(step_s, 1e-9), drafting_s=max(drafting_s, 0.0)))

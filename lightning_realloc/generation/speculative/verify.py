@@ -1,7 +1,7 @@
-"""Verification of drafted tokens: which of them are accepted, and which token comes next.
+"""Verification of drafted tokens: accept or reject each of them, and draw the next token.
 
-Whatever was drafted, responses follow the target's distribution. Under `KeyedDraws` the target draws every token with
-the random number of its place, and accepts a draft where it names that token. So a response is the same, token for
+With any drafts, responses follow the target's distribution. Under `KeyedDraws` the target draws every token with the
+random number of its place, and accepts a drafted token that equals the drawn one. So a response is the same, token for
 token, with any drafts and with none.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from lightning_realloc.generation.core.sampling import (
 )
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft
 
-_ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # random streams of a sample, for a rule that needs several numbers for each token
+_ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # random streams of a sample, since rejection needs several numbers for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,11 @@ class DrawnDrafts:
 
     tokens: list[int]
     laws: Tensor | None = None
-    """Probabilities (B, V) that the tokens were drawn from; None where verification needs no laws."""
+    """Probabilities (B, V) that the tokens were drawn from; None unless `Verification.needs_laws`."""
 
 
 class Verification(ABC):
-    """A rule that turns the target's logits behind drafts into tokens."""
+    """A rule that turns drafts, and the target's logits after them, into tokens."""
 
     needs_laws: bool = False
     """Whether drafts must carry the distribution that each token was drawn from."""
@@ -52,29 +53,28 @@ class Verification(ABC):
     ) -> list[Emitted]:
         """Return each sample's next tokens: at least one, at most one more than were drafted.
 
-        ``logits`` (N, V) holds for every sample those behind its last token and behind each drafted one.
+        ``logits`` (N, V) has, for every sample, one row after its last token and one after each drafted token.
         """
 
     @abstractmethod
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
-        """Return the index of one of ``followers``, sorted, to be drafted ``offset`` tokens ahead.
+        """Return the index of one of ``followers`` to draft ``offset`` tokens ahead.
 
-        A token that followed twice is there twice.
+        ``followers`` are sorted. A token that followed twice occurs twice.
         """
 
     @abstractmethod
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
-        """Return a token per row of a drafter's logits (B, V), to be drafted ``offset`` tokens ahead.
+        """Return a token per row of a drafter's logits (B, V) to draft ``offset`` tokens ahead.
 
-        A repetition penalty does not count the tokens drafted before this one: a draft is a guess, and the target
-        applies the exact penalty.
+        A repetition penalty does not count tokens drafted before this one. The target applies the exact penalty.
         """
 
 
 class KeyedDraws(KeyedSampler, Verification):
-    """The target draws with the random number of each place, and accepts a draft that names the token drawn.
+    """The target draws with the random number of each place, and accepts a drafted token that equals the drawn one.
 
-    A drafter draws with the same numbers: where its distribution is the target's own, every draft is accepted.
+    A drafter draws with the same numbers. If its distribution is the target's own, every drafted token is accepted.
     """
 
     def emit(
@@ -97,7 +97,7 @@ class KeyedDraws(KeyedSampler, Verification):
 
 
 class GumbelDraws(KeyedDraws):
-    """As `KeyedDraws`, with one number for each place and token: the largest sum of log-probability and noise wins.
+    """As `KeyedDraws`, but by the largest sum of log-probability and Gumbel noise, which is keyed by place and token.
 
     Where drafter and target differ by a total variation of d, a draft is accepted with a probability of at least
     (1 - d) / (1 + d), in any order of the vocabulary. Source: Daliri et al., arXiv:2408.07978, theorem 3.
@@ -168,7 +168,7 @@ class Rejection(Verification):
     def _num_accepted(
         self, weights: Tensor, starts: Sequence[int], samples: Sequence[Sample], drafts: Sequence[Draft]
     ) -> list[int]:
-        """Return how many tokens of each draft are accepted."""
+        """Return the number of accepted tokens of each draft."""
         drafted = [(start + j, token) for start, draft in zip(starts, drafts, strict=True)
                    for j, token in enumerate(draft.tokens)]  # fmt: skip
         if not drafted:
@@ -177,10 +177,9 @@ class Rejection(Verification):
         laws = torch.stack([_dense(law, weights[0]) for draft in drafts for law in draft.laws])
         target = weights[rows, tokens].double()
         drafter = laws.gather(1, tokens[:, None])[:, 0].double()
-        owners = [sample for sample, draft in zip(samples, drafts, strict=True) for _ in draft.tokens]
-        places = [len(sample.token_ids) + j for sample, draft in zip(samples, drafts, strict=True)
-                  for j in range(len(draft))]  # fmt: skip
-        uniforms = _uniforms(owners, _ACCEPT, places, weights.device)
+        owners = [(sample, j) for sample, draft in zip(samples, drafts, strict=True) for j in range(len(draft))]
+        places = [len(sample.token_ids) + j for sample, j in owners]
+        uniforms = _uniforms([sample for sample, _ in owners], _ACCEPT, places, weights.device)
         are_accepted = iter((uniforms * drafter < target).tolist())
         verdicts = [[next(are_accepted) for _ in draft.tokens] for draft in drafts]
         return [own.index(False) if False in own else len(own) for own in verdicts]
@@ -211,33 +210,27 @@ def _repeated(
 
 
 def _while_equal(drawn: Sequence[int], logprobs: Sequence[float], drafts: Sequence[Draft]) -> list[Emitted]:
-    """Return the tokens drawn for each sample, up to and with the first one that its draft does not name."""
-    emitted, start = [], 0
-    for draft in drafts:
+    """Return the tokens drawn for each sample, up to the first one that differs from its draft, which is included."""
+    emitted = []
+    for start, draft in zip(_starts(drafts), drafts, strict=True):
         stop = start
         for token in draft.tokens:
             if drawn[stop] != token:
                 break
             stop += 1
         emitted.append((list(drawn[start : stop + 1]), list(logprobs[start : stop + 1])))
-        start += len(draft) + 1
     return emitted
 
 
 def _places(samples: Sequence[Sample], drafts: Sequence[Draft]) -> tuple[list[int], list[int]]:
-    """Return the key and the place in its response of every token that a forward's logits are for."""
-    keys = [sample.key for sample, draft in zip(samples, drafts, strict=True) for _ in range(len(draft) + 1)]
-    places = [len(sample.token_ids) + offset for sample, draft in zip(samples, drafts, strict=True)
-              for offset in range(len(draft) + 1)]  # fmt: skip
-    return keys, places
+    """Return the sample's key and the place in its response for every row of the logits."""
+    rows = [(sample, offset) for sample, draft in zip(samples, drafts, strict=True) for offset in range(len(draft) + 1)]
+    return [sample.key for sample, _ in rows], [len(sample.token_ids) + offset for sample, offset in rows]
 
 
 def _starts(drafts: Sequence[Draft]) -> list[int]:
-    starts, start = [], 0
-    for draft in drafts:
-        starts.append(start)
-        start += len(draft) + 1
-    return starts
+    """Return the first row of each draft in the logits."""
+    return [0, *accumulate(len(draft) + 1 for draft in drafts)][:-1]
 
 
 def _uniforms(samples: Sequence[Sample], stream: int, places: Sequence[int], device: torch.device) -> Tensor:
