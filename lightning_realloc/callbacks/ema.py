@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
@@ -82,14 +83,14 @@ class EMA(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the roles are trained, and register hooks for optimizer steps."""
-        trained = trainer.strategy.pool.dataflow.trained_roles  # type: ignore[attr-defined]
+        trained = realloc_strategy(trainer).pool.dataflow.trained_roles
         unknown = sorted(set(self.roles or ()) - set(trained))
         if unknown:
             raise ConfigError(f"EMA(roles=...) names {', '.join(unknown)}; name trained roles: {', '.join(trained)}")
         self._stepped.clear()
         self._fitted = pl_module
         for role in self._roles(trainer):
-            optimizer = trainer.strategy.optimizer_of(role)  # type: ignore[attr-defined]
+            optimizer = realloc_strategy(trainer).optimizer_of(role)
             optimizer.register_step_post_hook(lambda *_, role=role: self._stepped.add(role))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -129,7 +130,7 @@ class EMA(Callback):
         self.on_validation_epoch_end(trainer, pl_module)
 
     def _roles(self, trainer: Trainer) -> tuple[str, ...]:
-        return self.roles or trainer.strategy.pool.dataflow.trained_roles  # type: ignore[attr-defined]
+        return self.roles or realloc_strategy(trainer).pool.dataflow.trained_roles
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.ema import EMA, averaged_weights
 from lightning_realloc.callbacks.model_card import CARD_FILE, make_model_card
-from lightning_realloc.callbacks.phase import trainer_callbacks
+from lightning_realloc.callbacks.phase import realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ConfigError
 
 _DEFAULT_ROLE = "actor"
@@ -109,7 +109,7 @@ class SaveHuggingFace(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before the first step that the role and the repository can be written."""
-        trainer.strategy.check_huggingface(self._role_of(trainer), dtype=self.dtype)  # type: ignore[attr-defined]
+        realloc_strategy(trainer).check_huggingface(self._role_of(trainer), dtype=self.dtype)
         if self.hub is not None:
             way_out = "name it 'user/model' and log in with `hf auth login`, or leave push_to_hub out"
             _run_on_rank_zero(trainer, self.hub.make, f"cannot write to {self.hub.name!r} on the hub; {way_out}")
@@ -144,7 +144,7 @@ class SaveHuggingFace(Callback):
         Raises:
             ConfigError: for an unknown role, or if several roles are trained and none is an actor.
         """
-        flow = trainer.strategy.dataflow  # type: ignore[attr-defined]
+        flow = realloc_strategy(trainer).dataflow
         if flow is None:
             return self.role or _DEFAULT_ROLE
         roles, trained = flow.roles, flow.trained_roles

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_realloc.callbacks.phase import PhaseCallback, trainer_callbacks
+from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy, trainer_callbacks
 from lightning_realloc.runtime.measure.memory_stats import MemoryMeter, memory_meter
 
 
@@ -58,7 +58,7 @@ class MemoryMonitor(PhaseCallback):
     def _record_peak(self, peaks: dict[str, int], trainer: Trainer, phase: str) -> None:
         if self._meter is None or not self._is_running:
             return  # a sanity check or an evaluation
-        shared = trainer.strategy.pool.shared_bytes  # type: ignore[attr-defined]
+        shared = realloc_strategy(trainer).pool.shared_bytes
         peaks[phase] = max(peaks.get(phase, 0), self._meter.take_peak() + shared)
 
     def _stop(self) -> None:

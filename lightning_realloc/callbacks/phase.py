@@ -6,12 +6,15 @@ which would forbid ``self.log``. This dispatcher calls only objects that define 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.realloc import ReallocStrategy
 
 
 class PhaseCallback(Callback):
@@ -37,6 +40,11 @@ class PhaseCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
     ) -> None:
         """Called on every rank after weights were moved for the call ``phase``."""
+
+
+def realloc_strategy(trainer: Trainer) -> ReallocStrategy:
+    """Return the Trainer's strategy, which callbacks of this package require to be ``"realloc"``."""
+    return cast("ReallocStrategy", trainer.strategy)
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:

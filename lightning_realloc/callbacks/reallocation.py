@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_realloc.callbacks.phase import PhaseCallback, dispatch, trainer_callbacks
+from lightning_realloc.callbacks.phase import PhaseCallback, dispatch, realloc_strategy, trainer_callbacks
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
@@ -81,7 +81,7 @@ class ParameterReallocation(PhaseCallback):
         """Reallocate weights to the replica for ``phase``."""
         if not self.enabled:
             return
-        report = trainer.strategy.pool.realize(phase)  # type: ignore[attr-defined]
+        report = realloc_strategy(trainer).pool.realize(phase)
         if report is not None:
             self.switches.setdefault(phase, SwitchTotals()).add(report)
             dispatch(trainer, "on_reallocate", phase, report)
@@ -89,7 +89,7 @@ class ParameterReallocation(PhaseCallback):
     def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         """Release the replica."""
         if self.enabled:
-            trainer.strategy.pool.relinquish(phase, free=self.free_after)  # type: ignore[attr-defined]
+            realloc_strategy(trainer).pool.relinquish(phase, free=self.free_after)
 
     def summary(self) -> Mapping[str, SwitchTotals]:
         """Return the totals per call since the start of the run."""

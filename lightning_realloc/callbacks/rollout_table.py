@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
+from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.errors import ConfigError
 
 _TABLE_NAME = "rollouts"
@@ -80,7 +81,7 @@ class RolloutTable(Callback):
         """Write the requested samples, possibly one iteration later."""
         if not trainer.is_global_zero:
             return
-        for samples in trainer.strategy.shown:  # type: ignore[attr-defined]
+        for samples in realloc_strategy(trainer).shown:
             rows = pl_module.sample_rows(samples)  # type: ignore[operator]
             if rows:  # empty if all responses wait for the next iteration
                 self._write([{"step": trainer.global_step, **row} for row in rows], trainer)
