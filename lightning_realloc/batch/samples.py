@@ -1,7 +1,6 @@
 """Samples that pass between calls: columns of tensors, sequences and Python objects, keyed by sample id.
 
-Sequences are stored without padding. Ids and lengths always live on the host, so routing never waits for a device. The
-transport sends samples to other ranks.
+Sequences are stored without padding. Ids and lengths always live on the host, so routing never waits for a device.
 """
 
 from __future__ import annotations

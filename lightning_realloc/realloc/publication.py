@@ -1,7 +1,7 @@
-"""Plan a reallocation through shared memory: which rank writes which box into which shared shard.
+"""Plan a reallocation through shared memory: one writer for every box of every shared shard.
 
-On one host a target shard needs to exist once, however many ranks read it. Nothing is sent then. Every rank writes
-boxes of its source tensors, and together the ranks write each distinct shard once.
+On one host a target shard needs to exist once, however many ranks read it, and nothing is sent. Every rank writes boxes
+of its source tensors, and together the ranks write each distinct shard once.
 """
 
 from __future__ import annotations

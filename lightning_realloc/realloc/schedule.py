@@ -1,7 +1,7 @@
 """Schedule a plan's transfers in rounds within a bound on every rank's staging memory.
 
 Sender and receiver must put a message into the same round, although each may list only its own transfers. Rounds
-therefore depend on the load of all ranks, which the families of a plan describe, and never on one rank's.
+therefore depend on the load of all ranks, which a plan's families describe.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Run:
     length: int
     """Tokens of each segment."""
     shared: int
-    """Tokens of a shared prompt that each segment sees: those of the last segment before the run with shared=0."""
+    """Shared prompt tokens that each segment sees. They begin the last segment before the run with ``shared=0``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Segments:
     cu_seqlens: Tensor
     """(B + 1,) int32 cumulative lengths on the model's device."""
     shared: tuple[int, ...]
-    """Tokens of a shared prompt that each sequence sees: those of the last sequence before it with 0 here."""
+    """Shared prompt tokens that each sequence sees. They begin the last sequence before it with a 0 here."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     """Additive masks, made once for all layers."""
 

@@ -1,4 +1,4 @@
-"""Tensor subclass for logits of which each tensor-parallel rank holds the columns of its own tokens.
+"""Tensor subclass for logits whose columns are divided over the tensor-parallel ranks.
 
 Gathering all columns would send all logits and store them on every rank, while log-probabilities need a few numbers per
 token and rank. `VocabParallelLogits` therefore stays local through elementwise operations, such as scales and soft
@@ -58,7 +58,7 @@ class VocabShard:
 
 
 class VocabParallelLogits(Tensor):
-    """(..., V) logits of which this rank holds some columns, until an operation needs all of them.
+    """(..., V) logits. This rank holds some columns until an operation needs all of them.
 
     Gathering is collective, so all ranks must call that operation. Afterwards the object holds all logits.
     """

@@ -20,7 +20,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 SETTLED_RATIO = 1.1
 """A run confirms the fastest one if it takes at most this many times its seconds. Raising it needs fewer runs."""
 MIN_CONFIRMED_RUNS = 3
-"""Number of such runs, including the fastest, after which a time is settled. Raising it needs more runs."""
+"""Confirming runs, including the fastest, after which a time is settled. Raising it needs more runs."""
 MAX_RUNS = 6
 """Most runs of work whose time does not settle."""
 LONG_RUN_S = 0.5

@@ -1,13 +1,13 @@
 """Host memory policy: keep freed memory between steps, return it after a run, and collect garbage rarely.
 
 Activations and gathered weights are freed and allocated again in every step. Each page from the operating system
-costs a page fault and is zeroed. Blocks of up to 32 MiB are therefore kept, as glibc does once one was freed. This
-fragments the heap: four ranks that train and generate with 100M weights hold 9.1 GB, and 5.8 GB if blocks above 8 MiB
-are returned at once. But then FSDP, whose buffers are larger, takes 1.5 times as long.
+costs a page fault and is zeroed. Blocks of up to 32 MiB are therefore kept. This fragments the heap: four ranks that
+train and generate with 100M weights hold 9.1 GB. They hold 5.8 GB if blocks above 8 MiB are returned at once, but then
+FSDP, whose buffers are larger, takes 1.5 times as long.
 
-Iterations leave no circular garbage. But samples and text indices live for a while, which looks like a growing heap to
-the collector. It then walks hundreds of thousands of objects of Lightning and transformers for a quarter of a second,
-while every other rank waits. So it runs before models are built, and rarely during training.
+Iterations leave no circular garbage. But samples and text indices live for a while, so the collector sees a growing
+heap. It then walks hundreds of thousands of objects for a quarter of a second, while every other rank waits. So it runs
+before models are built, and rarely during training.
 """
 
 from __future__ import annotations

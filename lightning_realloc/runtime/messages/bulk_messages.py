@@ -1,9 +1,9 @@
 """Send and receive large messages in the background.
 
-Both ends know of a message by other means, such as a common plan, and identify it by a number. Gloo's threads transfer
-it meanwhile. A message has one or two frames. The last byte of each is a mark that the empty buffer lacks, because
-gloo's work objects cannot be asked whether they are done. If memory were filled in another order, the mark would appear
-early and `PendingReceive.wait` would take a little longer.
+Both ends identify a message by a number that they know, for example from a common plan. Gloo's threads transfer it. A
+message has one or two frames. Gloo's work objects cannot tell whether they are done, so the last byte of each frame is
+a mark: a frame has arrived once its buffer ends with the mark. If gloo filled the buffer in another order, the mark
+would appear early, and `PendingReceive.wait` would take a little longer.
 """
 
 from __future__ import annotations

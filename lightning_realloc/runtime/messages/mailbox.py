@@ -5,8 +5,8 @@ one frame stores all others that arrive meanwhile. So frames may arrive in any o
 apart. Frames are sent over gloo between host memories, because they hold samples and no weights.
 
 A failing rank sends a failure frame to all ranks. Every rank that receives one sends its own and waits for the rest.
-So all ranks raise the same error: that of the lowest rank with a failure of its own. The loss of another rank does not
-count as one while any other failure is known.
+So all ranks raise the same error: that of the lowest rank with a failure of its own. A lost connection counts only if
+no other failure is known.
 """
 
 from __future__ import annotations

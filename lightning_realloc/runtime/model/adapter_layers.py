@@ -31,7 +31,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def trained_copies(model: nn.Module) -> dict[str, Any]:
-    """Return name -> wrapper for every module of which PEFT trains a full copy (``modules_to_save``)."""
+    """Return name -> wrapper for every module that PEFT trains as a full copy (``modules_to_save``)."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -40,7 +40,7 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
 
 
 def use_trained_copies(model: nn.Module) -> None:
-    """Replace the modules of which PEFT trains a full copy by these copies."""
+    """Replace PEFT's wrappers by the full copies that it trains (``modules_to_save``)."""
     for name, wrapper in trained_copies(model).items():
         model.set_submodule(name, wrapper.modules_to_save[wrapper.active_adapters[0]])
 

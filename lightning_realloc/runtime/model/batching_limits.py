@@ -33,7 +33,7 @@ def _rotary_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def counts_positions_by_padding(model: nn.Module) -> bool:
-    """Return whether a model counts positions from the one after its padding token, as RoBERTa does, instead of 0.
+    """Return whether a model's positions start after the index of its padding token, as RoBERTa's do, instead of at 0.
 
     Only its forward does so. Its ``generate`` counts from 0, because transformers passes position ids there.
     """

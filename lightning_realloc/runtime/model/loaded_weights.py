@@ -35,7 +35,7 @@ def record_untied_weights(model: nn.Module) -> None:
     """Set ``tie_word_embeddings=False`` in the config of a model whose weights are not tied as the config says.
 
     ``from_pretrained`` keeps two weights untied if the checkpoint holds different values for them, but does not change
-    the config. A model saved with that config would be loaded with one of them in the place of both.
+    the config. A model saved with that config would be loaded with one weight in both places.
     """
     if not isinstance(model, PreTrainedModel):
         return

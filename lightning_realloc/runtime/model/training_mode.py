@@ -27,7 +27,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
     """Prepare a model for training, with or without dropout, and keep activation checkpointing enabled.
 
-    Checkpointed blocks read their own ``training`` flag; dropout reads that of the module that contains it.
+    A checkpointed block reads its own ``training`` flag. Dropout reads the flag of the module around it.
     """
     model.train(dropout)
     for module in model.modules():

@@ -1,8 +1,8 @@
 """Create the process groups of layouts, and the device meshes of FSDP.
 
 All ranks create all groups here in one order, because groups created in different orders deadlock. Groups of layouts
-live as long as the process and are reused by the next fit: every gloo group has three threads, one of which wakes a
-hundred times a second. The host group is not reused, because messages of one fit must not reach another.
+live as long as the process and are reused by the next fit, because every gloo group has three threads, and one wakes a
+hundred times a second. The host group is not reused: messages of one fit must not reach another.
 """
 
 from __future__ import annotations

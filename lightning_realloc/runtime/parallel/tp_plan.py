@@ -195,7 +195,7 @@ def _check_module(module: nn.Module, name: str, style: str) -> None:
 
 
 def _cut(shape: tuple[int, ...], style: str, heads: AttentionHeads | None, name: str) -> TensorParallelCut | None:
-    """Return the cut of one parameter of a module with ``style``; None for whole ones, as biases of rowwise modules."""
+    """Return the cut of one parameter of a module with ``style``; None if it stays whole, like a rowwise bias."""
     if style in COLWISE or style == "embedding_rowwise":
         dim = 0
     elif style in ROWWISE or style == "embedding_colwise":

@@ -38,7 +38,7 @@ class Transport(Protocol):
 
     name: str
     bytes_moved: int
-    """This rank's part of the bytes that reach ranks that did not hold them in a run. The parts of all ranks add up."""
+    """This rank's part of the bytes that a run brings to ranks without them. The parts of all ranks add up."""
     bytes_written: int
     """Bytes that this rank writes into shared memory in a run."""
     staging_bytes: int
