@@ -94,7 +94,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
 def layouts(draw: st.DrawFn) -> Layout:
     """Draw degrees that every model of ``models`` allows, over any ordered ranks below ``WORLD_SIZE``."""
     options = [
-        ParallelDims(pp, dp, fsdp, tp)
+        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
         for pp in (1, 2)
         for dp in (1, 2, 3)
         for fsdp in (1, 2, 3, 4)

@@ -32,7 +32,7 @@ def test_groups_and_meshes_keep_the_order_of_the_layout(workers: WorkerPool) -> 
 
     assert third["tp"] == [3, 1]
     assert third["fsdp"] == third["dp.fsdp"] == third["mesh"] == third["gathered"] == [3, 2]
-    assert third["pp.dp.fsdp.tp"] == [3, 1, 2, 0]
+    assert third[".".join(AXES)] == [3, 1, 2, 0]
     assert third["names"] == ("fsdp",)
     assert third["cached"]
 

@@ -72,7 +72,9 @@ def test_the_degrees_are_those_that_model_kind_and_nodes_allow(
         return iter(Layout(dims, tuple(range(num_ranks))).groups("tp"))
 
     degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
-    products = (ParallelDims(*four) for four in itertools.product(degrees, repeat=4))
+    products = (
+        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp) for pp, dp, fsdp, tp in itertools.product(degrees, repeat=4)
+    )
     expected = {dims for dims in products if dims.size == num_ranks and is_legal(dims)}
     found = legal_dims(model, kind, num_ranks, cluster(3, 8))
     assert set(found) == expected
