@@ -50,6 +50,7 @@ def plan_reallocation(
     families = match_families(source, target)
     demands = [tuple(_demands(family, node_of)) for family in families]
     routed = _route(families, demands)
+    counted = [(demand, len(f.names)) for f, wanted in zip(families, demands, strict=True) for demand in wanted]
     return ReallocationPlan(
         source=source,
         target=target,
@@ -57,8 +58,8 @@ def plan_reallocation(
         rank=rank,
         transfers=list_transfers(routed, rank),
         digest=plan_digest("reallocation", source, target, nodes, element_bytes),
-        bytes_minimum=element_bytes * _missing_elements(families, demands),
-        inter_node_bytes_minimum=element_bytes * _missing_elements_of_nodes(families, demands),
+        bytes_minimum=element_bytes * sum(d.cell.numel * len(d.missing) * count for d, count in counted),
+        inter_node_bytes_minimum=element_bytes * sum(d.cell.numel * count for d, count in counted if d.is_remote),
         nodes=nodes,
         families=routed,
     )
@@ -198,20 +199,3 @@ class _Load:
     @staticmethod
     def _from_source(cell: Cell, sender: int, receiver: int) -> Route:
         return Route(cell.shape, sender, receiver, cell.source_offset, cell.target_offset, 0)
-
-
-def _missing_elements(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> int:
-    return sum(
-        demand.cell.numel * len(demand.missing) * len(family.names)
-        for family, wanted in zip(families, demands, strict=True)
-        for demand in wanted
-    )
-
-
-def _missing_elements_of_nodes(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> int:
-    return sum(
-        demand.cell.numel * len(family.names)
-        for family, wanted in zip(families, demands, strict=True)
-        for demand in wanted
-        if demand.is_remote
-    )

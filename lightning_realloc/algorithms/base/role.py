@@ -34,8 +34,12 @@ from lightning_realloc.runtime.model.adapter_layers import (
     merge_permanently,
     use_trained_copies,
 )
-from lightning_realloc.runtime.model.loaded_weights import record_untied_weights, unused_weights
-from lightning_realloc.runtime.model.structure import copy_model, copy_without_weights
+from lightning_realloc.runtime.model.structure import (
+    copy_model,
+    copy_without_weights,
+    record_untied_weights,
+    unused_weights,
+)
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module."""

@@ -54,7 +54,9 @@ class MeshRegistry:
         existing = _common_groups()
         for ranks in missing:
             if ranks not in existing:
-                existing[ranks] = self._new_group(ranks)
+                # FSDP and the gathers here assume that a group has the layout's order.
+                group = dist.new_group(list(ranks), sort_ranks=False)
+                existing[ranks] = group if self.rank in ranks else None
             self._groups[ranks] = existing[ranks]
 
     def new_host_group(self) -> dist.ProcessGroup | None:
@@ -115,13 +117,6 @@ class MeshRegistry:
                 "call MeshRegistry.create with every layout on all ranks first"
             )
         return group
-
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if list(ranks) == sorted(ranks):
-            group = dist.new_group(list(ranks))
-        else:  # FSDP and the gathers here assume that a group has the layout's order
-            group = dist.new_group(list(ranks), sort_ranks=False)
-        return group if self.rank in ranks else None
 
 
 def _common_groups() -> _Groups:

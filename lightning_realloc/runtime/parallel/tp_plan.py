@@ -113,7 +113,12 @@ def _styles_by_module(model: nn.Module, patterns: Mapping[str, str]) -> dict[str
     for name, module in model.named_modules():
         style = _style(name, patterns)
         if style is not None and not isinstance(getattr(module, "base_layer", None), nn.Module):
-            styles[name] = _supported(_SYNONYMS.get(style, style), name)
+            styles[name] = style = _SYNONYMS.get(style, style)
+            if style not in STYLES:
+                raise LayoutError(
+                    f"{name}: the tensor-parallel style {style!r} is not supported, only {', '.join(STYLES)}; "
+                    'pass a tp_plan that says "replicate" for it'
+                )
     for name, _ in model.named_parameters():
         style = _style(name, patterns)
         if style not in (None, REPLICATE):
@@ -145,15 +150,6 @@ def _styles_of_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str
             for adapter, _ in module.named_children():
                 adapters[f"{name}.{adapter}"] = style if is_cut else REPLICATE
     return adapters
-
-
-def _supported(style: str, name: str) -> str:
-    if style not in STYLES:
-        raise LayoutError(
-            f"{name}: the tensor-parallel style {style!r} is not supported, only {', '.join(STYLES)}; "
-            'pass a tp_plan that says "replicate" for it'
-        )
-    return style
 
 
 def _plan_for(model: nn.Module, styles: dict[str, str]) -> TensorParallelPlan:

@@ -46,11 +46,8 @@ class Request:
     cluster: ClusterSpec | None
     """Nodes of the ranks; None means one node."""
 
-    def find_problem(self, world_size: int) -> str | None:
-        """Return the first problem of this rank's request; None if there is none."""
-        return next(self._problems(world_size), None)
-
-    def _problems(self, world_size: int) -> Iterator[str]:
+    def problems(self, world_size: int) -> Iterator[str]:
+        """Yield the problems of this rank's request."""
         for side, layout in (("source", self.source.layout), ("target", self.target.layout)):
             if max(layout.ranks) >= world_size:
                 yield f"{side} {layout} needs rank {max(layout.ranks)} but there are {world_size}; use fewer ranks"
@@ -126,7 +123,7 @@ def agree_on_request(request: Request, world_size: int) -> Agreement:
     has_given_target = request.target_tensors is not None if request.rank in request.target.layout else None
     summaries = gather_objects(
         _RequestSummary(
-            request.find_problem(world_size),
+            next(request.problems(world_size), None),
             settings,
             has_given_target,
             frozenset(tensor.dtype for tensor in sources.values()),

@@ -36,7 +36,6 @@ _TAG = 7411  # prevents gloo from matching these messages with others on the def
 class Transport(Protocol):
     """One plan bound to one rank's tensors."""
 
-    name: str
     bytes_moved: int
     """This rank's part of the bytes that a run brings to ranks without them. The parts of all ranks add up."""
     bytes_written: int
@@ -141,7 +140,6 @@ class DirectTransport:
     cast or copied through staging memory, once for all receivers of a round. Small pieces share one message per peer.
     """
 
-    name = "direct"
     bytes_written = 0
 
     def __init__(
@@ -300,7 +298,6 @@ class PushTransport:
     Each distinct shard is stored once, even if several ranks use it. They must not write to it.
     """
 
-    name = "push"
     staging_bytes = 0
 
     def __init__(
