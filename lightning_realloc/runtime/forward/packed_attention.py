@@ -46,7 +46,7 @@ class Run:
     length: int
     """Tokens of each segment."""
     shared: int
-    """Shared prompt tokens that each segment sees. They begin the last segment before the run with ``shared=0``."""
+    """Shared prompt tokens that each segment sees. The last segment with ``shared=0`` before the run holds them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Segments:
     cu_seqlens: Tensor
     """(B + 1,) int32 cumulative lengths on the model's device."""
     shared: tuple[int, ...]
-    """Shared prompt tokens that each sequence sees. They begin the last sequence before it with a 0 here."""
+    """Shared prompt tokens that each sequence sees. The last sequence before it with a 0 here holds them."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     """Additive masks, made once for all layers."""
 
