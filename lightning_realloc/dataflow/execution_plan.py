@@ -52,6 +52,11 @@ class CallPlan:
         if not isinstance(self.gradient_checkpointing, bool):
             raise PlanError(f"gradient_checkpointing={self.gradient_checkpointing!r} must be true or false")
 
+    @property
+    def options(self) -> tuple[int | None, bool, int]:
+        """All fields but the layout, in the order in which the constructor takes them."""
+        return self.micro_batch_tokens, self.gradient_checkpointing, self.max_slots
+
     @classmethod
     def parse(cls, name: str, entry: object) -> CallPlan:
         """Read ``"fsdp2.tp2@0-3"`` or ``{layout: ..., micro_batch_tokens: ...}``; ``name`` is for messages."""

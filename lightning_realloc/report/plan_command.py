@@ -186,14 +186,13 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
     sizes = []
     for num_nodes in request.sweep:
         here = task.on_nodes(num_nodes)
+        best, found, refusal = None, None, ""
         try:
             best, found = _best(_pricer(here, request), request)
-            size = SweepEntry(num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=best, found=found)
         except NothingFitsError as error:
-            size = SweepEntry(
-                num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=None, found=None, refusal=str(error)
-            )
-        sizes.append(size)
+            refusal = str(error)
+        devices = here.cluster.num_devices
+        sizes.append(SweepEntry(num_nodes=num_nodes, num_devices=devices, best=best, found=found, refusal=refusal))
     can_start = any(size.best is not None and size.best.can_start for size in sizes)
     head = "Best plans found" if can_start else "No plan that was found can start on such devices"
     write(f"{head}: {request.flags.algorithm} on {request.flags.cluster} with other numbers of nodes\n")

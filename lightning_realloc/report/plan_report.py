@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.report.tables import aligned, gib, short_layout, short_ranks
@@ -116,9 +115,7 @@ def memory_table(priced: PricedPlan) -> str:
 
 
 def _largest(parts: MemoryParts) -> str:
-    sizes = sorted(((getattr(parts, item.name), item.name) for item in fields(parts)), reverse=True)
-    shown = [f"{name.replace('_', ' ')} {size / 2**30:.1f}" for size, name in sizes[:4] if size >= 2**30 / 20]
-    return ", ".join(shown)
+    return ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.by_size() if size >= 2**30 / 20)
 
 
 def _peaks(priced: PricedPlan) -> Iterator[str]:

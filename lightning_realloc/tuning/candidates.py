@@ -23,7 +23,7 @@ from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.plan_search import search_plan
-from lightning_realloc.tuning.search.space import CallOptions, legal_dims
+from lightning_realloc.tuning.search.space import CallOptions, common_dims
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
@@ -200,10 +200,9 @@ class PlanEvaluator:
 
     def _static_plans(self, prices: Estimator, options: CallOptions) -> list[ExecutionPlan]:
         """Return the best plans with one layout for all calls that fit."""
-        cluster, size = prices.cluster, prices.cluster.num_devices
-        kinds = {(str(call.role), call.kind) for call in self.dataflow.model_calls}
-        legal = [set(legal_dims(self.models[role], kind, size, cluster)) for role, kind in kinds]
-        layouts = [Layout(dims, tuple(range(size))) for dims in sorted(set.intersection(*legal), key=str)]
+        ranks = tuple(range(prices.cluster.num_devices))
+        common = sorted(common_dims(self.dataflow, self.models, prices.cluster), key=str)
+        layouts = [Layout(dims, ranks) for dims in common]
         plain = [self._static_plan(layout, options, recompute=False) for layout in layouts]
         plain.sort(key=lambda plan: self.seconds(plan, prices))
         fitting = (self._fitting(plan, options) for plan in plain)

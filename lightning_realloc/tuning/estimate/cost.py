@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_realloc.dataflow.dataflow import CallKind
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import stage_blocks
@@ -121,16 +122,14 @@ class CallCost:
     settings: MemorySettings
     tokens: Tokens
 
-    def seconds(
-        self, kind: CallKind, *, micro_batch_tokens: int | None, gradient_checkpointing: bool, max_slots: int
-    ) -> CallSeconds:
-        """Return the seconds of a call of that kind."""
+    def seconds(self, kind: CallKind, plan: CallPlan) -> CallSeconds:
+        """Return the seconds of a call of that kind with the options of a plan."""
         if kind == "generate":
-            parts = self._generate(max_slots)
+            parts = self._generate(plan.max_slots)
         elif kind == "infer":
-            parts = self._infer(micro_batch_tokens)
+            parts = self._infer(plan.micro_batch_tokens)
         else:
-            parts = self._train(micro_batch_tokens, gradient_checkpointing)
+            parts = self._train(plan.micro_batch_tokens, plan.gradient_checkpointing)
         return parts + CallSeconds(other=self.links.efficiency.call_s)
 
     # ---- calls

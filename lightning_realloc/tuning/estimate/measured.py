@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
+from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
-from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.estimate.cost import CallCost, Pass, Placement
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
@@ -30,7 +30,7 @@ _KINDS: Mapping[CallKind, tuple[PassKind, ...]] = {
 UNMEASURED_FACTOR = 3.0
 """Factor on the estimate of a call that was not measured; larger values favour measured layouts more."""
 _MAX_CACHED_MOVES = 100_000
-"""Entries of the cache of moves, which is emptied when it is full."""
+"""Entries of the cache of moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,22 +101,14 @@ class MeasuredEstimator:
 
     def __init__(self, roofline: RooflineEstimator, table: ProfileTable, models: Mapping[str, str]) -> None:
         self.roofline, self.table, self.models = roofline, table, dict(models)
+        self.dataflow, self.cluster = roofline.dataflow, roofline.cluster
+        self.owner, self.resident_bytes, self.active_bytes = (
+            roofline.owner,
+            roofline.resident_bytes,
+            roofline.active_bytes,
+        )
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
-        self._moves: dict[tuple[str, Layout, Layout], float] = {}
-
-    @property
-    def dataflow(self) -> Dataflow:
-        """The dataflow whose calls are priced."""
-        return self.roofline.dataflow
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        """The cluster that the calls run on."""
-        return self.roofline.cluster
-
-    def owner(self, role: str) -> str:
-        """Return the role whose replicas a role's calls use."""
-        return self.roofline.owner(role)
+        self._busiest = lru_cache(maxsize=_MAX_CACHED_MOVES)(self._busiest_bytes)
 
     def slowdown(self, busy: int) -> float:
         """Return the factor by which a rank's work takes longer when ``busy`` ranks of its node work."""
@@ -125,15 +117,7 @@ class MeasuredEstimator:
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call, from the moment its inputs and weights exist, while no other call runs."""
         place = Placement.from_layout(plan.layout, self.cluster)
-        key = (
-            call,
-            plan.layout.dims,
-            place,
-            busiest_node(plan.layout, self.cluster),
-            plan.micro_batch_tokens,
-            plan.gradient_checkpointing,
-            plan.max_slots,
-        )
+        key = (call, plan.layout.dims, place, busiest_node(plan.layout, self.cluster), plan.options)
         if key not in self._calls:
             self._calls[key] = self._estimate(call, plan)
         return self._calls[key]
@@ -176,12 +160,7 @@ class MeasuredEstimator:
             optimizer=self.table.optimizer.get(self.models[role], Curve(((1.0, 0.0),))),
             contention=contention,
         )
-        return cost.seconds(
-            kind,
-            micro_batch_tokens=plan.micro_batch_tokens,
-            gradient_checkpointing=plan.gradient_checkpointing,
-            max_slots=plan.max_slots,
-        )
+        return cost.seconds(kind, plan)
 
     def _keys(self, role: str, kind: CallKind, dims: ParallelDims) -> dict[PassKind, PassKey]:
         inside = replace(dims, pp=1)
@@ -210,12 +189,7 @@ class MeasuredEstimator:
         nodes = {self.cluster.node_of(rank) for rank in (*source.ranks, *target.ranks)}
         if curve is None or len(nodes) > 1:
             return self.roofline.move_seconds(role, source, target)
-        key = (role, source, target)
-        if key not in self._moves:
-            if len(self._moves) >= _MAX_CACHED_MOVES:
-                self._moves.clear()
-            self._moves[key] = curve(self._busiest_bytes(role, source, target))
-        return self._moves[key]
+        return curve(self._busiest(role, source, target))
 
     def _busiest_bytes(self, role: str, source: Layout, target: Layout) -> float:
         size, weights = self.roofline.settings.copy_bytes, self.roofline.moved_weights(role)
@@ -228,11 +202,3 @@ class MeasuredEstimator:
         """Return the seconds in which a rank copies this many bytes back from its host."""
         curve = self.table.offload
         return self.roofline.offload_seconds(num_bytes) if curve is None else curve(num_bytes)
-
-    def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
-        """Return the bytes that a replica keeps between calls, on the fullest rank of its layout."""
-        return self.roofline.resident_bytes(role, layout, is_home=is_home)
-
-    def active_bytes(self, call: str, plan: CallPlan) -> int:
-        """Return the bytes that a call adds, on the rank where it adds most."""
-        return self.roofline.active_bytes(call, plan)

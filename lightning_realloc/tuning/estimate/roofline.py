@@ -5,8 +5,9 @@ They need no measurement, and so are available before a first run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import TypeVar
+from functools import cache, lru_cache, partial
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
@@ -24,10 +25,8 @@ from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElem
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.weights import Weights, traffic
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 MAX_CACHED_LAYOUTS = 4096
-"""Entries of a cache with layouts as keys, which hold all their ranks. A full cache is emptied."""
+"""Entries of a cache with layouts as keys, which hold all their ranks."""
 
 
 class RooflineEstimator:
@@ -66,13 +65,14 @@ class RooflineEstimator:
         self._cores = cores_per_node
         self._weights = {name: Weights.from_model(role.model) for name, role in roles.items()}
         self._trained = {name: Weights.from_model(role.model, role.frozen_params) for name, role in roles.items()}
-        self._kernels: dict[tuple[str, int], Kernels] = {}
-        self._placements: dict[Layout, Placement] = {}
+        counted = {role: RoleElements(role) for role in roles.values()}
+        self._elements = {name: counted[role] for name, role in roles.items()}
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
-        self._moves: dict[tuple[str, Layout, Layout], float] = {}
-        self._elements = _count_elements(roles)
-        self._sizes: dict[tuple[str, ParallelDims], tuple[RankElements, ...]] = {}
         self._active: dict[tuple[object, ...], int] = {}
+        self._place = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(partial(Placement.from_layout, cluster=cluster))
+        self._move = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(self._estimate_move)
+        self._kernels = cache(self._make_kernels)
+        self._ends = cache(self._count_ends)
 
     def owner(self, role: str) -> str:
         """Return the role whose replicas a role's calls use."""
@@ -80,12 +80,9 @@ class RooflineEstimator:
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call, from the moment its inputs and weights exist."""
-        layout = plan.layout
-        place = self._placements.get(layout)
-        if place is None:
-            place = _cached(self._placements, layout, Placement.from_layout(layout, self.cluster))
-        busy = 1 if self._cores is None else busiest_node(layout, self.cluster)
-        key = (call, layout.dims, place, busy, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
+        place = self._place(plan.layout)
+        busy = 1 if self._cores is None else busiest_node(plan.layout, self.cluster)
+        key = (call, plan.layout.dims, place, busy, plan.options)
         if key not in self._calls:
             self._calls[key] = self._estimate(call, plan, place).scaled(self.slowdown(busy))
         return self._calls[key]
@@ -94,12 +91,7 @@ class RooflineEstimator:
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return CallSeconds()
-        return self.cost(chosen.role, plan, place).seconds(
-            chosen.kind,
-            micro_batch_tokens=plan.micro_batch_tokens,
-            gradient_checkpointing=plan.gradient_checkpointing,
-            max_slots=plan.max_slots,
-        )
+        return self.cost(chosen.role, plan, place).seconds(chosen.kind, plan)
 
     def cost(self, role: str, plan: CallPlan, place: Placement | None = None) -> CallCost:
         """Return the cost model of a role's calls under a plan."""
@@ -108,8 +100,8 @@ class RooflineEstimator:
             weights=self._weights[role],
             trained=self._trained[role],
             dims=dims,
-            place=place or Placement.from_layout(plan.layout, self.cluster),
-            kernels=self._kernels_of(role, dims.tp),
+            place=place or self._place(plan.layout),
+            kernels=self._kernels(role, dims.tp),
             links=Links(self.cluster, self.efficiency),
             settings=self.settings,
             tokens=self.tokens,
@@ -122,13 +114,11 @@ class RooflineEstimator:
         """
         return self._weights[role] if self.settings.frees_copies else self._trained[role]
 
-    def _kernels_of(self, role: str, tp: int) -> Kernels:
-        if (role, tp) not in self._kernels:
-            shape = self.roles[role].shape
-            assert shape is not None, "checked when the estimator was made"
-            element_bytes = min(self.settings.copy_bytes, self.settings.gathered_bytes)
-            self._kernels[role, tp] = Kernels(shape, tp, Device(self.cluster, self.efficiency), element_bytes)
-        return self._kernels[role, tp]
+    def _make_kernels(self, role: str, tp: int) -> Kernels:
+        shape = self.roles[role].shape
+        assert shape is not None, "checked when the estimator was made"
+        element_bytes = min(self.settings.copy_bytes, self.settings.gathered_bytes)
+        return Kernels(shape, tp, Device(self.cluster, self.efficiency), element_bytes)
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
         """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.
@@ -136,13 +126,9 @@ class RooflineEstimator:
         The slowest of these counts: receiving on the rank that lacks most, sending on the busiest ranks, network
         traffic into and out of nodes, and writing the target.
         """
-        if source == target:
-            return 0.0
-        key = (role, source, target)
-        known = self._moves.get(key)
-        return _cached(self._moves, key, self._move(role, source, target)) if known is None else known
+        return 0.0 if source == target else self._move(role, source, target)
 
-    def _move(self, role: str, source: Layout, target: Layout) -> float:
+    def _estimate_move(self, role: str, source: Layout, target: Layout) -> float:
         moved, size = traffic(self.moved_weights(role), source, target, self.cluster), self.settings.copy_bytes
         links, device = Links(self.cluster, self.efficiency), Device(self.cluster, self.efficiency)
         written = device.stream(moved.needed * (self.settings.master_bytes + size))
@@ -177,8 +163,7 @@ class RooflineEstimator:
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return the bytes that a call adds, on the rank where it adds most."""
-        layout = plan.layout
-        key = (call, layout.dims, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
+        key = (call, plan.layout.dims, plan.options)
         if key not in self._active:
             self._active[key] = self._peak(call, plan)
         return self._active[key]
@@ -218,36 +203,15 @@ class RooflineEstimator:
         """Return the number of busy ranks for each core, at least 1; 1 without ``cores_per_node``."""
         return 1.0 if self._cores is None else max(1.0, busy / self._cores)
 
-    def _ends(self, role: str, dims: ParallelDims) -> tuple[RankElements, ...]:
+    def _count_ends(self, role: str, dims: ParallelDims) -> list[RankElements]:
         """Return the counts of the first and the last stage; no rank in between holds more than the first stage's."""
-        if (role, dims) not in self._sizes:
-            stages = sorted({0, dims.pp - 1})
-            self._sizes[role, dims] = tuple(
-                self._elements[role].at_coordinate(dims, Coordinate(pp=at)) for at in stages
-            )
-        return self._sizes[role, dims]
-
-
-def _cached(cache: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Store a value in a cache of bounded size, and return it."""
-    if len(cache) >= MAX_CACHED_LAYOUTS:
-        cache.clear()
-    cache[key] = value
-    return value
-
-
-def _count_elements(roles: Mapping[str, RoleMemory]) -> dict[str, RoleElements]:
-    """Return the element counts of every role; equal roles share them."""
-    first: dict[RoleMemory, RoleElements] = {}
-    return {name: first.setdefault(role, RoleElements(role)) for name, role in roles.items()}
+        elements = self._elements[role]
+        return [elements.at_coordinate(dims, Coordinate(pp=stage)) for stage in sorted({0, dims.pp - 1})]
 
 
 def busiest_node(layout: Layout, cluster: ClusterSpec) -> int:
     """Return the number of ranks on the node with most ranks of a layout."""
-    counts: dict[int, int] = {}
-    for rank in layout.ranks:
-        counts[cluster.node_of(rank)] = counts.get(cluster.node_of(rank), 0) + 1
-    return max(counts.values())
+    return max(Counter(map(cluster.node_of, layout.ranks)).values())
 
 
 def _check(

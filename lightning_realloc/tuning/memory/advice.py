@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import yaml
 
@@ -76,8 +76,7 @@ def _without_alternative(worst: PhaseMemory) -> str:
 
 
 def _largest(parts: MemoryParts) -> str:
-    sizes = sorted(((getattr(parts, item.name), item.name) for item in fields(parts)), reverse=True)
-    return ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for size, name in sizes[:4] if size)
+    return ", ".join(f"{name} {_gib(size)}" for name, size in parts.by_size() if size)
 
 
 def _gib(size: int) -> str:

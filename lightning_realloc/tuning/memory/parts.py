@@ -156,10 +156,10 @@ class MemoryParts:
         sums = map(operator.add, _sizes(self), _sizes(other))
         return MemoryParts(**dict(zip(_FIELDS, sums, strict=True)))
 
-    @property
-    def largest(self) -> str:
-        """Name of the largest part."""
-        return max(_FIELDS, key=lambda name: getattr(self, name))
+    def by_size(self) -> list[tuple[str, int]]:
+        """Return the four largest parts as (name with spaces, bytes), largest first."""
+        sizes = sorted(zip(_sizes(self), _FIELDS, strict=True), reverse=True)
+        return [(name.replace("_", " "), size) for size, name in sizes[:4]]
 
 
 # Module constants, since a search adds hundreds of thousands of MemoryParts.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, PhaseMemory, forecast_memory
@@ -23,7 +23,7 @@ from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Work
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
-from lightning_realloc.tuning.search.space import CallOptions, legal_dims
+from lightning_realloc.tuning.search.space import CallOptions, common_dims
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.timeline.simulator import Timeline, simulate
 
@@ -233,18 +233,9 @@ class PlanPricer:
         ranks = tuple(range(cluster.num_devices))
         plans = [
             self.price(self.with_best_options(ExecutionPlan.static(flow, Layout(dims, ranks))))
-            for dims in self._common_dims()
+            for dims in common_dims(flow, self.task.models, cluster)
         ]
         return sorted(plans, key=lambda priced: (priced.missing_bytes, priced.seconds))
-
-    def _common_dims(self) -> list[ParallelDims]:
-        """Return the parallel degrees that every call allows on all ranks."""
-        task = self.task
-        allowed = [
-            legal_dims(task.models[str(call.role)], call.kind, task.cluster.num_devices, task.cluster)
-            for call in task.dataflow.model_calls
-        ]
-        return [dims for dims in allowed[0] if all(dims in others for others in allowed[1:])]
 
     # ---- options
     def with_best_options(self, plan: ExecutionPlan) -> ExecutionPlan:

@@ -116,14 +116,11 @@ class Problem:
 
     def execution_plan(self, state: Sequence[PlacedOption], offload: Iterable[str] = ()) -> ExecutionPlan:
         """Return a state as a plan; calls that only serve evaluation run at the home of their role."""
-        calls = []
-        for call, choice in zip(self.calls, state, strict=True):
-            plan = choice.option.plan
-            layout = Layout(choice.option.dims, choice.ranks.ranks)
-            calls.append(
-                (call.name, CallPlan(layout, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots))
-            )
-        return ExecutionPlan(tuple(calls), tuple(offload)).completed(self.dataflow)
+        calls = tuple(
+            (call.name, CallPlan(Layout(choice.option.dims, choice.ranks.ranks), *choice.option.plan.options))
+            for call, choice in zip(self.calls, state, strict=True)
+        )
+        return ExecutionPlan(calls, tuple(offload)).completed(self.dataflow)
 
     # ---- costs
     def score(self, state: State, offload: frozenset[str] = frozenset()) -> Score:

@@ -7,11 +7,11 @@ order, so that tensor-parallel groups lie inside nodes. The rank order that move
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from lightning_realloc.dataflow.dataflow import CallKind
+from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
@@ -116,6 +116,13 @@ def legal_dims(model: ModelSpec, kind: CallKind, num_ranks: int, cluster: Cluste
             for dp in _divisors(rest) if _can_be_sharded(model) else (rest,):
                 found.append(ParallelDims(pp=pp, dp=dp, fsdp=rest // dp, tp=tp))
     return tuple(found)
+
+
+def common_dims(dataflow: Dataflow, models: Mapping[str, ModelSpec], cluster: ClusterSpec) -> tuple[ParallelDims, ...]:
+    """Return the parallel degrees that every call allows on all ranks."""
+    kinds = dict.fromkeys((str(call.role), call.kind) for call in dataflow.model_calls)
+    first, *others = (legal_dims(models[role], kind, cluster.num_devices, cluster) for role, kind in kinds)
+    return tuple(dims for dims in first if all(dims in other for other in others))
 
 
 def canonical_sets(candidates: Iterable[RankSet], placed: Sequence[RankSet], cluster: ClusterSpec) -> list[RankSet]:

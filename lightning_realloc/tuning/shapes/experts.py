@@ -45,17 +45,17 @@ class Experts:
         Returns:
             None for a model without experts, and for a config without the number of experts per token.
         """
-        count, per_token = declared_experts(config), _first(config, "num_experts_per_tok")
-        features = _first(config, "moe_intermediate_size", "intermediate_size")
+        count, per_token = declared_experts(config), read_size(config, "num_experts_per_tok")
+        features = read_size(config, "moe_intermediate_size", "intermediate_size")
         params = [param for param in model.params if _is_expert_param(param, count)]
         if not params or per_token is None or features is None or not 1 <= per_token <= count:
             return None
-        shared = _first(config, "shared_expert_intermediate_size")
+        shared = read_size(config, "shared_expert_intermediate_size")
         return cls(
             count=count,
             per_token=per_token,
             features=features,
-            shared_features=features * (_first(config, "n_shared_experts") or 0) if shared is None else shared,
+            shared_features=features * (read_size(config, "n_shared_experts") or 0) if shared is None else shared,
             num_dense_blocks=model.num_blocks - len({param.block for param in params}),
             are_cut=any(param.tp is not None for param in params),
         )
@@ -80,7 +80,7 @@ class Experts:
 
 def declared_experts(config: Any) -> int:
     """Return the number of experts of a Hugging Face config; 0 without experts."""
-    return _first(config, *EXPERT_COUNT_KEYS) or 0
+    return read_size(config, *EXPERT_COUNT_KEYS) or 0
 
 
 def _is_expert_param(param: ParamSpec, count: int) -> bool:
@@ -89,7 +89,8 @@ def _is_expert_param(param: ParamSpec, count: int) -> bool:
     return param.section == "block" and (stacked or ".experts." in param.name)
 
 
-def _first(config: Any, *names: str) -> int | None:
+def read_size(config: Any, *names: str) -> int | None:
+    """Return the first of these attributes of a Hugging Face config that is an int; None without one."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool):

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.shapes.experts import Experts
+from lightning_realloc.tuning.shapes.experts import Experts, read_size
 
 # ReLU keeps only its result, which the next projection keeps anyway. "gelu_new" consists of seven operations.
 _ACTIVATION_COPIES = {"relu": -1, "gelu_new": 3}
@@ -142,13 +142,11 @@ class ModelShape:
 
 
 def _size(config: Any, *names: str, default: int | None = None) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    if default is None:
+    found = read_size(config, *names)
+    size = default if found is None else found
+    if size is None:
         raise PlanError(
             f"{type(config).__name__} has no {names[0]}, which the memory of activations depends on; "
             f"use a decoder's config"
         )
-    return default
+    return size

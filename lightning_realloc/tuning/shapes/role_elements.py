@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
@@ -60,9 +61,9 @@ class RoleElements:
         )
         self._kinds = tuple(kinds)
         self._fitting: set[tuple[int, int, bool]] = set()
-        self._counts: dict[tuple[int, int, int, int], _Count] = {}
-        self._ranks: dict[tuple[int, int, int, int, int], dict[str, int]] = {}
-        self._tensors: dict[tuple[int, _Position, _Position | None, bool], int] = {}
+        self._count = cache(self._count_kind)
+        self._stage = cache(self._count_stage)
+        self._num_in_tensors = cache(self._count_tensors)
 
     def on_rank(self, layout: Layout, rank: int) -> RankElements:
         """Return the counts of a rank.
@@ -78,10 +79,7 @@ class RoleElements:
         if degrees not in self._fitting:
             ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))  # raises where the layout does not fit
             self._fitting.add(degrees)
-        key = (dims.tp, at.tp, dims.fsdp, dims.pp, at.pp)
-        if key not in self._ranks:
-            self._ranks[key] = self._count_stage(*key)
-        return RankElements(dims=dims, stage=at.pp, **self._ranks[key])
+        return RankElements(dims=dims, stage=at.pp, **self._stage(dims.tp, at.tp, dims.fsdp, dims.pp, at.pp))
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
         """Return the elements of a rank's tensors, without padding.
@@ -97,21 +95,18 @@ class RoleElements:
             same = self._places(unlike.dims.pp, unlike.coordinate(rank).pp)
         places = self._places(layout.dims.pp, layout.coordinate(rank).pp)
         return sum(
-            self._count_tensors(kind, at, there if place in same else None, trained_too)
+            self._num_in_tensors(kind, at, there if place in same else None, trained_too)
             for place, kind in places.items()
         )
 
     def _count_tensors(self, kind: int, at: _Position, unlike: _Position | None, trained_too: bool) -> int:
-        key = (kind, at, unlike, trained_too)
-        if key not in self._tensors:
-            size = 0
-            for param in self._kinds[kind]:
-                shard = param.shard(*at)
-                other = None if unlike is None or (param.is_trained and not trained_too) else param.shard(*unlike)
-                if shard != other:
-                    size += math.prod(shard.shape)
-            self._tensors[key] = size
-        return self._tensors[key]
+        size = 0
+        for param in self._kinds[kind]:
+            shard = param.shard(*at)
+            other = None if unlike is None or (param.is_trained and not trained_too) else param.shard(*unlike)
+            if shard != other:
+                size += math.prod(shard.shape)
+        return size
 
     def _places(self, pp: int, stage: int) -> dict[int | str, int]:
         """Return the kinds of a stage's blocks, by block number, and of its parameters before and after the blocks."""
@@ -140,11 +135,8 @@ class RoleElements:
             "num_adapted": sum(count.adapted for count in everything),
         }
 
-    def _count(self, kind: int, tp: int, tp_index: int, fsdp: int) -> _Count:
-        key = (kind, tp, tp_index, fsdp)
-        if key not in self._counts:
-            self._counts[key] = _Count.from_params(self._kinds[kind], tp, tp_index, fsdp)
-        return self._counts[key]
+    def _count_kind(self, kind: int, tp: int, tp_index: int, fsdp: int) -> _Count:
+        return _Count.from_params(self._kinds[kind], tp, tp_index, fsdp)
 
 
 class _Position(NamedTuple):

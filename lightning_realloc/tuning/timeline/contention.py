@@ -7,6 +7,7 @@ ends. Without contention a task takes exactly its own seconds.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -51,13 +52,8 @@ def _run_without_contention(tasks: Sequence[Task]) -> list[tuple[float, float]]:
 class _FluidSchedule:
     def __init__(self, tasks: Sequence[Task], cluster: ClusterSpec, slowdown: Callable[[int], float]) -> None:
         self._tasks, self._slowdown = tasks, slowdown
-        self._counts: list[dict[int, int]] = []
+        self._counts = [Counter(map(cluster.node_of, task.ranks)) for task in tasks]
         """For each task: node -> number of its ranks there."""
-        for task in tasks:
-            counts: dict[int, int] = {}
-            for rank in task.ranks:
-                counts[cluster.node_of(rank)] = counts.get(cluster.node_of(rank), 0) + 1
-            self._counts.append(counts)
         self._waits = [len(set(task.after)) for task in tasks]
         self._waiting: list[list[int]] = [[] for _ in tasks]
         """For each task, the tasks that wait for it."""
@@ -66,7 +62,7 @@ class _FluidSchedule:
                 self._waiting[earlier].append(number)
         self._left: dict[int, float] = {}
         """Running task -> seconds of work left."""
-        self._busy: dict[int, int] = {}
+        self._busy: Counter[int] = Counter()
         """Node -> number of busy ranks."""
         self._start_s = [math.inf] * len(tasks)
         self._end_s = [math.inf] * len(tasks)
@@ -99,14 +95,12 @@ class _FluidSchedule:
     def _start(self, number: int, now: float) -> None:
         self._start_s[number] = now
         self._left[number] = self._tasks[number].seconds
-        for node, own in self._counts[number].items():
-            self._busy[node] = self._busy.get(node, 0) + own
+        self._busy.update(self._counts[number])
 
     def _finish(self, number: int, now: float) -> None:
         self._end_s[number] = now
         del self._left[number]
-        for node, own in self._counts[number].items():
-            self._busy[node] -= own
+        self._busy.subtract(self._counts[number])
         for later in self._waiting[number]:
             self._waits[later] -= 1
             if self._waits[later] == 0:
