@@ -288,7 +288,7 @@ def test_completions_that_cannot_be_resumed_are_refused() -> None:
     begun = engine.generate([[5]], FREE, token_budget=4)
     (over, _) = engine.generate([[5]], FREE)
     for given, ids, message in (
-        ([begun[1], over], None, r"resume\[1\], sample 0, is finished \('length'\); resume those whose"),
+        ([begun[1], over], None, r"resume\[1\], sample 0, is finished \('length'\); resume only those whose"),
         ([begun[0], begun[0]], None, r"resume holds the sample ids \[0\] twice, or they are"),
         ([begun[1]], [1, 2], r"sample ids \[1\] twice, .* give sample_ids that were not used before"),
     ):

@@ -121,7 +121,7 @@ class PagedCache(KVCache):
         return self.page_size * sum(one.shape[-2] * one.shape[-1] * one.element_size() for one in shape)
 
     def _allocate(self, num_pages: int, buffer_pages: int, buffer_page_bytes: int) -> None:
-        """Take storage for so many pages, unless there is enough of the right shapes."""
+        """Allocate storage for the pages, unless there is enough of the right shapes."""
         known = self._layers.keys() == self._shapes.keys() and all(
             fits(stored, shape) for layer, shapes in self._shapes.items()
             for stored, shape in zip(self._layers[layer], shapes, strict=True)

@@ -40,7 +40,7 @@ class Ranking:
     top_tokens: Tensor | None = None
     """(R, K) tokens of ``ranked`` if top-k chose them; None: equal weights rank by token."""
 
-    def of(self, chosen: Tensor) -> Ranking:
+    def select(self, chosen: Tensor) -> Ranking:
         """Return the ranking of the rows at which ``chosen`` (R,) is True."""
         if chosen.all():
             return self
@@ -90,7 +90,7 @@ def rankings(weights: Tensor, *, top_k: int | None, top_p: float, min_p: float) 
         ranking = _ranking(rows, weights, weights.topk(count, dim=-1).values, total, top_p, min_p)
         inside = _holds_nucleus(ranking.mass, top_p * total)
         if inside.any():
-            yield ranking.of(inside)
+            yield ranking.select(inside)
             rows, weights = rows[~inside], weights[~inside]
         # No later rank weighs more than the last one here. Stop if the next ranks cannot be enough for any row.
         most = ranking.mass[:, -1:] + _FIRST_RANKS[-1] * ranking.ranked[:, -1:]

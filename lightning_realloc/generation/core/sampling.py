@@ -302,7 +302,7 @@ def draw_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return a token (B,) per row in proportion to ``weights`` (B, V); ``uniforms`` (B,) is float64.
 
     Long rows are summed by blocks first. On CPU `torch.multinomial` takes ten times as long, because it draws V
-    exponentials per row. So does, nearly, a float64 running sum over a whole row.
+    exponentials per row. A float64 running sum over a whole row takes almost as long.
     """
     if weights.shape[1] <= _BLOCK:
         return _invert(weights.cumsum(-1, dtype=torch.float64), uniforms)

@@ -26,7 +26,7 @@ class _PrefixIds:
         self._index = PrefixIndex(page_size)
         self._known: dict[int, list[int]] = {}
 
-    def of(self, index: int, length: int) -> Sequence[int]:
+    def up_to(self, index: int, length: int) -> Sequence[int]:
         """Return the ids of the whole pages among a sample's first ``length`` positions."""
         size, known = self._index.page_size, self._known.setdefault(index, [])
         if length // size > len(known):
@@ -119,7 +119,7 @@ class PagedScheduler(Scheduler):
     # ---- samples with a slot
     def _give_pages(self) -> tuple[int, ...]:
         """Give each sample the pages for its next tokens; return the samples that were preempted for that."""
-        tables, reading = self._tables, self._reading()
+        tables, reading = self._tables, {sample for unread in self._unread for sample in unread.samples}
         lacking = [
             (self._ages[sample], slot)
             for slot, sample in enumerate(self._slots)
@@ -140,9 +140,6 @@ class PagedScheduler(Scheduler):
         """Return the positions that a sample's slot holds after a forward from ``position`` on."""
         return min(position + 1 + self._num_ahead, self._samples[sample].max_length)
 
-    def _reading(self) -> set[int]:
-        return {sample for unread in self._unread for sample in unread.samples}
-
     def _waits(self, sample: int, reading: Collection[int]) -> bool:
         """Return whether a sample is parked and nothing of it is read."""
         return sample in self._parked and sample not in reading
@@ -160,7 +157,7 @@ class PagedScheduler(Scheduler):
         """Free a sample's slot and pages; it waits at the head of the queue, or, if parked, for `read`."""
         sample = self._slots[slot]
         assert sample is not None, f"slot {slot} has no sample to preempt"
-        self._tables.publish(slot, self._prefix_ids.of(sample, self._samples[sample].num_read))
+        self._tables.publish(slot, self._prefix_ids.up_to(sample, self._samples[sample].num_read))
         if not self._waits(sample, reading):
             self._queue.appendleft(Prompt(self._resident[slot], self._samples[sample].position, (sample,)))
         self.finish(slot)
@@ -174,7 +171,7 @@ class PagedScheduler(Scheduler):
     def _read_some(self, unread: Unread, budget: int) -> Unread:
         part = super()._read_some(unread, budget)
         sample = part.samples[0]
-        self._tables.publish(self._slots.index(sample), self._prefix_ids.of(sample, part.end))
+        self._tables.publish(self._slots.index(sample), self._prefix_ids.up_to(sample, part.end))
         return part
 
     def _admit(self, budget: int, being_read: Collection[int]) -> tuple[list[Admission], list[Unread]]:
@@ -184,23 +181,17 @@ class PagedScheduler(Scheduler):
         while self._queue and not self._defers:
             prompt = self._queue[0]
             entry = self._entry(prompt)
-            if entry is None or not self._may_read(
-                replace(prompt, num_tokens=prompt.num_tokens - entry.num_held), budget
-            ):
+            if entry is None or not self._may_read(prompt.num_tokens - entry.num_held, budget):
                 break
             count = min(len(holes) + self.num_slots - len(self._slots), self._num_affordable(prompt, entry))
             if not count:
                 break
-            samples = prompt.samples[:count]
+            samples = self._dequeue(count)
             slots = tuple(self._take_slot(holes, sample, prompt.index) for sample in samples)
             self._begin(prompt, entry, samples, slots)
             admissions.append(Admission(prompt.index, samples, slots, entry.source, entry.num_held))
             parts.append(self._read_some(Unread(samples, entry.num_held, prompt.num_tokens), budget))
             budget -= parts[-1].end - parts[-1].begin
-            if count < len(prompt.samples):
-                self._queue[0] = replace(prompt, samples=prompt.samples[count:])
-            else:
-                self._queue.popleft()
         return admissions, parts
 
     def _take_slot(self, holes: deque[int], sample: int, prompt: int) -> int:
@@ -218,7 +209,7 @@ class PagedScheduler(Scheduler):
                         return None
                     full = tables.tables[slot][: prompt.num_tokens // tables.page_size]
                     return _Entry(slot, full, prompt.num_tokens)
-        pages = tables.find(self._prefix_ids.of(prompt.samples[0], prompt.num_tokens))
+        pages = tables.find(self._prefix_ids.up_to(prompt.samples[0], prompt.num_tokens))
         return _Entry(None, pages, len(pages) * tables.page_size)
 
     def _num_affordable(self, prompt: Prompt, entry: _Entry) -> int:

@@ -135,8 +135,8 @@ class Scheduler:
         self._queue = deque(sorted(prompts, key=lambda prompt: -prompt.length_hint))
         self.num_slots = num_slots
         self._max_prefill_tokens = max_prefill_tokens
-        self._begun = 0
-        """Admitted samples of the prompt at the head of the queue."""
+        self._is_begun = False
+        """Whether slots hold the prompt at the head of the queue, whose other samples were admitted."""
         self._slots: list[int | None] = []
         """Sample in each slot; None: unused."""
         self._resident: list[int] = []
@@ -167,8 +167,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[int]:
         """Samples that have no slot yet, in the order in which they will get one."""
-        begun = [self._begun] + [0] * len(self._queue)
-        return [sample for prompt, first in zip(self._queue, begun, strict=False) for sample in prompt.samples[first:]]
+        return [sample for prompt in self._queue for sample in prompt.samples]
 
     @property
     def num_free(self) -> int:
@@ -178,7 +177,7 @@ class Scheduler:
     @property
     def reads_to_admit(self) -> bool:
         """Whether the next step reads prompts only if it admits samples."""
-        return bool(self._queue) and not self._begun and not self._unread
+        return bool(self._queue) and not self._is_begun and not self._unread
 
     @property
     def has_work(self) -> bool:
@@ -187,7 +186,7 @@ class Scheduler:
 
     @property
     def _defers(self) -> bool:
-        return self.should_defer and not self._begun
+        return self.should_defer and not self._is_begun
 
     def finish(self, slot: int) -> None:
         """Free a slot. Its content stays usable until the next step's moves."""
@@ -221,15 +220,9 @@ class Scheduler:
 
     def withdraw(self, samples: Collection[int]) -> None:
         """Remove waiting samples from the queue."""
-        left: deque[Prompt] = deque()
-        for place, prompt in enumerate(self._queue):
-            begun = self._begun if place == 0 else 0
-            stay = (*prompt.samples[:begun], *(s for s in prompt.samples[begun:] if s not in samples))
-            if len(stay) > begun:
-                left.append(replace(prompt, samples=stay))
-            elif place == 0:
-                self._begun = 0
-        self._queue = left
+        left = [tuple(sample for sample in prompt.samples if sample not in samples) for prompt in self._queue]
+        self._is_begun = self._is_begun and bool(left[0])
+        self._queue = deque(replace(p, samples=own) for p, own in zip(self._queue, left, strict=True) if own)
 
     def seat(self, sample: int, prompt: int) -> int | None:
         """Give another rank's sample a slot, parked for :meth:`read`; return None if it has to wait in the queue."""
@@ -246,7 +239,7 @@ class Scheduler:
         self._resident.clear()
         self._parked.clear()
         self._unread.clear()
-        self._num_running = self._begun = 0
+        self._num_running, self._is_begun = 0, False
 
     def batch_prefills(self, *, is_worthwhile: bool) -> None:
         """Decide whether the next step defers prompts; ``is_worthwhile``: reading few takes as long as reading many."""
@@ -294,30 +287,36 @@ class Scheduler:
         holes = deque(slot for slot, sample in enumerate(self._slots) if sample is None)
         while self._queue and not self._defers:
             prompt = self._queue[0]
+            source = self._resident.index(prompt.index) if self._is_begun else None
+            may_begin = (
+                self._may_read(prompt.num_tokens, budget) if source is None else self._slots[source] not in being_read
+            )
             room = len(holes) + self.num_slots - len(self._slots)
-            may_begin = prompt.samples[0] not in being_read if self._begun else self._may_read(prompt, budget)
             if not room or not may_begin:
                 break
-            source = self._resident.index(prompt.index) if self._begun else None
-            samples = prompt.samples[self._begun : self._begun + room]
+            samples = self._dequeue(room)
             slots = tuple(self._take_slot(holes, sample, prompt.index) for sample in samples)
             admissions.append(Admission(prompt.index, samples, slots, source))
             if source is None:
                 parts.append(self._read_some(Unread(samples, 0, prompt.num_tokens), budget))
                 budget -= parts[-1].end
-            self._begun += len(samples)
-            if self._begun == len(prompt.samples):
-                self._queue.popleft()
-                self._begun = 0
         return admissions, parts
 
-    def _may_read(self, prompt: Prompt, budget: int) -> bool:
-        """Return whether the rest of the budget is enough to begin a prompt.
+    def _dequeue(self, most: int) -> tuple[int, ...]:
+        """Remove up to ``most`` samples of the prompt at the head of the queue, and return them."""
+        prompt = self._queue.popleft()
+        self._is_begun = most < len(prompt.samples)
+        if self._is_begun:
+            self._queue.appendleft(replace(prompt, samples=prompt.samples[most:]))
+        return prompt.samples[:most]
+
+    def _may_read(self, num_tokens: int, budget: int) -> bool:
+        """Return whether the rest of the budget is enough to begin a prompt of ``num_tokens``.
 
         Only a prompt longer than a whole budget is split, and only if half a budget is left.
         """
         whole = self._max_prefill_tokens
-        return prompt.num_tokens <= budget or (prompt.num_tokens > whole and 2 * budget >= whole)
+        return num_tokens <= budget or (num_tokens > whole and 2 * budget >= whole)
 
     def _take_slot(self, holes: deque[int], sample: int, prompt: int) -> int:
         if not holes:
