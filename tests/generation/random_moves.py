@@ -8,9 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from lightning_realloc.generation.rebalance import protocol
-from lightning_realloc.generation.rebalance.balance_policy import makespan_seconds
+from lightning_realloc.generation.rebalance import balance_policy, protocol
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
+
+
+def makespan_seconds(loads: Sequence[RankLoad], cost: MoveCost | None, moves: Sequence[SampleMove] = ()) -> float:
+    """Return the seconds until the last rank finishes, if ``moves`` are carried out."""
+    forecasts = balance_policy._after(balance_policy._forecasts(loads), moves, cost)
+    return balance_policy._makespan(forecasts)
 
 
 def at_random(

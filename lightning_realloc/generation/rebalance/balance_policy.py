@@ -41,15 +41,6 @@ class LoadForecast(NamedTuple):
     """Seconds until the rank has no sample left, moves included."""
 
 
-def makespan_seconds(loads: Sequence[RankLoad], cost: MoveCost | None, moves: Iterable[SampleMove] = ()) -> float:
-    """Return the seconds until the last rank finishes, if ``moves`` are carried out.
-
-    A moved running sample delays both ranks by the stall and the target by the whole transfer. This overestimates,
-    since the target decodes during a send.
-    """
-    return _makespan(_after(_forecasts(loads), tuple(moves), cost))
-
-
 def plan_balance(
     loads: Sequence[RankLoad],
     cost: MoveCost | None,
@@ -59,20 +50,20 @@ def plan_balance(
     cooldown_rounds: int = 4,
     current_round: int,
 ) -> tuple[SampleMove, ...]:
-    """Return moves that lower the predicted makespan, in an order that always leaves a slot for the next one.
+    """Return moves that lower the predicted makespan, in an order that always leaves a slot for the next move.
 
-    Repeatedly, the rank that finishes last gives to the one that finishes first. It gives queued samples, which are
-    free to move, or else running ones, those with most work per byte of keys and values first. It gives as few as make
-    both finish together.
+    Repeatedly, the rank that finishes last gives samples to the rank that finishes first: as few as make both finish
+    together. It gives queued samples, whose moves are free, or else running ones with most work per byte of keys and
+    values.
 
-    An exchange needs three things. The two finishes lie further apart than ``hysteresis`` times the later one and than
-    three times the cost. The later finish comes forward by ``min_gap_s``. The donor's steps or its queue get shorter:
-    below the knee of the step curve, fewer rows gain nothing.
+    An exchange has three conditions. The gap between the two finishes is above ``hysteresis`` times the later one, and
+    above three times the cost. The later finish comes forward by ``min_gap_s``. The donor's steps or its queue get
+    shorter: below the knee of the step curve, fewer rows gain nothing.
 
     Args:
-        loads: One of each rank.
+        loads: Load of each rank.
         cost: Cost of moving running samples; None: only queued samples move.
-        hysteresis: Share of the later finish.
+        hysteresis: Smallest gap, as a share of the later finish.
         min_gap_s: Smallest gap, and smallest gain, in seconds.
         cooldown_rounds: Rounds for which a moved sample stays where it is.
         current_round: Number of this round.
@@ -90,7 +81,7 @@ def plan_balance(
         moves += exchange
         fixed |= {move.sample_id for move in exchange}
         forecasts = _after(forecasts, exchange, cost)
-        # Where two ranks finish last together, relieving the first one gains nothing until the second is relieved too.
+        # If two ranks finish last together, relieving one gains nothing until the other is relieved too.
         if _makespan(forecasts) < lowest:
             lowest, num_useful = _makespan(forecasts), len(moves)
     return tuple(moves[:num_useful])
@@ -119,7 +110,11 @@ def _makespan(forecasts: Mapping[int, LoadForecast]) -> float:
 def _after(
     forecasts: Mapping[int, LoadForecast], moves: Sequence[SampleMove], cost: MoveCost | None
 ) -> dict[int, LoadForecast]:
-    """Return the forecasts after ``moves``. A queued sample joins the end of its new rank's queue."""
+    """Return the forecasts after ``moves``. A queued sample joins the end of its new rank's queue.
+
+    A moved running sample delays both ranks by the stall, and the target by the whole transfer as well. This
+    overestimates, since the target decodes during a send.
+    """
     loads = [forecasts[source].load for source in {move.source for move in moves}]
     samples = {sample.sample_id: sample for load in loads for sample in load.live}
     running = {sample.sample_id for load in loads for sample in load.samples}
@@ -156,9 +151,9 @@ def _after(
 def _next_exchange(
     forecasts: Mapping[int, LoadForecast], cost: MoveCost | None, hysteresis: float, min_gap_s: float, fixed: set[int]
 ) -> tuple[SampleMove, ...]:
-    """Return moves from the last rank to finish to the earliest other one that relieves it; none if no rank does.
+    """Return moves from the last rank to finish to the first one that can relieve it; none if no rank can.
 
-    Forecasts are ordered by rank, so the lowest rank wins a tie.
+    Forecasts are in the order of ranks, so the lowest rank wins a tie.
     """
     donor = max(forecasts.values(), key=lambda forecast: forecast.finish_s)
     for receiver in sorted(forecasts.values(), key=lambda forecast: forecast.finish_s):
@@ -220,6 +215,6 @@ def _smallest_useful(
 
 
 def _is_relieved(before: RankLoad, after: RankLoad) -> bool:
-    """Whether a rank's next step gets shorter, or fewer samples wait for a slot."""
+    """Return whether a rank's next step gets shorter, or fewer samples wait for a slot."""
     fewer_wait = len(after.live) - after.rows < len(before.live) - before.rows
     return fewer_wait or after.curve.seconds(after.rows) < before.curve.seconds(before.rows)

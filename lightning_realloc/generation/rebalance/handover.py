@@ -1,6 +1,6 @@
 """Hand samples over between ranks as planned, and bring finished ones back to the rank that asked for them.
 
-Both ranks of a move know of it from the same plan. The tokens of a queued sample travel in one message of about a
+Both ranks of a move derive it from the same plan. The tokens of a queued sample travel in one message of about a
 kilobyte. A running sample may move with its keys and values in two stages, so that it decodes while most bytes travel.
 In the round of the plan, the keys and values so far are sent ahead. In the next round the sample leaves, with the
 positions added since.
@@ -57,7 +57,7 @@ class Departure:
     planned_in: int
     """Round of the plan."""
     owed: deque[int]
-    """Numbers of the messages that the target expects: keys and values, where any are sent, and then the samples."""
+    """Numbers of the messages that the target still expects: keys and values, if any move, and then the samples."""
     num_ahead: dict[int, int] = field(default_factory=dict)
     """Sample id -> number of positions whose keys and values were sent ahead."""
 
@@ -101,7 +101,7 @@ class SampleHandover:
         self.moved_in: dict[int, int] = {}
         """Sample id -> round in which it last came to this rank."""
         self.any_moves = False
-        """Whether samples were to move between any two ranks in this call."""
+        """Whether any plan of this call had moves, between any ranks."""
         self.stats = MigrationStats()
 
     @property
@@ -114,13 +114,8 @@ class SampleHandover:
         """Samples on their way to this rank, by id, as reported."""
         return {sample_id: sample for arrival in self._arriving for sample_id, sample in arrival.expected.items()}
 
-    @property
-    def is_expecting(self) -> bool:
-        """Whether samples are on their way to this rank."""
-        return bool(self._arriving)
-
     def expected_since(self, current_round: int) -> int:
-        """Return the round that planned the oldest arrival; the next round if there is none."""
+        """Return the round that planned the oldest arrival; the next round if none is on its way."""
         return min((arrival.planned_in for arrival in self._arriving), default=current_round + 1)
 
     def release(self, expected_since: Mapping[int, float]) -> None:
@@ -169,7 +164,7 @@ class SampleHandover:
         self.stats.stall_s += self._clock() - begin
 
     def take_in_arrived(self) -> None:
-        """Take in the samples that are here, waiting for none."""
+        """Take in the arrivals that are here, without waiting."""
         arriving = list(self._arriving)
         are_here = [float(arrival.is_here()) for arrival in arriving]
         if arriving and self._agree is not None:
@@ -179,7 +174,7 @@ class SampleHandover:
                 self._take_in(arrival)
 
     def hand_over_all(self) -> None:
-        """Let the samples leave whose keys and values were sent ahead."""
+        """Send the samples whose keys and values were sent ahead."""
         for departure in list(self._leaving):
             self._hand_over(departure)
 
@@ -194,7 +189,7 @@ class SampleHandover:
         self._take_in(arrival)
 
     def _hand_over(self, departure: Departure) -> None:
-        """Let samples leave, with the positions that were not sent ahead; finished and held ones stay."""
+        """Send samples, with the positions that were not sent ahead; finished and held samples stay."""
         begin, access = self._clock(), self._access
         running = self._by_id(access.running)
         index_of = running | self._by_id(access.queued)
@@ -225,7 +220,7 @@ class SampleHandover:
         return KVSpan(sample.sample_id, begin, sample.num_read, content)
 
     def _take_in(self, arrival: Arrival) -> None:
-        """Let samples that arrived run here, or wait for slots."""
+        """Add the samples of an arrival to this rank's; they run, or wait for slots."""
         ahead: list[KVSpan] = []
         shapes: list[LayerShape] = []
         if arrival.kv_message is not None:

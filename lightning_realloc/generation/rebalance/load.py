@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_realloc.errors import GenerationError
 
 Handover = Literal["send", "recompute"]
-"""How a running sample's keys and values reach the target: sent, or computed there again from its tokens."""
+"""Way of a running sample's keys and values to the target: sent, or recomputed there from its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StepCurve:
         return cls(tuple(zip(rows, accumulate(seconds, max), strict=True)))
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds of a step with ``rows`` rows; without rows there is no step.
+        """Return the seconds of a step with ``rows`` rows; 0 without rows.
 
         Linear between knots and constant below the first. The last slope continues beyond the last knot; a single
         knot has no slope, and seconds beyond it are proportional to rows.
@@ -63,11 +63,11 @@ class LiveSample(NamedTuple):
 
     sample_id: int
     context_tokens: int
-    """Tokens of prompt and response so far; keys and values of as many, once it has begun."""
+    """Tokens of prompt and response so far."""
     remaining_tokens: float
     """Expected number of tokens to come."""
     last_moved_round: int | None = None
-    """Round in which it last changed its rank; None: never."""
+    """Round in which the sample last changed its rank; None: never."""
     has_begun: bool = True
     """Whether some rank holds keys and values of its response."""
 
@@ -217,13 +217,9 @@ class LoadReport(NamedTuple):
         report = cls(*content)
         running, waiting, incoming = (tuple(LiveSample(*each) for each in samples) for samples in report[1:4])
         pace = PaceReport(*report.pace)
-        return report._replace(
-            running=running,
-            waiting=waiting,
-            incoming=incoming,
-            pace=pace._replace(knots=tuple((rows, seconds) for rows, seconds in pace.knots)),
-            evidence=(report.evidence[0], report.evidence[1]),
-        )
+        pace = pace._replace(knots=tuple((rows, seconds) for rows, seconds in pace.knots))
+        ends, tokens = report.evidence
+        return report._replace(running=running, waiting=waiting, incoming=incoming, pace=pace, evidence=(ends, tokens))
 
 
 def loads_from_reports(reports: Sequence[LoadReport]) -> tuple[tuple[RankLoad, ...], MoveCost] | None:

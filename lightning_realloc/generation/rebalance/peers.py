@@ -1,4 +1,4 @@
-"""Peers of a generating rank, and the reports on their way between them."""
+"""Peers of a generating rank, and the exchange of reports with them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_realloc.runtime.messages.codec import decode_message, encode_mess
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 
 MovableSamples = Literal["queued", "all"]
-"""Samples that may move: "queued", those that wait for a slot; "all", running ones as well."""
+"""Samples that may move. "queued": those that wait for a slot; "all": running ones as well."""
 
 
 @dataclass(slots=True)
 class Peers:
-    """Ranks that generate other samples with the same shard of the same model, and the way to them.
+    """Ranks that generate other samples with the same shard of the same model, and numbers for messages to them.
 
-    A message's number names it within a pair of ranks; see `BulkChannel`. All ranks plan the same moves, so they count
-    alike.
+    A number identifies a message within a pair of ranks; see `BulkChannel`. All ranks plan the same moves, so they
+    count alike.
     """
 
     mailbox: Mailbox
@@ -30,7 +30,7 @@ class Peers:
     moves: MovableSamples = "queued"
     run: int = 0
     call: int = 0
-    """With ``run``, names the frames of this call; see `Mailbox`."""
+    """Number of the call within ``run``; both name the frames of this call, see `Mailbox`."""
     num_calls: int = 0
     """Generations in this call so far."""
     num_reports: int = 0
@@ -50,7 +50,7 @@ class Peers:
         return 3 * (self.num_reports + rounds)
 
     def next_shipment_number(self) -> int:
-        """Return the number of the next shipment's keys and values; that of its samples is one higher."""
+        """Return the number of a move's message with keys and values; that with the samples is one higher."""
         self.num_shipments += 1
         return 3 * self.num_shipments + 1
 
@@ -58,8 +58,7 @@ class Peers:
 class ReportMessages:
     """Sends this rank's reports of one call to its peers, and receives theirs.
 
-    Receives are posted a round early: gloo keeps a rank that posts one late waiting until gloo's own thread gets a
-    core.
+    Receives are posted a round early: if one is posted late, gloo waits until its own thread gets a core.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -94,7 +93,7 @@ class ReportMessages:
         peers, reports = self._peers, []
         for other, message in self._incoming.popleft().items():
             reports.append(decode_message(message.wait())[0])
-            if not reports[-1]:  # it failed or knows of a rank that did; the mailbox raises the cause
+            if not reports[-1]:  # the peer failed or knows of a rank that did; the mailbox raises the cause
                 peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls + 1)
         return reports
 
@@ -109,7 +108,7 @@ class ReportMessages:
             self._sent.popleft().wait()
 
     def send_failure(self) -> None:
-        """Send an empty message in place of the next report: its reader asks the mailbox for the cause."""
+        """Send an empty message in place of the next report; its reader asks the mailbox for the cause."""
         number = self._peers.next_report_number()
         for other in self._peers.others:
             with suppress(RuntimeError):  # an unreachable peer has ended too

@@ -1,13 +1,13 @@
-"""Exchange load reports between data-parallel ranks while they generate, and move samples by the plan made from them.
+"""Exchange load reports between data-parallel ranks while they generate, and move samples by a plan made from these.
 
-Ranks report their loads in rounds, and a rank with samples never waits for another one: it plans by the reports of the
-last round, which have arrived, and sends its next. Every rank plans the same moves from the same reports. Finished
+Ranks report their loads in rounds. A rank with samples never waits for another one: it plans by the last round's
+reports, which have arrived, and sends its next report. Every rank plans the same moves from the same reports. Finished
 samples return to the rank that asked for them.
 
-Rounds follow the steps of the slowest rank and lie a tenth of a second apart at least. They get rarer while nothing
-moves. A rank without samples waits for the reports of the others, or works meanwhile on calls that need finished
-samples. The first reports are sent shortly before the first round, so a short call ends without any. Where earlier
-calls of the same kind were too short for a move to pay, most calls exchange no message at all.
+Rounds follow the steps of the slowest rank, at least a tenth of a second apart, and get rarer while nothing moves. A
+rank without samples waits for the reports of the others, or works on calls that need finished samples. Ranks send their
+first report shortly before the first round, so a short call ends without rounds. Where earlier calls of the same kind
+were too short for a move to pay, most calls exchange no message.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ MIN_PERIOD_S = 0.1
 
 
 class WaitingCalls(Protocol):
-    """Calls that need finished samples, as far as this rank can work on its own."""
+    """Calls that need finished samples."""
 
     def work(self) -> bool:
-        """Do a small part of them without waiting for another rank; return whether there was anything to do."""
+        """Do a small part of these calls without waiting for another rank; return False if nothing is left to do."""
 
 
 class Rebalancer:
@@ -66,11 +66,6 @@ class Rebalancer:
     Example::
 
         engine = GenerationEngine(model, peers=Peers(mailbox, rank, others=(1, 2, 3)))  # builds one
-
-    Args:
-        peers: The other ranks.
-        agree: Where ranks share a tensor-parallel model.
-        clock: Returns seconds.
     """
 
     max_pause_s = 0.05
@@ -91,7 +86,7 @@ class Rebalancer:
 
     @contextmanager
     def announced(self) -> Iterator[None]:
-        """Enclose the preparations of :meth:`run_to_end`: where they fail, peers are not left waiting."""
+        """Enclose preparations and :meth:`run_to_end`: if preparations fail, peers receive the failure."""
         self._has_begun = False
         try:
             yield
@@ -114,11 +109,11 @@ class Rebalancer:
 
         Args:
             run: Samples of this rank.
-            access: Access to them.
-            hints: Expected response length per prompt, 0 where unknown.
-            max_new_tokens: Bound of the responses of all ranks; tells calls of the dataflow apart.
-            on_step: Called after every step with all samples that finished here so far.
-            waiting_calls: Work for times in which this rank has no samples.
+            access: Access to the same samples.
+            hints: Expected response length per prompt; 0 if unknown.
+            max_new_tokens: Bound of the responses of all ranks, by which calls of different length are kept apart.
+            on_step: Called after every step with all samples that finished on this rank so far.
+            waiting_calls: Work to do while this rank has no samples.
         """
         lengths = self.history.predictor(access.samples, hints or ())
         recorder = StepRecorder(run, self.pace, self.history, lengths, clock=self.clock, on_step=on_step)
@@ -165,7 +160,7 @@ class _Rounds:
         self._round = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
         self.was_short = False
-        """After the call: whether it was too short on every rank for a move to pay."""
+        """Whether the call was too short on every rank for a move to pay; known at its end."""
 
     def run_to_end(self) -> list[Sample]:
         """Make steps and rounds until every sample of every rank is finished; return those that came back."""
@@ -175,8 +170,9 @@ class _Rounds:
             if self._last is None and (self._steps_left <= REPORT_AHEAD_STEPS or not self._run.has_work):
                 self._send_report()
             if self._run.has_work and not self._is_round_due():
-                self._step()
-            elif not self._run.has_work and self._handover.is_expecting:
+                # A step that advances nothing waited for environments: there is time for a round.
+                self._steps_left = self._steps_left - 1 if self._recorder.step() else 0
+            elif not self._run.has_work and self._handover.incoming:
                 self._wait(self._handover.wait)
             elif not self._run_round():
                 break
@@ -194,14 +190,9 @@ class _Rounds:
         self._recorder.learn()
 
     def abandon(self) -> None:
-        """Leave no peer waiting for this rank, which failed; the mailbox reports the failure itself."""
+        """Answer all peers that wait for this rank, which failed; the mailbox reports the failure itself."""
         self._handover.abandon()
         self._messages.send_failure()
-
-    # ---- steps
-    def _step(self) -> None:
-        # A step that advances nothing waited for environments: there is time for a round.
-        self._steps_left = self._steps_left - 1 if self._recorder.step() else 0
 
     def _wait(self, wait: Callable[[], _T]) -> _T:
         begin = self._clock()
@@ -209,15 +200,9 @@ class _Rounds:
         self.stats.waited_s += self._clock() - begin
         return result
 
-    def _work_while_idle(self) -> None:
-        """Work on calls that wait until all reports are here, or nothing is left to do."""
-        if self._waiting_calls is not None and not self._run.has_work:
-            while not self._have_reports_arrived() and self._waiting_calls.work():
-                pass
-
     # ---- rounds
     def _is_round_due(self) -> bool:
-        """Whether it is time for a round and every report has arrived; a rank with samples does not wait for them."""
+        """Return whether it is time for a round and all reports are here; a rank with samples waits for none."""
         return self._steps_left <= 0 and self._have_reports_arrived()
 
     def _have_reports_arrived(self) -> bool:
@@ -226,7 +211,9 @@ class _Rounds:
 
     def _run_round(self) -> bool:
         """Plan and begin moves by the last reports, and send the next one; return whether there is a next round."""
-        self._work_while_idle()
+        if self._waiting_calls is not None and not self._run.has_work:
+            while not self._have_reports_arrived() and self._waiting_calls.work():
+                pass
         reports = self._wait(self._receive_reports)
         if not any(report.live for report in reports):
             # It takes one period to make a plan, and one for the plan to be of use.
@@ -252,12 +239,14 @@ class _Rounds:
     def _plan(self, loads: Sequence[RankLoad], cost: MoveCost, step_s: Mapping[int, float]) -> tuple[SampleMove, ...]:
         """Return the moves of this round, and set the steps until the next one."""
         seconds = {load.rank: step_s[load.rank] or load.curve.seconds(max(load.rows, 1)) for load in loads}
-        # Reports are a round old and moves take a round: a smaller gap between ranks may have closed by then.
+        # Reports are a round old and moves take a round, in which a smaller gap between ranks may close.
         period_s = max(PERIOD_STEPS * max(seconds.values()), MIN_PERIOD_S)
         moves = plan_balance(
             loads, cost if self._peers.moves == "all" else None, min_gap_s=period_s, current_round=self._round
         )
-        num_quiet = self._num_quiet + 1 if self._lengths.knows_ends else 1  # the first lengths are awaited
+        num_quiet = (
+            self._num_quiet + 1 if self._lengths.knows_ends else 1
+        )  # rounds stay frequent until lengths are known
         self._num_quiet = 0 if moves else num_quiet
         next_s = next_round_s(loads, period_s, self._num_quiet)
         self._steps_left = max(1, round(next_s / seconds[self._peers.rank]))
@@ -281,7 +270,7 @@ class _Rounds:
         access, outgoing = self._access, self._handover.outgoing
         running, held = access.running, access.held
         self._lengths.watch(len(access.samples[index].token_ids) for index in (*running, *held))
-        # Held samples, and those still on their way, cannot move now: they are reported as if they had just moved.
+        # Held samples, and samples on their way, cannot move now: they are reported as if they had just moved.
         live = [self._live(i) for i in running] + [self._live(i)._replace(last_moved_round=self._round) for i in held]
         return LoadReport(
             rank=self._peers.rank,
@@ -315,14 +304,9 @@ def _check_distinct(reports: Sequence[LoadReport]) -> None:
 
 
 def next_round_s(loads: Sequence[RankLoad], period_s: float, num_quiet: int) -> float:
-    """Return the seconds until the next round: more, the longer nothing moved.
+    """Return the seconds until the next round: ``period_s`` after a move, more after ``num_quiet`` rounds without one.
 
-    They grow to four periods at most, and to two fifths of the time until a rank finishes.
-
-    Args:
-        loads: One of each rank.
-        period_s: Seconds between two rounds while samples move.
-        num_quiet: Last rounds in a row without a move.
+    The bounds are four periods, and two fifths of the time until the first rank finishes.
     """
     first_finish_s = min(drain_seconds(load) for load in loads)
     return max(min(min(2.0**num_quiet, 4.0) * period_s, 0.4 * first_finish_s), period_s)

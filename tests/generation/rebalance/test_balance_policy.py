@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.rebalance.balance_policy import makespan_seconds, plan_balance
+from lightning_realloc.generation.rebalance.balance_policy import plan_balance
 from lightning_realloc.generation.rebalance.load import LiveSample, MoveCost, RankLoad, SampleMove, StepCurve
+from tests.generation.random_moves import makespan_seconds
 
 PER_ROW = StepCurve(((1, 0.01), (8, 0.08)))
 """10 ms for each row of a step."""
