@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
 
@@ -309,11 +309,8 @@ def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
     """
     if isinstance(source, nn.Module):
         return source
-    name = _name_or_folder(source)
-    try:
+    with _loading(source) as name:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(name, error) from error
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
@@ -325,16 +322,14 @@ def load_draft_model(source: str | Path) -> nn.Module:
     Raises:
         GenerationError: for a model that cannot be loaded.
     """
-    name = _name_or_folder(source)
-    try:
+    with _loading(source) as name:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(name, error) from error
     return model
 
 
-def _name_or_folder(source: str | Path) -> str:
-    """Return a name or folder for Transformers, which would look for a missing folder on the hub."""
+@contextmanager
+def _loading(source: str | Path) -> Iterator[str]:
+    """Yield a name or folder for Transformers, which would look for a missing folder on the hub; word its errors."""
     name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
     # A name of the hub has one slash at most.
     if (name.startswith((".", "/")) or name.count("/") > 1) and not Path(name).is_dir():
@@ -342,11 +337,10 @@ def _name_or_folder(source: str | Path) -> str:
             f"draft_model={name!r}: there is no such folder; give a Hugging Face name, a folder with config.json and "
             f"weights, or the model itself"
         )
-    return name
-
-
-def _not_loaded(name: str, error: Exception) -> GenerationError:
-    return GenerationError(
-        f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, a folder with config.json and "
-        f"weights, or the model itself"
-    )
+    try:
+        yield name
+    except (OSError, ValueError) as error:
+        raise GenerationError(
+            f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, a folder with config.json "
+            f"and weights, or the model itself"
+        ) from error

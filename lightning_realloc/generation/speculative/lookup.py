@@ -219,8 +219,6 @@ class NgramDrafter(_Lookup):
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         super().begin(samples, verification, num_slots)
-        self._own.clear()
-        self._prompts.clear()
         self._shares_prompts = len({sample.prompt_number for sample in samples}) < len(samples)
 
     def prepare(self, running: Sequence[Sample]) -> None:
@@ -291,11 +289,6 @@ class HistoryDrafter(NgramDrafter):
         num_known = sum(tuple(prompt) in self._responses for prompt in prompts.values())
         return 2 * num_known > len(prompts)
 
-    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
-        super().begin(samples, verification, num_slots)
-        self._drafted_for.clear()
-        self._asked.clear()
-
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
             if sample.prompt_number in self._unread:
@@ -338,6 +331,8 @@ class HistoryDrafter(NgramDrafter):
         self._unread.clear()
         if self._drafted_for:
             self._needs_own = 2 * len(self._asked) > len(self._drafted_for)
+        self._drafted_for.clear()
+        self._asked.clear()
 
     def _find(self, sample: Sample, context: list[int]) -> Branch | None:
         self._drafted_for.add(sample.sample_id)

@@ -1,4 +1,4 @@
-"""Does speculation change anything but the number of steps? Plain generation and enumerated laws are the judges."""
+"""Speculation changes the number of steps alone: compared with plain generation and with enumerated distributions."""
 
 from __future__ import annotations
 

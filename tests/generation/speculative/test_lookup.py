@@ -1,4 +1,4 @@
-"""Places behind the same tokens, beside what reading all texts through finds."""
+"""Places after the same tokens, compared with a search through all texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does drafting follow the workload? A loop of simulated steps on a simulated clock decides."""
+"""Draft depths follow the workload: a loop of simulated steps on a simulated clock."""
 
 from __future__ import annotations
 
