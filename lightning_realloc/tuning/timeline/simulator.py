@@ -2,7 +2,7 @@
 
 Each rank runs its calls in the dataflow's order. A call starts when its ranks are free, its inputs exist and its
 weights have arrived. Moving weights to another layout also occupies the ranks of the home layout. ``compute`` calls
-take no time and no ranks. ``docs/layouts-and-plans.md`` describes the runtime that this models.
+take no time and no ranks. ``docs/overlap.md`` describes the runtime that this models.
 """
 
 from __future__ import annotations
