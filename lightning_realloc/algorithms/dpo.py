@@ -131,8 +131,7 @@ class DPO(ReferencedModule, PairwiseModule):
     # ---- the calls
     @compute(needs=("batch", "logprobs", "ref_logprobs"), produces="matches", whole_batch=True)
     def match(self, samples: Samples) -> Mapping[str, Column]:
-        """Return each sample's value of equal rank: the first of its pair for chosen samples, the second for rejected
-        ones."""
+        """Return values of equal rank: the pair's first match for a chosen sample, the second for a rejected one."""
         pairs = self._scored_pairs(samples)
         assert pairs.matches is not None, "this call is left out where no loss needs it"
         return {"matches": torch.stack(pairs.matches, dim=1).flatten()}

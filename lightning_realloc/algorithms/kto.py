@@ -120,7 +120,7 @@ class KTO(ReferencedModule):
         if self.loss != "kto" or _is_one_prompt(table):
             return super().reference_columns(table, batch_size)
         both = with_mismatches(table)
-        said, own = self.asked(both, batch_size), torch.arange(len(table)) * 2
+        said, own = self.compute_ref_logprobs(both, batch_size), torch.arange(len(table)) * 2
         return {
             "ref_logprobs": said.select(own),
             _MISMATCHED: both.ragged("response_ids").select(own + 1),

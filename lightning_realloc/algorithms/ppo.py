@@ -33,7 +33,7 @@ from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, aver
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     calls_of_further,
-    less_for_cut_off,
+    penalize_truncated,
 )
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
 from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantages
@@ -237,7 +237,7 @@ class PPO(RewardedModule):
             self.token_advantages.estimate, moments=self.return_moments, has_reference=self.has_reference,
             penalty=penalty,
         )  # fmt: skip
-        scores = less_for_cut_off(samples.tensor("scores"), samples, self.missing_eos_penalty)
+        scores = penalize_truncated(samples.tensor("scores"), samples, self.missing_eos_penalty)
         return estimate_scored(samples.with_columns(scores=scores), scores, estimate)
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
@@ -280,8 +280,7 @@ class PPO(RewardedModule):
 
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return mean scores, rewards, divergences (nats per response), lengths, and the critic's explained
-        variance."""
+        """Return mean scores, rewards, divergences (nats per response), lengths, and explained variance."""
         summary = {"score": samples.tensor("scores").float().nanmean(), **reward_summary(samples)}
         names = {"reward": "rewards", "kl_k1": "kl_k1", "kl_k3": "kl_k3", "explained_variance": "explained_variance"}
         summary |= {name: samples.tensor(column).nanmean() for name, column in names.items() if column in samples}

@@ -78,8 +78,7 @@ class Accuracy:
 
 
 def pass_at_k(n: int, num_right: int, k: int) -> float:
-    """Return the probability that k of n responses, drawn without replacement, include one of the ``num_right`` correct
-    ones.
+    """Return the probability that one of k responses is correct, drawn from n with ``num_right`` correct ones.
 
     This is an unbiased estimate for k new responses.
 

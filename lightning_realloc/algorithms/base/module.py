@@ -121,8 +121,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     supports_rollout_budget: bool = False
     """Whether unfinished responses can continue in the next iteration, as a ``rollout_budget`` needs."""
     dropout: bool = False
-    """Whether dropout is active in training. Policies train on the distribution that they were sampled from, without
-    it."""
+    """Whether dropout is active in training. It is off for policies, which are sampled without it."""
 
     def __init__(
         self,
@@ -244,10 +243,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return Role(name=name, source=self.sources[name], trained=trained, task=task, peft=peft)
 
     def reference_of(self, actor: Role, source: ModelSource | None) -> Role:
-        """Return a frozen reference from ``source``, or from the actor's initial weights.
-
-        The initial weights of an actor with adapters are its base, so that reference needs no model of its own.
-        """
+        """Return a frozen reference from ``source``, or the actor's initial weights (with adapters: its base)."""
         peft = self.peft_of("reference", trained=False)
         if source is None and peft is None and actor.has_adapters:
             return Role(name="reference", source=actor.source, trained=False, shares=actor.name)
@@ -261,10 +257,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return batch
 
     def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
-        """Store the samples that generating calls left for the next iteration, the same on every rank; None: there are
-        none.
+        """Store the samples that generating calls left for the next iteration; None: there are none.
 
-        ``num_learnt`` samples were trained on.
+        Every rank gets the same. ``num_learnt`` samples were trained on.
         """
 
     def on_iteration_end(self, samples: Samples) -> None:
@@ -399,8 +394,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
 
     def require_batch(self, batch: object) -> None:
-        """Raise DataError for a batch without the algorithm's columns, and for token ids outside a model's
-        embeddings."""
+        """Raise DataError for missing columns, and for token ids outside a model's embeddings."""
         super().require_batch(batch)
         assert isinstance(batch, Samples)
         self._check_token_ids(batch, kinds=("infer", "train"))  # the engine checks prompts itself

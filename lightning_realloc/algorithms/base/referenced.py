@@ -108,9 +108,9 @@ class ReferencedModule(MultiModelModule):
 
     def reference_columns(self, table: Samples, batch_size: int) -> dict[str, Column]:
         """Return the columns to store with samples, from the reference, ``batch_size`` samples at a time."""
-        return {_COLUMN: self.asked(table, batch_size)}
+        return {_COLUMN: self.compute_ref_logprobs(table, batch_size)}
 
-    def asked(self, table: Samples, batch_size: int) -> Ragged:
+    def compute_ref_logprobs(self, table: Samples, batch_size: int) -> Ragged:
         """Return the reference's log-probabilities of every sample's response tokens, on the host."""
         found: list[Ragged] = []
         for begin in range(0, len(table), batch_size):

@@ -20,7 +20,7 @@ FINISH_REASONS = ("stop", "length", "environment", "unfinished")
 _FAILURES = "reward_failures/"
 
 
-class Informed:
+class RowEnvironment:
     """An environment that also gets the data's row of a sample.
 
     Args:
@@ -62,7 +62,7 @@ def sample_responses(
 
     Columns: ``prompt_id`` (B,), ``prompt_ids`` and ``response_ids`` ragged, ``behaviour_logprobs`` ragged float32 of
     the response tokens, ``finish_reason`` (B,) an index into ``FINISH_REASONS``; with a ``dialogue`` also those of
-    :func:`spoken_columns`. Sample ids are those of ``prompts.repeat(sampling.n)``, so that randomness follows the
+    :func:`dialogue_columns`. Sample ids are those of ``prompts.repeat(sampling.n)``, so that randomness follows the
     sample on any rank.
 
     Finished samples are sent on early to calls that wait for them on other ranks.
@@ -93,10 +93,10 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
             ),
         },
     )
-    return made if dialogue is None else made.with_columns(**spoken_columns(completions, dialogue.conversation))
+    return made if dialogue is None else made.with_columns(**dialogue_columns(completions, dialogue.conversation))
 
 
-def spoken_columns(completions: Sequence[Completion], conversation: Conversation) -> Mapping[str, Column]:
+def dialogue_columns(completions: Sequence[Completion], conversation: Conversation) -> Mapping[str, Column]:
     """Return the columns of B conversations.
 
     ``model_mask`` ragged bool: True for tokens that the model sampled; ``num_model_tokens`` and ``num_turns`` (B,)

@@ -34,13 +34,13 @@ class PartialRollouts:
     group."""
 
     @classmethod
-    def of(cls, responses: Samples, worked_on: Samples) -> PartialRollouts:
+    def from_responses(cls, responses: Samples, worked_on: Samples) -> PartialRollouts:
         """Return responses with their prompts, from all prompts of an iteration."""
         wanted = set(responses.tensor("prompt_id").tolist())
         rows = [row for row, prompt in enumerate(worked_on.ids.tolist()) if prompt in wanted]
         return cls(worked_on.select(rows), responses)
 
-    def before(self, batch: Samples) -> Samples:
+    def prepend_to(self, batch: Samples) -> Samples:
         """Return these prompts, followed by the loader's.
 
         Raises:
@@ -65,7 +65,7 @@ class PartialRollouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialRollout:
+class BudgetedRollout:
     """A rank's generation in an iteration with a budget."""
 
     budget: RolloutBudget
@@ -81,18 +81,18 @@ class PartialRollout:
         self, engine: GenerationEngine, prompts: Samples, sampling: SamplingParams, earlier: Samples | None
     ) -> Divided:
         """Generate responses to prompts, and continue those from ``earlier`` iterations."""
-        done, going_on = _begun(earlier, prompts)
-        seen = {prompt for part in (*done, *going_on) for prompt in part.tensor("prompt_id").tolist()}
+        done, unfinished_parts = _begun(earlier, prompts)
+        seen = {prompt for part in (*done, *unfinished_parts) for prompt in part.tensor("prompt_id").tolist()}
         fresh = prompts.select([row for row, prompt in enumerate(prompts.ids.tolist()) if prompt not in seen])
         new = fresh.with_columns(prompt_id=fresh.ids, began_in=torch.full_like(fresh.ids, self.iteration))
         new = new.repeat(sampling.n)
-        rows = Samples.concatenate([_only_known(part) for part in (new, *going_on)])
+        rows = Samples.concatenate([_only_known(part) for part in (new, *unfinished_parts)])
         progress = Progress(
-            self._unit_of(rows), least=self.num_minibatches, late=self._late(rows), waiting=self._waiting(done)
+            self._group_of(rows), least=self.num_minibatches, late=self._late(rows), waiting=self._waiting(done)
         )
         completions = engine.generate(
             fresh.ragged("prompt_ids").to_lists(), sampling, sample_ids=new.ids.tolist(),
-            resume=[completion for part in going_on for completion in _completions(part)],
+            resume=[completion for part in unfinished_parts for completion in _completions(part)],
             token_budget=self.budget.tokens, seconds_budget=self.budget.seconds,
             on_finished=progress.record, may_stop=progress.may_stop,
             **({} if self.dialogue is None else self.dialogue.settings),
@@ -104,16 +104,16 @@ class PartialRollout:
 
     def _divide(self, made: Samples) -> Divided:
         """Split samples into finished groups and groups with an unfinished sample."""
-        units = self._unit_of(made)
+        groups = self._group_of(made)
         unfinished = {
-            units[sample]
+            groups[sample]
             for sample, reason in zip(made.ids.tolist(), made.tensor("finish_reason").tolist(), strict=True)
             if reason == _UNFINISHED
         }
-        dropped = set() if self.budget.late == "finish" else {units[sample] for sample in self._expiring(made)}
-        by_row = [units[sample] for sample in made.ids.tolist()]
-        finished = made.select([row for row, unit in enumerate(by_row) if unit not in unfinished])
-        carried = made.select([row for row, unit in enumerate(by_row) if unit in unfinished - dropped])
+        dropped = set() if self.budget.late == "finish" else {groups[sample] for sample in self._expiring(made)}
+        by_row = [groups[sample] for sample in made.ids.tolist()]
+        finished = made.select([row for row, group in enumerate(by_row) if group not in unfinished])
+        carried = made.select([row for row, group in enumerate(by_row) if group in unfinished - dropped])
         return Divided(self._with_staleness(finished).without_columns("began_in"), carried)
 
     def _with_staleness(self, samples: Samples) -> Samples:
@@ -124,7 +124,7 @@ class PartialRollout:
             ages = ages * mask.values
         return samples.with_columns(stale_tokens=sequence_sums(Ragged(ages, versions.lengths)))
 
-    def _unit_of(self, samples: Samples) -> dict[int, int]:
+    def _group_of(self, samples: Samples) -> dict[int, int]:
         """Return sample id -> group that is trained on together: its prompt, or the sample itself."""
         ids = samples.ids.tolist()
         return dict(zip(ids, samples.tensor("prompt_id").tolist() if self.whole_groups else ids, strict=True))
@@ -141,24 +141,24 @@ class PartialRollout:
 
     def _waiting(self, done: Sequence[Samples]) -> Counter[int]:
         """Return the number of finished samples that wait for others, by group."""
-        return Counter(unit for part in done for unit in self._unit_of(part).values())
+        return Counter(group for part in done for group in self._group_of(part).values())
 
 
 class Progress:
     """Count finished samples during generation, and decide when it may stop.
 
     Args:
-        unit_of: Open sample -> group that is trained on together.
+        group_of: Open sample -> group that is trained on together.
         least: Sufficient number of samples in finished groups.
         late: Samples that must be finished.
         waiting: Number of finished samples by group with open ones.
     """
 
     def __init__(
-        self, unit_of: Mapping[int, int], *, least: int, late: Collection[int], waiting: Mapping[int, int]
+        self, group_of: Mapping[int, int], *, least: int, late: Collection[int], waiting: Mapping[int, int]
     ) -> None:
-        self._unit_of = unit_of
-        self._num_open = Counter(unit_of.values())
+        self._group_of = group_of
+        self._num_open = Counter(group_of.values())
         self._sizes = self._num_open + Counter(waiting)
         self._least = least
         self._late = set(late)
@@ -168,11 +168,11 @@ class Progress:
         """Record a sample; unfinished ones change nothing."""
         if completion.finish_reason == "unfinished":
             return
-        unit = self._unit_of[completion.sample_id]
+        group = self._group_of[completion.sample_id]
         self._late.discard(completion.sample_id)
-        self._num_open[unit] -= 1
-        if not self._num_open[unit]:
-            self._num_finished += self._sizes[unit]
+        self._num_open[group] -= 1
+        if not self._num_open[group]:
+            self._num_finished += self._sizes[group]
 
     def may_stop(self) -> bool:
         """Return whether the other samples may continue in the next iteration."""
@@ -189,8 +189,8 @@ def _begun(earlier: Samples | None, prompts: Samples) -> tuple[list[Samples], li
     for row, (prompt, reason) in enumerate(pairs):
         if prompt in wanted:
             rows[reason == _UNFINISHED].append(row)
-    done, going_on = ([earlier.select(part)] if part else [] for part in rows)
-    return done, going_on
+    done, unfinished_parts = ([earlier.select(part)] if part else [] for part in rows)
+    return done, unfinished_parts
 
 
 def _only_known(samples: Samples) -> Samples:

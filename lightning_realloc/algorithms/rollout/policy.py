@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_realloc.algorithms.base.accuracy import Accuracy
 from lightning_realloc.algorithms.base.calls import generate, infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
-from lightning_realloc.algorithms.base.rollout_columns import Dialogue, Informed, sample_responses
+from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, sample_responses
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
-from lightning_realloc.algorithms.rollout.partial_rollouts import PartialRollout, PartialRollouts
+from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
 from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
@@ -142,7 +142,7 @@ class PolicyModule(MultiModelModule):
         sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
         if self.rollout_budget is None or not self.training_now:
             return sample_responses(actor, prompts, sampling, dialogue=self._dialogue(prompts, sampling))
-        part = PartialRollout(
+        part = BudgetedRollout(
             budget=self.rollout_budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
             num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
             dialogue=self._dialogue(prompts, sampling),
@@ -165,7 +165,7 @@ class PolicyModule(MultiModelModule):
             self._asked = make_environment(self._environment, self.tokenizer)
         # With sample reallocation, samples of other ranks may arrive here.
         known = self._batch if self.sample_reallocation and self._batch is not None else prompts
-        return Dialogue(Informed(self._asked, known, sampling.n), self._conversation)
+        return Dialogue(RowEnvironment(self._asked, known, sampling.n), self._conversation)
 
     def prepare_batch(self, batch: Samples) -> Samples:
         """Return the batch, and store it for the environment."""
@@ -218,7 +218,7 @@ class PolicyModule(MultiModelModule):
             return batch
         begun = 0 if self._carried is None else len(self._carried.responses)
         self._num_expected = begun + len(batch) * self.sampling.n
-        self._worked_on = batch if self._carried is None else self._carried.before(batch)
+        self._worked_on = batch if self._carried is None else self._carried.prepend_to(batch)
         return self._worked_on
 
     def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
@@ -226,7 +226,7 @@ class PolicyModule(MultiModelModule):
         if self.rollout_budget is None:
             return
         assert self._worked_on is not None, "samples are carried on without an iteration"
-        self._carried = None if samples is None else PartialRollouts.of(samples, self._worked_on)
+        self._carried = None if samples is None else PartialRollouts.from_responses(samples, self._worked_on)
         self._worked_on = None
         num_carried = 0 if samples is None else len(samples)
         self.log("carried_samples", float(num_carried), batch_size=1)

@@ -199,8 +199,7 @@ class PolicyGradient(RewardedModule):
         return self._refill is not None
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls that need the reference's log-probabilities only where they are used, and ``actor.infer``
-        for ratios."""
+        """Return the calls, with ``actor.infer`` for proximal ratios, and without unused needs."""
         unneeded = "compare" if self.kl_place == "loss" else "actor.train"
         calls = tuple(
             replace(call, needs=tuple(name for name in call.needs if name != "ref_logprobs"))
@@ -234,11 +233,10 @@ class PolicyGradient(RewardedModule):
         raise NotImplementedError(f"{type(self).__name__} must define advantages(rewards, samples)")
 
     def token_returns(self, samples: Samples, compared: Tensor, *, discount: float) -> tuple[Ragged, dict[str, Column]]:
-        """Return the sum of rewards after each token that the model sampled, and each response's divergence if it is a
-        penalty.
+        """Return the return of each token that the model sampled, and each response's divergence as a penalty.
 
-        ``compared`` (B,) is a reward at the last token; the divergence is a penalty at every token. A token is not
-        credited with the divergence of earlier tokens, which it cannot affect.
+        ``compared`` (B,) is a reward at the last token; with ``kl_place="reward"`` the divergence is a penalty at every
+        token. A token is not credited with the divergence of earlier tokens, which it cannot affect.
         """
         kept = kept_tokens(samples.ragged("behaviour_logprobs"), model_mask(samples))
         penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)

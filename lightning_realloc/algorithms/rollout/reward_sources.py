@@ -203,7 +203,7 @@ class RewardSources:
         return {f"{m.role}_model" if m.role in taken else m.role: values for m, values in scores.items()}
 
 
-def less_for_cut_off(scores: Tensor, samples: Samples, penalty: float | None) -> Tensor:
+def penalize_truncated(scores: Tensor, samples: Samples, penalty: float | None) -> Tensor:
     """Return the (B,) scores, less the penalty for truncated responses."""
     if penalty is None:
         return scores

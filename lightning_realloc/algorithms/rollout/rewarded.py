@@ -21,7 +21,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSources,
     RewardTokenizer,
     calls_of_further,
-    less_for_cut_off,
+    penalize_truncated,
     with_further,
 )
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_positive
@@ -147,7 +147,7 @@ class RewardedModule(PolicyModule):
         penalty = self.missing_eos_penalty
         if penalty is not None and not self.training_now:
             penalty = None
-        return {"rewards": less_for_cut_off(rewards.total, samples, penalty), **reward_columns(rewards)}
+        return {"rewards": penalize_truncated(rewards.total, samples, penalty), **reward_columns(rewards)}
 
     # ---- choosing
     def choose(self, samples: Samples) -> Samples | None:

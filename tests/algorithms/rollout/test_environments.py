@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc.algorithms.base.rollout_columns import Dialogue, Informed, response_summary, rollout_of
+from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, response_summary, rollout_of
 from lightning_realloc.algorithms.rollout.environments import import_environment, make_environment
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -170,7 +170,7 @@ def test_an_environment_is_told_the_row_that_the_rewards_are_told() -> None:
     def listen(turn: Turn) -> None:
         seen.append((turn.sample_id, dict(turn.columns), turn.number))
 
-    environment = Informed(listen, prompts, num_responses=3)
+    environment = RowEnvironment(listen, prompts, num_responses=3)
     for sample_id in (29, 21, 23, 27):  # samples 3i to 3i + 2 are of prompt i
         environment(Turn(sample_id, 0, (5,), (11,), 2))
     first, second = {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}

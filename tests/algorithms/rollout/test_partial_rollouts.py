@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc.algorithms.rollout.partial_rollouts import PartialRollout, PartialRollouts, Progress
+from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts, Progress
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError
@@ -47,9 +47,9 @@ def prompts_of(*ids: int) -> Samples:
     return Samples(torch.tensor(ids), {"prompt_ids": Ragged.from_list(rows), "prompt": tuple(map(str, ids))})
 
 
-def part(iteration: int, *, groups: bool = True, **budget: Any) -> PartialRollout:
+def part(iteration: int, *, groups: bool = True, **budget: Any) -> BudgetedRollout:
     """Return a rollout in part."""
-    return PartialRollout(
+    return BudgetedRollout(
         budget=RolloutBudget(**budget), iteration=iteration, num_minibatches=1, whole_groups=groups
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_iterations_in_part_come_to_whole_responses(groups: bool) -> None:
         if not len(made.carried):
             break
         carried = made.carried
-        prompts = PartialRollouts.of(carried, prompts).prompts
+        prompts = PartialRollouts.from_responses(carried, prompts).prompts
     assert num_iterations > 2
     assert {one.sample_id: one.token_ids for one in whole} == {i: one.token_ids for i, one in finished.items()}
     for one in whole:
@@ -101,7 +101,7 @@ def test_tokens_keep_their_logprobs_and_versions_when_weights_change() -> None:
         for parameter, other in zip(model.parameters(), tiny_model("llama", seed=1).parameters(), strict=True):
             parameter.copy_(other)
     engine.weights_updated(6)
-    worked_on = PartialRollouts.of(begun.carried, prompts_of(0, 1, 2, 3)).before(prompts_of(7))
+    worked_on = PartialRollouts.from_responses(begun.carried, prompts_of(0, 1, 2, 3)).prepend_to(prompts_of(7))
     made = part(6, tokens=10_000).run(engine, worked_on, SAMPLING, begun.carried)
     assert len(made.carried) == 0
     after = state_of(made.finished)
@@ -120,7 +120,7 @@ def test_late_responses_are_finished_or_dropped() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     prompts = prompts_of(*range(6))
     begun = part(0, tokens=20).run(engine, prompts, SAMPLING, None)
-    left = PartialRollouts.of(begun.carried, prompts).prompts
+    left = PartialRollouts.from_responses(begun.carried, prompts).prompts
     # Once they may not be carried on any more, whatever the budget says:
     finished = part(2, tokens=1, max_staleness=2).run(engine, left, SAMPLING, begun.carried)
     assert len(finished.carried) == 0 and len(finished.finished) == len(begun.carried)
@@ -134,7 +134,7 @@ def test_what_goes_on_survives_a_file_of_plain_data() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     prompts = prompts_of(*range(4))
     made = part(0, tokens=20).run(engine, prompts, SAMPLING, None)
-    carried = PartialRollouts.of(made.carried, prompts)
+    carried = PartialRollouts.from_responses(made.carried, prompts)
     assert 0 < len(carried.prompts) < 4
     file = io.BytesIO()
     torch.save(carried.state(), file)
@@ -142,13 +142,13 @@ def test_what_goes_on_survives_a_file_of_plain_data() -> None:
     read = PartialRollouts.from_state(torch.load(file, weights_only=True))
     assert read.prompts.equals(carried.prompts) and read.responses.equals(carried.responses)
     with pytest.raises(DataError, match="must continue its ids from epoch to epoch if a rollout_budget carries"):
-        read.before(prompts)
+        read.prepend_to(prompts)
 
 
 def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     made = part(0, tokens=20).run(engine, prompts_of(0, 1), SAMPLING, None)
-    checkpoint = {"carried_rollout": PartialRollouts.of(made.carried, prompts_of(0, 1)).state()}
+    checkpoint = {"carried_rollout": PartialRollouts.from_responses(made.carried, prompts_of(0, 1)).state()}
     budget = RolloutBudget(tokens=5)
     with pytest.raises(CheckpointError, match="began without an environment, and this run has one; resume with the"):
         runs.grpo(rollout_budget=budget, environment=len).on_load_checkpoint(checkpoint)
