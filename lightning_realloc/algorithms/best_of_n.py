@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import train
 from lightning_realloc.algorithms.base.role import ModelSource
-from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
 from lightning_realloc.algorithms.settings import Unpack, check_choice
@@ -79,10 +79,7 @@ class BestOfN(RewardedModule):
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's part of the mean negative log-likelihood."""
         values, mask = -self._logprobs(actor, batch), batch.response_mask
-        loss = averaged_loss(
-            values, batch, totals, average=self.loss_average, max_tokens=self.sampling.max_new_tokens
-        )  # fmt: skip
-        return Loss(loss, {"nll": Average(values.sum(), mask.sum())})
+        return Loss(self.average_loss(values, batch, totals), {"nll": Average(values.sum(), mask.sum())})
 
 
 def best_rows(rewards: Tensor, groups: Tensor, *, keep: int, min_reward: float | None = None) -> list[int]:

@@ -18,14 +18,14 @@ from lightning_realloc.algorithms.base.calls import compute, infer, train
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.base.rollout_columns import model_mask, response_summary
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
-from lightning_realloc.algorithms.losses.functional import kept_tokens, masked_sum, sequence_sums
-from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.losses.functional import kept_tokens, sequence_sums
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_minibatches
+from lightning_realloc.algorithms.settings import Unpack, check_choice
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
-from lightning_realloc.batch.training import Average, Loss, Totals
+from lightning_realloc.batch.training import Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
@@ -146,10 +146,7 @@ class OnPolicyDistillation(PolicyModule):
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's part of the mean divergence over tokens, or of its policy gradient."""
         values, measured = self._sampled(actor, batch) if self._is_sampled else self._whole(actor, batch)
-        mask = batch.response_mask
-        metrics = {name: Average(masked_sum(value, mask), mask.sum()) for name, value in measured.items()}
-        max_tokens = self.sampling.max_new_tokens
-        return Loss(averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens), metrics)
+        return Loss(self.average_loss(values, batch, totals), token_metrics(measured, batch.response_mask))
 
     def _sampled(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (N,) policy losses whose advantage is minus each token's part of the divergence."""
@@ -175,11 +172,6 @@ class OnPolicyDistillation(PolicyModule):
         """Return the mean divergence in nats per response, if it was estimated, and response lengths."""
         found = {"reverse_kl": samples.tensor("reverse_kl").mean()} if "reverse_kl" in samples else {}
         return found | response_summary(samples)
-
-    def check_batch(self, batch: Samples) -> None:
-        """Raise for fewer samples than mini-batches."""
-        if self.training_now:
-            check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
 
 
 def _head_of(teacher: Any) -> TeacherHead:

@@ -26,10 +26,9 @@ from lightning_realloc.algorithms.losses.functional import (
     clipped_policy_loss,
     clipped_value_loss,
     kl_estimate,
-    masked_sum,
 )
 from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
-from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     calls_of_further,
@@ -40,7 +39,6 @@ from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantage
 from lightning_realloc.algorithms.settings import (
     Unpack,
     check_choice,
-    check_minibatches,
     check_not_negative,
     check_positive,
     check_type,
@@ -48,7 +46,7 @@ from lightning_realloc.algorithms.settings import (
 )
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
-from lightning_realloc.batch.training import Average, Loss, Totals, TrainOptions
+from lightning_realloc.batch.training import Loss, Totals, TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
@@ -265,8 +263,7 @@ class PPO(RewardedModule):
             # From the sampling policy to the trained one: k3 with exchanged arguments.
             "behaviour_kl": kl_estimate(behaviour, now, estimator="k3"),
         }
-        metrics = {name: Average(masked_sum(values, mask), mask.sum()) for name, values in measured.items()}
-        return Loss(self._averaged(values, batch, totals), metrics)
+        return Loss(self.average_loss(values, batch, totals), token_metrics(measured, mask))
 
     @train("critic", needs=("rollout", "values", "returns"))
     def critic_loss(self, critic: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
@@ -274,9 +271,8 @@ class PPO(RewardedModule):
         values = self._values(critic, batch)
         batch = drop_unscored(batch, "returns")
         error = clipped_value_loss(values, batch["values"], batch["returns"], clip=self.value_clip)
-        mask = batch.response_mask
-        clipped = Average(masked_sum(error.clipped.float(), mask), mask.sum())
-        return Loss(self._averaged(error.values, batch, totals), {"clip_fraction": clipped})
+        metrics = token_metrics({"clip_fraction": error.clipped.float()}, batch.response_mask)
+        return Loss(self.average_loss(error.values, batch, totals), metrics)
 
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
@@ -299,17 +295,7 @@ class PPO(RewardedModule):
             sums = (samples.tensor(name)[judged].sum() for name in ("return_sums", "return_square_sums"))
             self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 
-    def check_batch(self, batch: Samples) -> None:
-        """Raise also for fewer samples than mini-batches of the critic."""
-        super().check_batch(batch)
-        if self.training_now:
-            check_minibatches(len(batch) * self.sampling.n, self.critic_train_options)
-
     # ---- helpers
-    def _averaged(self, values: Tensor, batch: PackedBatch, totals: Totals) -> Tensor:
-        max_tokens = self.sampling.max_new_tokens
-        return averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens)
-
     def _values(self, critic: nn.Module, batch: PackedBatch) -> Tensor:
         """Return (N,) the value of the state before each token: the critic's output at the previous token."""
         values = packed_logits(critic, batch)

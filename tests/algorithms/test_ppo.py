@@ -178,6 +178,17 @@ def test_calls_follow_from_settings() -> None:
     assert warm.runs("critic.train", 0)
 
 
+def test_losses_may_be_sums_over_a_constant_length() -> None:
+    model, batch = tiny_model("llama"), pack_columns(rollout(), CPU)
+    by_average = {
+        average: runs.ppo(actor=model, loss_average=average).actor_loss(model, batch, TOTALS).value.item()
+        for average in ("token", "sum", "constant")
+    }
+    # 7 tokens in 3 responses of at most max_new_tokens=6.
+    assert by_average["sum"] == pytest.approx(by_average["token"] * 7 / 3, rel=1e-5)
+    assert by_average["constant"] == pytest.approx(by_average["token"] * 7 / 18, rel=1e-5)
+
+
 def test_a_critic_begins_as_the_reward_model_or_with_the_actors_layers() -> None:
     actor, scorer = tiny_model("llama"), tiny_scorer("llama", seed=3)
     from_reward, from_actor = runs.ppo(actor=actor, reward=scorer), runs.ppo(actor=actor)

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_realloc.algorithms.losses.functional import kl_estimate, masked_sum
+from lightning_realloc.algorithms.losses.functional import kl_estimate
+from lightning_realloc.algorithms.losses.loss_reduction import token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import response_sums
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
 from lightning_realloc.batch.packing import PackedBatch
@@ -70,4 +71,4 @@ def mismatch_metrics(proximal: Tensor, behaviour: Tensor, batch: PackedBatch) ->
         "engine_difference": (proximal - behaviour).abs(),
         "engine_kl": kl_estimate(behaviour, proximal, estimator="k3"),
     }
-    return {name: Average(masked_sum(values, mask), mask.sum()) for name, values in measured.items()}
+    return token_metrics(measured, mask)

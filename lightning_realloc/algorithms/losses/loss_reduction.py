@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
 
 from lightning_realloc.algorithms.losses.functional import masked_sum, sequence_mean_sum
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.batch.training import Totals
+from lightning_realloc.batch.training import Average, Totals
 
 LossAverage = Literal["sequence", "token", "constant", "sum"]
 """Average of token losses over a mini-batch.
@@ -39,3 +40,8 @@ def averaged_loss(
         return per_response
     assert max_tokens is not None, "a constant average needs its constant"
     return per_response / max_tokens
+
+
+def token_metrics(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Average]:
+    """Return the mean of each metric's (N,) values over the tokens in the mask."""
+    return {name: Average(masked_sum(value, mask), mask.sum()) for name, value in values.items()}

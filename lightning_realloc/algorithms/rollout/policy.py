@@ -13,11 +13,13 @@ from lightning_realloc.algorithms.base.accuracy import Accuracy
 from lightning_realloc.algorithms.base.calls import generate, infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, sample_responses
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
-from lightning_realloc.algorithms.settings import Unpack, check_type
+from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
+from lightning_realloc.batch.training import Totals
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
 from lightning_realloc.generation.core.model_config import penalties_of
@@ -57,6 +59,8 @@ class PolicyModule(MultiModelModule):
     learns_whole_groups = False
     """Whether responses to one prompt are trained on together."""
     supports_rollout_budget = True
+    loss_average: LossAverage
+    """Average of token losses, which a subclass sets."""
     reward_column: str | None = None
     """Column with the rewards of responses; None if there are none."""
 
@@ -178,6 +182,17 @@ class PolicyModule(MultiModelModule):
         if self.accuracy is None or self.reward_column is None:
             return found
         return found | self.accuracy.summary(samples, self.reward_column)
+
+    def check_batch(self, batch: Samples) -> None:
+        """Raise for fewer samples than mini-batches of a trained role."""
+        if self.training_now:
+            for role in self.dataflow.trained_roles:
+                check_minibatches(len(batch) * self.sampling.n, self.train_options_of(role))
+
+    def average_loss(self, values: Tensor, batch: PackedBatch, totals: Totals) -> Tensor:
+        """Return this micro-batch's part of the mean of (N,) token losses, as ``loss_average`` says."""
+        max_tokens = self.sampling.max_new_tokens
+        return averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens)
 
     def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
         """Return the calls that ``predict`` runs, without rewards if the data lacks their columns."""

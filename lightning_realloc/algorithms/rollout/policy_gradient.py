@@ -20,14 +20,13 @@ from lightning_realloc.algorithms.losses.functional import (
     generalized_advantages,
     kept_tokens,
     kl_estimate,
-    masked_sum,
     sequence_sums,
     spread_tokens,
     token_rewards,
     whiten,
 )
 from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace, PolicyLossOptions
-from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, RatioLevel
 from lightning_realloc.algorithms.losses.proximal import (
     RatioTo,
@@ -312,9 +311,7 @@ class PolicyGradient(RewardedModule):
         if statistics.entropy is not None:
             measured["entropy"] = statistics.entropy
             values = values - self.entropy_coef * statistics.entropy
-        metrics |= {name: Average(masked_sum(value, mask), mask.sum()) for name, value in measured.items()}
-        max_tokens = self.sampling.max_new_tokens
-        return Loss(averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens), metrics)
+        return Loss(self.average_loss(values, batch, totals), metrics | token_metrics(measured, mask))
 
     def token_losses(self, logprobs: Tensor, before: Tensor, advantages: Tensor, batch: PackedBatch) -> ClippedLoss:
         """Return the (N,) losses of tokens. A subclass overrides this for a formula of its own.

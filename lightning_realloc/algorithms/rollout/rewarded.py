@@ -24,7 +24,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     penalize_truncated,
     with_further,
 )
-from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_positive
+from lightning_realloc.algorithms.settings import Unpack, check_positive
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -206,8 +206,7 @@ class RewardedModule(PolicyModule):
 
     def check_batch(self, batch: Samples) -> None:
         """Raise for data without a column of a reward function, and for fewer samples than mini-batches."""
-        if self.training_now:
-            check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
+        super().check_batch(batch)
         if self._reward_functions is not None:
             self._reward_functions.check_columns(batch.data)
 
