@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
@@ -18,15 +19,19 @@ from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.train_call import OptimizerHooks
-from lightning_realloc.strategies.pool.builder import PoolBuilder
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
+from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
+from lightning_realloc.strategies.measure.subjects import Machine
+from lightning_realloc.strategies.pool.builder import NamedPlan, PoolBuilder
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.offloader import Offloader
-from lightning_realloc.strategies.pool.plan_source import NamedPlan
 from lightning_realloc.strategies.pool.replica import Replica
+from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
+from lightning_realloc.tuning.shapes.lengths import Lengths
 
 if TYPE_CHECKING:
     from lightning_realloc.strategies.realloc import ReallocStrategy
@@ -34,10 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementOptions:
-    """Settings of a run that its models are placed by."""
+    """Settings by which a run places its models."""
 
     plan: NamedPlan
-    """The execution plan, or the name of the way to make one."""
+    """The execution plan, or the name of a way to make one."""
     overlap: OverlapOptions
     """Calls that may run at the same time."""
     transport: TransportName
@@ -49,7 +54,7 @@ class PlacementOptions:
 
 
 class PlacedRoles:
-    """The pool of models of one LightningModule, with all that runs on it.
+    """Owns the pool of models of one LightningModule, its call runner and its offloader.
 
     Args:
         strategy: The running strategy: ranks, device, optimizers, callbacks.
@@ -57,7 +62,7 @@ class PlacedRoles:
         options: Settings of the run.
     """
 
-    def __init__(self, strategy: ReallocStrategy, optimizers: OptimizerHooks, options: PlacementOptions) -> None:
+    def __init__(self, strategy: ReallocStrategy, optimizers: LightningOptimizers, options: PlacementOptions) -> None:
         self._strategy = strategy
         self._optimizers = optimizers
         self._options = options
@@ -119,8 +124,8 @@ class PlacedRoles:
         self.builder().check_memory(self._options.plan, self._callbacks)
 
     def set_up(self, trainer: Trainer) -> None:
-        """Shard every role into its home layout, and make what runs on the pool. Collective over all ranks."""
-        module = self._strategy.lightning_module
+        """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
+        module: Any = self._strategy.lightning_module
         self._reallocation = ParameterReallocation.from_trainer(trainer)
         if not self.holds(module) or self._pool is None:
             self._pool = self.builder().build(self._options.plan)
@@ -152,7 +157,7 @@ class PlacedRoles:
         """Announce a call to callbacks, and yield the replica that it works on."""
         trainer = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
         assert self._offloader is not None
-        self._offloader.begin(call, self._strategy.optimizers_by_role())
+        self._offloader.begin(call, self._optimizers.by_role())
         dispatch(trainer, "on_phase_start", call)
         replica = self.pool.active(call)
         yield replica
@@ -171,6 +176,25 @@ class PlacedRoles:
     def frees_copies(self) -> bool:
         """Whether replicas leave memory between their calls."""
         return self._reallocation is not None and self._reallocation.free_after
+
+    # ---- measurements and estimates
+    def profile(self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float) -> Profile | None:
+        """See `ReallocStrategy.profile`."""
+        builder = self.builder()
+        machine = Machine(
+            options=builder.options,
+            meshes=self.pool.meshes,
+            forward_context=lambda wrapped: self._optimizers.forward_context(wrapped=wrapped),
+        )
+        return profile_models(builder, machine, iterations, cache=cache, seconds=seconds)
+
+    def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None) -> PlanEvaluator:
+        """See `ReallocStrategy.plan_evaluator`."""
+        overlap = self._options.overlap
+        return make_plan_evaluator(
+            self.builder(), self.pool.plan, iterations, callbacks=self._callbacks, overlap=overlap.overlap,
+            generation_parts=overlap.generation_chunks, profile=profile,
+        )  # fmt: skip
 
     # ---- changes between iterations
     def apply_plan(self, plan: NamedPlan) -> None:
@@ -193,7 +217,7 @@ class PlacedRoles:
         self.runner.finish()
         self.pool.meshes.create(wanted.layouts)
         self.close()
-        self.pool.apply_plan(wanted, self._strategy.optimizers_by_role())
+        self.pool.apply_plan(wanted, self._optimizers.by_role())
         self._replace_models()
 
     def release(self, role: str) -> None:
@@ -221,7 +245,7 @@ class PlacedRoles:
         rank, device = self._strategy.global_rank, self._strategy.root_device
         return Offloader(pool, OffloadSchedule(pool.dataflow, pool.plan, rank, pool.average_of, pool.sharers), device)
 
-    def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
+    def _make_runner(self, module: RunnableAlgorithm, pool: ModelPool) -> CallRunner:
         strategy = self._strategy
         mailbox = Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group())
         context = CallContext(module, pool, mailbox, strategy.root_device, strategy.global_rank)

@@ -1,7 +1,7 @@
-"""``Trainer(strategy="realloc")``: owns every model of an algorithm and runs each call in the layout of the plan.
+"""Lightning strategy that owns every model of an algorithm, and runs each call in the plan's layout.
 
-A LightningModule that declares a dataflow (see ``algorithms.module``) is run call by call. Any other LightningModule is
-trained data-parallel, like under any strategy. ``docs/internals/lightning.md`` lists what is overridden and why.
+``Trainer(strategy="realloc")`` runs a LightningModule that declares a dataflow (see ``algorithms.base.module``) call by
+call. It trains any other LightningModule data-parallel. ``docs/internals/lightning.md`` lists the overridden members.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
@@ -32,17 +32,14 @@ from lightning_realloc.runtime.measure.host_memory import (
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
-from lightning_realloc.strategies.checkpoints.checkpoint import optimizer_settings
-from lightning_realloc.strategies.lightning.checkpoint_hooks import RoleCheckpoints
+from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, check_schedules
-from lightning_realloc.strategies.measure.estimation import lengths_of, make_plan_evaluator, profile_of
-from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
+from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.plan_source import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.precision import check_precision
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
@@ -113,7 +110,7 @@ class ReallocStrategy(DataParallelStrategy):
         if transport not in get_args(TransportName):
             raise ConfigError(f"transport={transport!r} must be one of {', '.join(get_args(TransportName))}")
         if generation_parts is not None:
-            _warn_of_former_name("ReallocStrategy(generation_parts=...)", "generation_chunks", stacklevel=4)
+            _warn_of_former_name("ReallocStrategy(generation_parts=...)", stacklevel=4)
             if generation_chunks not in (1, generation_parts):
                 raise ConfigError(
                     f"generation_chunks={generation_chunks} has the former name generation_parts={generation_parts}, "
@@ -123,10 +120,10 @@ class ReallocStrategy(DataParallelStrategy):
         self._overlap = OverlapOptions(
             overlap=overlap, max_staleness=max_staleness, generation_chunks=generation_chunks
         )
-        self._checkpoints = RoleCheckpoints(
-            self, save_frozen_roles=save_frozen_roles, load_weights_only=load_weights_only
-        )
         self._optimizer_hooks = LightningOptimizers(self)
+        self._checkpoints = RoleCheckpoints(
+            self, self._optimizer_hooks, save_frozen_roles=save_frozen_roles, load_weights_only=load_weights_only
+        )
         options = PlacementOptions(
             plan=read_plan_source(plan),
             overlap=self._overlap,
@@ -137,11 +134,11 @@ class ReallocStrategy(DataParallelStrategy):
         self._placed = PlacedRoles(self, self._optimizer_hooks, options)
         self._collection = InfrequentCollection()
         self.num_shown = 0
-        """Of how many samples of an iteration every rank is to be told the responses."""
+        """Samples of an iteration whose responses every rank receives."""
         self.shown: tuple[Samples, ...] = ()
-        """These samples, of each batch that the last iteration trained on."""
+        """The first ``num_shown`` samples of each batch that the last iteration trained on."""
         self.lengths: Lengths | None = None
-        """Of the latest iteration's sequences; None before it, and where it has no prompts with responses."""
+        """Lengths of the latest iteration's sequences; None before it, and if it has no prompts with responses."""
 
     # ---- what users and callbacks read
     @property
@@ -157,7 +154,7 @@ class ReallocStrategy(DataParallelStrategy):
     @property
     def generation_parts(self) -> int:
         """Former name of :attr:`generation_chunks`."""
-        _warn_of_former_name("ReallocStrategy.generation_parts", "generation_chunks", stacklevel=3)
+        _warn_of_former_name("ReallocStrategy.generation_parts", stacklevel=3)
         return self.generation_chunks
 
     @property
@@ -182,22 +179,11 @@ class ReallocStrategy(DataParallelStrategy):
 
         Measuring takes about ``seconds`` at most; None where that is too little. A cached profile takes none.
         """
-        builder = self._placed.builder()
-        options = builder.options
-        machine = Machine(
-            meshes=self.pool.meshes, device=self.root_device, rank=self.global_rank, world_size=self.world_size,
-            cluster=self.cluster, copy_dtype=options.copy_dtype, mixed_precision=options.mixed_precision,
-            forward_context=lambda wrapped: self._optimizer_hooks.forward_context(wrapped=wrapped),
-        )  # fmt: skip
-        return profile_of(builder, machine, iterations, cache=cache, seconds=seconds)
+        return self._placed.profile(iterations, cache=cache, seconds=seconds)
 
     def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> PlanEvaluator:
-        """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
-        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
-        return make_plan_evaluator(
-            self._placed.builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap.overlap,
-            generation_parts=self.generation_chunks, profile=profile,
-        )  # fmt: skip
+        """Return an evaluator of other plans, for iterations of such lengths. Collective over all ranks."""
+        return self._placed.plan_evaluator(iterations, profile)
 
     # ---- models
     def setup_environment(self) -> None:
@@ -257,11 +243,7 @@ class ReallocStrategy(DataParallelStrategy):
 
     def check_release(self, role: str) -> None:
         """Raise ConfigError where a role's weights are needed after its last call."""
-        if self._checkpoints.save_frozen_roles:
-            raise ConfigError(
-                f"save_frozen_roles=True writes the weights of {role!r} into checkpoints, and they are to leave memory "
-                f"once its last call has run; leave save_frozen_roles out, or keep the role"
-            )
+        self._checkpoints.check_release(role)
 
     def release(self, role: str) -> None:
         """Free the weights of a role that has run its last call. Collective over all ranks, between iterations.
@@ -282,19 +264,19 @@ class ReallocStrategy(DataParallelStrategy):
         """Run every call once, count one step, and advance learning-rate schedules.
 
         Returns:
-            All samples of each batch that was trained on, with what the calls made of each; of sequences the lengths.
-            That is this batch, or, with ``max_staleness=1``, the one before: none the first time, both the last time.
+            All samples of each batch that was trained on, with the values that calls made; of sequences the lengths.
+            With ``max_staleness=1``, the batch is the one before: none the first time, both the last time.
         """
         module: Any = self.lightning_module
-        trainer: Any = module.trainer
-        calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call.name, self.iteration)]
-        is_last = trainer.is_last_batch or self.iteration + 1 == trainer.max_steps
+        trainer, iteration = module.trainer, self.iteration
+        calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call.name, iteration)]
+        is_last = trainer.is_last_batch or iteration + 1 == trainer.max_steps
         results = self.runner.run_iteration(
-            batch, calls, iteration=self.iteration, is_last=is_last, num_shown=self.num_shown
+            batch, calls, iteration=iteration, is_last=is_last, num_shown=self.num_shown
         )
         self.shown = tuple(result.shown for result in results if result.shown is not None)
         for result in results:
-            self.lengths = lengths_of(result.samples)
+            self.lengths = result.lengths
             module.log_dict(dict(result.metrics), batch_size=1)
             module.on_samples_carried(result.carried, num_learnt=len(result.samples))
         self._optimizer_hooks.count_iteration()
@@ -302,9 +284,9 @@ class ReallocStrategy(DataParallelStrategy):
         return tuple(result.samples.lengths_only() for result in results)
 
     def run_calls(self, batch: Samples, names: tuple[str, ...], *, are_of_next: bool = False) -> Samples:
-        """Run some calls on a batch, in the dataflow's order, without training; every rank gets all of the results.
+        """Run some calls on a batch, in the dataflow's order, without training; every rank gets all results.
 
-        ``are_of_next``: whether they are the beginning of the next iteration, with which what they measured is logged.
+        ``are_of_next``: whether these calls begin the next iteration, which then logs their metrics.
         """
         calls = [call for call in self.pool.dataflow.calls if call.name in names]
         if len(calls) < len(names):
@@ -314,28 +296,28 @@ class ReallocStrategy(DataParallelStrategy):
         return results
 
     def _stop_if_agreed(self) -> None:
-        """Let the run end after this batch if a rank received SIGTERM; nothing stays on its way between ranks."""
+        """End the run after this batch if a rank received SIGTERM, with all messages between ranks received."""
         if self.stop.is_agreed:
             self.runner.finish()
             dismiss_observer(self._launcher)
             self.stop.end_run(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        """Look for garbage seldom, since iterations leave none, and all ranks wait for the one that looks."""
+        """Collect garbage seldom: iterations leave none, and all ranks wait for the one that collects."""
         super().on_train_start()
         if self.dataflow is not None:
             self._collection.start()
 
     def on_train_end(self) -> None:
-        """Take in what ranks sent each other last."""
+        """Receive the last messages of other ranks."""
         self._placed.finish()
 
     def bring_back(self) -> None:
-        """Have everything that the plan offloads on the device until the next call begins."""
+        """Fetch everything that the plan offloads to the device, until the next call begins."""
         self._placed.bring_back()
 
     def teardown(self) -> None:
-        """Leave whole models behind."""
+        """Fetch offloaded weights, and release the models."""
         self._collection.stop()
         self._placed.close()
         module: Any = self.lightning_module
@@ -350,16 +332,16 @@ class ReallocStrategy(DataParallelStrategy):
         """Iterations done so far."""
         return self._optimizer_hooks.iteration
 
-    def optimizer_of(self, role: str) -> torch.optim.Optimizer:
+    def optimizer_of(self, role: str) -> Optimizer:
         """Return a role's optimizer. Raises ConfigError if there is none."""
         return self._optimizer_hooks.optimizer_of(role)
 
-    def optimizers_by_role(self) -> dict[str, torch.optim.Optimizer]:
+    def optimizers_by_role(self) -> dict[str, Optimizer]:
         """Return role -> optimizer."""
         return self._optimizer_hooks.by_role()
 
     def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: object
     ) -> Any:
         """Step an optimizer, and mark replicas of the weights that it changed as stale."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -372,47 +354,8 @@ class ReallocStrategy(DataParallelStrategy):
 
     # ---- checkpoints: a folder of shards for an algorithm's roles, one file for a module without calls
     @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are read into sharded models."""
-        return self.dataflow is not None
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores optimizers itself."""
-        return self.dataflow is None
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state that rank 0 writes; parameters of sharded roles are not in it."""
-        return super().lightning_module_state_dict() if self.dataflow is None else self._checkpoints.module_state()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state; for sharded roles only the groups' settings, tensors are written apart."""
-        if self.dataflow is None:
-            return super().optimizer_state(optimizer)
-        return optimizer_settings(getattr(optimizer, "_optimizer", optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint. Collective over all ranks."""
-        save = super().save_checkpoint if self.dataflow is None else self._checkpoints.save
-        save(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; sharded roles are filled in place.
-
-        Raises:
-            CheckpointError: for something that is not a checkpoint of this strategy, or is one of other models.
-        """
-        load = super().load_checkpoint if self.dataflow is None else self._checkpoints.load
-        return load(checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what is not sharded; `load_checkpoint` has filled sharded roles."""
-        super().load_model_state_dict(checkpoint, strict=strict and self.dataflow is None)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizers of a module without calls; `load_checkpoint` has filled those of roles."""
-        if self.dataflow is None:
-            super().load_optimizer_state_dict(checkpoint)
+    def _checkpoint_hooks(self) -> RoleCheckpoints | FileCheckpoints:
+        return super()._checkpoint_hooks if self.dataflow is None else self._checkpoints
 
     def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None, merge: bool = False) -> None:
         """Write a role's current weights as a folder that ``from_pretrained`` reads. Collective over all ranks.
@@ -420,8 +363,8 @@ class ReallocStrategy(DataParallelStrategy):
         For a role with adapters it is the folder that PEFT reads, or, with ``merge``, the merged model.
 
         Raises:
-            CheckpointError: on every rank, for what has no Hugging Face form or cannot be written, and for trained
-                weights that are not finite.
+            CheckpointError: on every rank, if the role has no Hugging Face form, the folder cannot be written, or
+                trained weights are not finite.
         """
         self._checkpoints.save_huggingface(role, folder, dtype=dtype, merge=merge)
 
@@ -433,10 +376,6 @@ class ReallocStrategy(DataParallelStrategy):
         """Return a role's full weights, all or some, on rank 0, {} elsewhere. Collective over all ranks."""
         return self._checkpoints.full_weights(role, names)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with full tensors on rank 0. Collective over all ranks."""
-        return super().full_state_dict() if self.dataflow is None else self._checkpoints.full_state()
-
     # ---- names
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -445,6 +384,6 @@ class ReallocStrategy(DataParallelStrategy):
             strategy_registry.register(name, cls, override=True, description=cls.__doc__.split("\n")[0], **options)  # type: ignore[union-attr]
 
 
-def _warn_of_former_name(former: str, name: str, *, stacklevel: int) -> None:
-    message = f"{former} is now {name}; the former name goes with the next release"
+def _warn_of_former_name(former: str, *, stacklevel: int) -> None:
+    message = f"{former} is now generation_chunks; the former name goes with the next release"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -25,12 +25,14 @@ from lightning_realloc.strategies.calls.engines import EnginePool, PeerFailure, 
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls
 from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.metrics import RunMetrics
-from lightning_realloc.strategies.calls.train_call import OptimizerHooks, TrainCalls
+from lightning_realloc.strategies.calls.train_call import TrainCalls
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.replica import Replica
+from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.timeline.simulator import Overlap
 
 
@@ -83,6 +85,14 @@ class IterationResult:
     shown: Samples | None = None
     """The first samples by id, with their responses; None if none were asked for."""
 
+    @property
+    def lengths(self) -> Lengths | None:
+        """Lengths of all prompts and responses; None if the samples do not have both."""
+        if not len(self.samples) or "prompt_ids" not in self.samples or "response_ids" not in self.samples:
+            return None
+        prompts, responses = (self.samples.ragged(name).lengths.tolist() for name in ("prompt_ids", "response_ids"))
+        return Lengths(tuple(prompts), tuple(responses))
+
 
 class PlacedModels(Protocol):
     """The models as callbacks and the plan place them for each call; `PlacedRoles` implements it."""
@@ -110,7 +120,7 @@ class CallRunner:
     """
 
     def __init__(
-        self, context: CallContext, placed: PlacedModels, hooks: OptimizerHooks, options: OverlapOptions,
+        self, context: CallContext, placed: PlacedModels, hooks: LightningOptimizers, options: OverlapOptions,
         stop: StopRequest,
     ) -> None:  # fmt: skip
         self._context, self._mailbox, self._pool = context, context.mailbox, context.pool

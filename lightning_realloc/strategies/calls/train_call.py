@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,35 +29,14 @@ from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.gradients import clip_gradients, first_bad_gradient
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.checkpoints.rng_state import seeded
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.pool.replica import Replica
 
 LossMethod = Callable[..., Loss]
 
-
 log = logging.getLogger(__name__)
-
-
-class OptimizerHooks(Protocol):
-    """Lightning's optimizers, precision and backward pass, as a training call needs them."""
-
-    @property
-    def iteration(self) -> int:
-        """Iterations done so far."""
-
-    def optimizer_of(self, role: str) -> torch.optim.Optimizer:
-        """Return the role's optimizer."""
-
-    def forward_context(self, *, wrapped: bool) -> AbstractContextManager[None]:
-        """Return the context of a training forward pass: autocast unless FSDP, which wraps the model, casts."""
-
-    def backward_loss(self, loss: Tensor) -> None:
-        """Compute gradients, with Lightning's hooks."""
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer with Lightning's hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +63,7 @@ class TrainCalls:
         hooks: Lightning's optimizers and hooks.
     """
 
-    def __init__(self, context: CallContext, hooks: OptimizerHooks) -> None:
+    def __init__(self, context: CallContext, hooks: LightningOptimizers) -> None:
         self._context, self._hooks = context, hooks
         self._skipped = SkippedSteps()
 
@@ -116,7 +94,8 @@ class TrainCalls:
             means["steps"] = float(sums.num_steps)
         data.training_metrics[call.name] = {f"{role}/{name}": value for name, value in means.items()}
 
-    def _dropout_masks(self, replica: Replica) -> AbstractContextManager[None]:
+    @contextmanager
+    def _dropout_masks(self, replica: Replica) -> Iterator[None]:
         """Seed dropout by iteration and rank, so that a resumed run draws the same masks.
 
         Ranks of a tensor-parallel group draw equal masks, since their activations must stay equal. Data-parallel ranks
@@ -125,7 +104,10 @@ class TrainCalls:
         layout, rank = replica.layout, self._context.rank
         share = layout.data_parallel_index(rank) + layout.data_parallel_size * layout.coordinate(rank).pp
         seed = hash((self._context.algorithm.seed, self._hooks.iteration, share)) % 2**63
-        return seeded(seed, self._context.device)
+        device = self._context.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
 
     def _step(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums) -> bool:
         """Take one optimizer step; return False if its mini-batch exceeds a limit, without a step.

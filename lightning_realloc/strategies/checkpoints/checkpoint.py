@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +46,6 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     read_description,
     write_description,
 )
-from lightning_realloc.strategies.checkpoints.rng_state import set_random_state
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     non_finite_parameters,
     optimizer_key,
@@ -393,3 +394,31 @@ def unsharded_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:
             if name not in child._non_persistent_buffers_set and not (dot + name).startswith(frozen):
                 state[dot + name] = buffer.detach().cpu()
     return state
+
+
+# ---- random states
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of the generators of Python, numpy, torch and the device, as plain tensors and numbers.
+
+    The package's own draws are keyed by seed, sample and iteration, and depend on no earlier draw. The states are kept
+    for draws of users, in reward functions and callbacks.
+    """
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore the states that `random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

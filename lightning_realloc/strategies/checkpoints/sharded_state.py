@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,9 +133,9 @@ def _is_scalar(value: object) -> bool:
 
 
 def _shard_entry(
-    replica: Replica, name: str, parameter: nn.Parameter, key: str, value: Any, rank: int
+    replica: Replica, name: str, parameter: nn.Parameter, key: str, value: object, rank: int
 ) -> ShardedTensor:
-    if _is_scalar(value):
+    if isinstance(value, Tensor) and value.dim() == 0:
         return ShardedTensor((1,), value.dtype, (_SCALAR,), value.view(1))
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         shape = replica.model_layout.model.param(name).shape

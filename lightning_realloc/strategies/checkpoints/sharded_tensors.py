@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._state = state
         self._folder = folder
 
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: object, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
@@ -159,7 +161,7 @@ class _Reader(FileSystemReader):
         self._folder = folder
         self._metadata = read_metadata(folder)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -78,7 +78,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles classes that torch writes into ``.metadata``, and refuses all others before importing them."""
 
-    def __init__(self, stream: Any, file: Path) -> None:
+    def __init__(self, stream: IO[bytes], file: Path) -> None:
         super().__init__(stream)
         self._file = file
 

@@ -1,7 +1,7 @@
-"""Samples of one iteration on one rank: tables, results that it holds, and messages with other ranks.
+"""Hold one rank's samples of an iteration, and exchange results with other ranks.
 
-Results stay where they were made. One of their holders sends them once to every rank that needs them in a later call.
-Ranks do not meet for that: a sender does not wait, and a receiver waits for what it needs alone.
+Results stay on the ranks that made them. One holder sends them once to every rank that needs them in a later call. A
+sender does not wait; a receiver waits only for its own inputs.
 """
 
 from __future__ import annotations
@@ -186,13 +186,13 @@ class IterationData:
         The senders of a generating call record it without samples, too: other ranks wait for their chunks.
 
         Raises:
-            PlanError: for a call that did not return what it produces, or changed samples that it had sent.
+            PlanError: if the call returned other columns than it produces, or changed samples that it had sent.
         """
         if call.kind == "generate" and self._rank in self.routes.placements[call.name].senders:
             self._send_last_chunks(call, made)
         if made is None:
             return
-        table = self._generated_table(call) if call.kind == "generate" else self.table(call)
+        table = self._table_made_by(call)
         if call.kind != "generate":
             _check_complete(call, made)
         holders = self.routes.holders(call, table)
@@ -278,6 +278,10 @@ class IterationData:
             generation.rows[key] = samples["rows"]
         return generation.rows[key]
 
+    def _table_made_by(self, call: ModelFunctionCall) -> SampleTable:
+        """Return the samples that the results of a call belong to."""
+        return self._generated_table(call) if call.kind == "generate" else self.table(call)
+
     def _generated_table(self, call: ModelFunctionCall) -> SampleTable:
         """Return the samples that a generating call made; waits for the ranks that made them."""
         generation = self._generations[call.name]
@@ -341,7 +345,7 @@ class IterationData:
     def drain(self, calls: Sequence[ModelFunctionCall]) -> None:
         """Receive the results of these calls, though nothing will work on them: their senders wait for that."""
         for call in calls:
-            self._receive_results(call, self._generated_table(call) if call.kind == "generate" else self.table(call))
+            self._receive_results(call, self._table_made_by(call))
         if self._has_sent_report:
             self.receive_report()
 
@@ -367,8 +371,7 @@ class IterationData:
         last = self._last_table()
         complete = last.known if last is self._batch else None
         for call in self.routes.calls:
-            table = self._generated_table(call) if call.kind == "generate" else self.table(call)
-            if call.kind == "train" or table is not last:
+            if call.kind == "train" or self._table_made_by(call) is not last:
                 continue
             made = all_gather_samples(self._mine.get(call.name))
             complete = made if complete is None else complete.with_columns(**made.by_ids(complete.ids).columns)

@@ -1,23 +1,24 @@
-"""Save, load and export the roles of a running strategy.
+"""Save, load and export the models of a running strategy, in Lightning's checkpoint hooks.
 
-This module collects the parts of a checkpoint from Lightning and from the pool of models. `checkpoints.checkpoint`
-defines the folder.
+`RoleCheckpoints` serves an algorithm: it collects the parts of a checkpoint from Lightning and from the pool of models.
+`checkpoints.checkpoint` defines the folder. `FileCheckpoints` serves a module without calls: rank 0 writes one file.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.errors import ConfigError
@@ -25,15 +26,20 @@ from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.checkpoint import (
     RANDOM_STATES,
     TrainedModels,
+    optimizer_settings,
+    random_state,
     read_checkpoint,
+    refuse_folder,
     require_finite_weights,
     run_on_first_rank,
     unsharded_state,
     write_checkpoint,
 )
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
-from lightning_realloc.strategies.checkpoints.rng_state import random_state
-from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.realloc import ReallocStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -41,39 +47,48 @@ STALL_WARNING_S = 60.0
 """Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
 
 
-class RunningStrategy(Protocol):
-    """The members of a strategy that `RoleCheckpoints` uses."""
+class FileCheckpoints:
+    """Saves and resumes a module without calls, in one file.
 
-    optimizers: list[torch.optim.Optimizer]
+    Args:
+        strategy: The running strategy.
+        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
+    """
 
-    @property
-    def lightning_module(self) -> Any:
-        """The algorithm."""
+    def __init__(self, strategy: Strategy, *, load_weights_only: bool) -> None:
+        self._strategy = strategy
+        self._load_weights_only = load_weights_only
 
-    @property
-    def pool(self) -> ModelPool:
-        """The replicas of every role."""
+    def module_state(self) -> dict[str, Any]:
+        """Return the module's state."""
+        assert self._strategy.lightning_module is not None, "connected"
+        return self._strategy.lightning_module.state_dict()
 
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
+    full_state = module_state
 
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state."""
+        return optimizer.state_dict()
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None:
+        """Write a checkpoint on rank 0."""
+        if self._strategy.is_global_zero:
+            self._strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s object on every rank."""
+    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint.
 
-    def optimizers_by_role(self) -> dict[str, torch.optim.Optimizer]:
-        """Return role -> optimizer."""
+        Raises:
+            CheckpointError: for a folder, since a module without calls has a checkpoint of one file.
+        """
+        refuse_folder(Path(checkpoint_path))
+        weights_only = self._load_weights_only if weights_only is None else weights_only
+        return self._strategy.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
-    def bring_back(self) -> None:
-        """Return everything that the plan offloads to the device."""
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of all optimizers."""
+        for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
 
 
 class RoleCheckpoints:
@@ -81,20 +96,40 @@ class RoleCheckpoints:
 
     Args:
         strategy: The running strategy.
+        optimizers: The optimizers of all roles.
         save_frozen_roles: Also write roles that are never trained into checkpoints.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
     """
 
-    def __init__(self, strategy: RunningStrategy, *, save_frozen_roles: bool, load_weights_only: bool) -> None:
+    def __init__(
+        self,
+        strategy: ReallocStrategy,
+        optimizers: LightningOptimizers,
+        *,
+        save_frozen_roles: bool,
+        load_weights_only: bool,
+    ) -> None:
         self._strategy = strategy
-        self.save_frozen_roles = save_frozen_roles
+        self._optimizers = optimizers
+        self._save_frozen_roles = save_frozen_roles
         self._load_weights_only = load_weights_only
+
+    @property
+    def _module(self) -> Any:
+        return self._strategy.lightning_module
 
     def module_state(self) -> dict[str, Any]:
         """Return the part of the module's state that rank 0 writes; see `unsharded_state`."""
-        return unsharded_state(self._strategy.lightning_module, self._strategy.pool)
+        return unsharded_state(self._module, self._strategy.pool)
 
-    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the settings of an optimizer's groups; tensors are written with their roles."""
+        return optimizer_settings(optimizer)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: `load` has filled the optimizers."""
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None:
         """Write a checkpoint folder. Collective over all ranks.
 
         Raises:
@@ -114,9 +149,9 @@ class RoleCheckpoints:
                 f"no run can be resumed from {folder}: it holds only weights, since trainer.fit has not trained the "
                 f"current ones; to resume later, save after fit, before evaluating another model or with ckpt_path="
             )
-        write_checkpoint(folder, checkpoint, models, include_frozen=self.save_frozen_roles)
+        write_checkpoint(folder, checkpoint, models, include_frozen=self._save_frozen_roles)
 
-    def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
+    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint into the sharded roles, in place. It may have another layout and number of ranks.
 
         Raises:
@@ -127,7 +162,7 @@ class RoleCheckpoints:
         weights_only = self._load_weights_only if weights_only is None else weights_only
         strategy.bring_back()
         folder = Path(strategy.broadcast(str(checkpoint_path)))
-        trainer = strategy.lightning_module.trainer
+        trainer = self._module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         averaged = frozenset[str]()
         if not is_fitting:
@@ -171,6 +206,14 @@ class RoleCheckpoints:
         home = strategy.pool.home(role)
         return gather_weights(home, strategy.global_rank, strategy.world_size, strategy.root_device, names=names)
 
+    def check_release(self, role: str) -> None:
+        """Raise ConfigError where a role's weights are needed after its last call."""
+        if self._save_frozen_roles:
+            raise ConfigError(
+                f"save_frozen_roles=True writes the weights of {role!r} into checkpoints, and they are to leave memory "
+                f"once its last call has run; leave save_frozen_roles out, or keep the role"
+            )
+
     def full_state(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""
         state, pool = self.module_state(), self._strategy.pool
@@ -179,8 +222,7 @@ class RoleCheckpoints:
         return state
 
     def _trained_models(self) -> TrainedModels:
-        strategy = self._strategy
-        module = strategy.lightning_module
+        strategy, module = self._strategy, self._module
         try:
             tokenizer = module.tokenizer
         except (AttributeError, ConfigError):  # models that are given as modules may have no tokenizer
@@ -188,7 +230,7 @@ class RoleCheckpoints:
         return TrainedModels(
             pool=strategy.pool,
             algorithm=type(module).__name__,
-            optimizers=strategy.optimizers_by_role(),
+            optimizers=self._optimizers.by_role(),
             tokenizer=tokenizer,
             rank=strategy.global_rank,
             world_size=strategy.world_size,

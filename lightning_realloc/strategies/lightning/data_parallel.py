@@ -24,9 +24,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.dataflow.dataflow import Dataflow
@@ -36,7 +38,7 @@ from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
-from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
+from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.failures import dismiss_observer, end_with_parent, report_failures
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher
 from lightning_realloc.strategies.lightning.signals import StopRequest, set_exit_code
@@ -68,7 +70,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
         self._start_method = start_method
-        self._load_weights_only = load_weights_only
+        self._files = FileCheckpoints(self, load_weights_only=load_weights_only)
         self._sync_blocked = False
         self._is_watched = False
         self.stop = StopRequest()
@@ -201,32 +203,30 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     # An algorithm's calls choose their precision themselves. Lightning's evaluation loops use inference_mode with NCCL;
     # an FSDP2 module whose first forward runs under it cannot be trained afterwards.
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Run the module's step, under the precision's context only if the module declares no calls."""
         if self.dataflow is None:
             return super().training_step(*args, **kwargs)
         return self.connected_module.training_step(*args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step under ``no_grad``, and the precision's context only if the module declares no calls."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self.dataflow is None:
-                return super().validation_step(*args, **kwargs)
-            return self.connected_module.validation_step(*args, **kwargs)
+    def validation_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
+        """Run the module's step, see `_evaluate`."""
+        return self._evaluate("validation_step", *args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step under ``no_grad``, and the precision's context only if the module declares no calls."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self.dataflow is None:
-                return super().test_step(*args, **kwargs)
-            return self.connected_module.test_step(*args, **kwargs)
+    def test_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
+        """Run the module's step, see `_evaluate`."""
+        return self._evaluate("test_step", *args, **kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step under ``no_grad``, and the precision's context only if the module declares no calls."""
+    def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
+        """Run the module's step, see `_evaluate`."""
+        return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, step: str, *args: object, **kwargs: object) -> STEP_OUTPUT:
+        """Run a step under ``no_grad``, and the precision's context only if the module declares no calls."""
+        owner = super() if self.dataflow is None else self.connected_module
         with torch.inference_mode(False), torch.no_grad():
-            if self.dataflow is None:
-                return super().predict_step(*args, **kwargs)
-            return self.connected_module.predict_step(*args, **kwargs)
+            output: STEP_OUTPUT = getattr(owner, step)(*args, **kwargs)
+            return output
 
     def on_exception(self, exception: BaseException) -> None:
         """Publish the error for other ranks; to a broken connection, add the errors of the ranks that caused it."""
@@ -243,53 +243,53 @@ class DataParallelStrategy(ModelParallelStrategy):
         if self.stop.is_requested:
             self.stop.resend_if_unanswered(self.connected_module.trainer)
 
-    # ---- checkpoints: one file that rank 0 writes
+    # ---- checkpoints
+    @property
+    def _checkpoint_hooks(self) -> RoleCheckpoints | FileCheckpoints:
+        """The hooks of this module: one file that rank 0 writes."""
+        return self._files
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """False: weights are read before `setup` broadcasts them."""
-        return False
+        """Whether weights are read into sharded models; otherwise before `setup` broadcasts them."""
+        return self.dataflow is not None
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning restores optimizers itself."""
-        return True
+        """Whether Lightning restores optimizers itself."""
+        return self.dataflow is None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state."""
-        return self.connected_module.state_dict()
+        """Return the state that rank 0 writes; parameters of sharded roles are not in it."""
+        return self._checkpoint_hooks.module_state()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state."""
-        state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
-        return state
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state; for sharded roles only the groups' settings, tensors are written apart."""
+        return self._checkpoint_hooks.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint on rank 0."""
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
+        """Write a checkpoint. Collective over all ranks."""
+        self._checkpoint_hooks.save(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint.
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; sharded roles are filled in place.
 
         Raises:
-            CheckpointError: for a folder, since a module without calls has a checkpoint of one file.
+            CheckpointError: if it is not a checkpoint of this strategy, or is one of other models.
         """
-        refuse_folder(Path(checkpoint_path))
-        weights_only = self._load_weights_only if weights_only is None else weights_only
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return self._checkpoint_hooks.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state."""
-        self.connected_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        """Load the state that is not sharded; `load_checkpoint` has filled sharded roles."""
+        self.connected_module.load_state_dict(checkpoint["state_dict"], strict=strict and self.dataflow is None)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of all optimizers."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
+        """Load optimizers of a module without calls; `load_checkpoint` has filled those of roles."""
+        self._checkpoint_hooks.load_optimizers(checkpoint)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""
-        return self.connected_module.state_dict()
+        return self._checkpoint_hooks.full_state()
 
     # ---- gradients
     def post_backward(self, closure_loss: Tensor) -> None:

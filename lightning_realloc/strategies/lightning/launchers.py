@@ -22,7 +22,9 @@ class FullStateLauncher(_MultiProcessingLauncher):
     rebuild a DTensor. This one sends full tensors, which all ranks gather.
     """
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: object, trainer: Trainer | None = None, **kwargs: object
+    ) -> Any:
         """Start the processes and wait for them. Forward SIGTERM to them; they decide when to end.
 
         Raises:
@@ -47,7 +49,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
                 _interrupt(trainer, error)
             raise
 
-    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+    def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> Any:
         module = trainer.lightning_module
         fitted = trainer.state.fn == TrainerFn.FITTING
         full = trainer.strategy.full_state_dict() if fitted else {}  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 
 
 class LightningOptimizers:
-    """The optimizers of all roles, for training calls; implements `OptimizerHooks`.
+    """The optimizers of all roles, for training calls.
 
     Args:
         strategy: The running strategy, which holds the optimizers and Lightning's hooks.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -51,7 +52,7 @@ class StopRequest:
         """Replace Lightning's SIGTERM handling in the coming run. Handlers that users installed are still called."""
         self.is_requested = self.is_agreed = self.is_shared = False
 
-        def request(*_: Any) -> None:  # runs between any two bytecodes: no logging, no collective
+        def request(*_: object) -> None:  # runs between any two bytecodes: no logging, no collective
             self.is_requested = True
             if trainer.world_size == 1:
                 trainer._signal_connector.received_sigterm = True
@@ -59,7 +60,7 @@ class StopRequest:
         trainer._signal_connector._sigterm_notifier_fn = request
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: self.agree_before_batch(trainer)
 
-    def end_run(self, trainer: Any) -> None:
+    def end_run(self, trainer: Trainer) -> None:
         """End the run after this batch."""
         connector = trainer._signal_connector
         if not connector.received_sigterm:
@@ -67,7 +68,7 @@ class StopRequest:
             _log.warning("%s received SIGTERM: the run ends after step %d", where, trainer.global_step)
             connector.received_sigterm = True
 
-    def agree_before_batch(self, trainer: Any) -> None:
+    def agree_before_batch(self, trainer: Trainer) -> None:
         """Agree on the request by an all-reduce, unless messages carried it since the last batch.
 
         That is the case before the first batch, for modules without calls, and for hand-written training steps.
@@ -85,7 +86,7 @@ class StopRequest:
             self.end_run(trainer)
             raise SIGTERMException
 
-    def resend_if_unanswered(self, trainer: Any) -> None:
+    def resend_if_unanswered(self, trainer: Trainer) -> None:
         """End this process if its SIGTERM came after the last iteration. After an error, the error ends it."""
         if not trainer.interrupted:
             trainer._signal_connector.teardown()  # restores the handlers from before the run

@@ -1,4 +1,4 @@
-"""Measure a running algorithm's passes, and estimate plans from them.
+"""Profile a running algorithm's models, and evaluate plans by the profile.
 
-Start with `Profiler`.
+Start with `profiling.profile_models`; `subjects` chooses the models and `profiler` measures their passes.
 """

@@ -31,8 +31,7 @@ from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, paralleli
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.runtime.parallel.tensor_parallel import slice_parameters
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.runtime.transfer.executor import Reallocation
-from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
+from lightning_realloc.strategies.measure.subjects import Machine, Subject
 from lightning_realloc.tuning.estimate.pass_samples import (
     Grid,
     PassTimings,
@@ -70,7 +69,7 @@ class Profiler:
     """
 
     def __init__(self, machine: Machine, *, seconds: float = math.inf) -> None:
-        self._machine = machine
+        self._machine, self._options = machine, machine.options
         self._full_models: dict[tuple[str, int], nn.Module] = {}
         self._bases: dict[tuple[str, int], PassTimings] = {}
         self._probed: dict[str, PassTimings] = {}
@@ -82,9 +81,9 @@ class Profiler:
         self._seconds = seconds
         self._timer = GroupTimer(
             meshes=machine.meshes,
-            device=machine.device,
-            rank=machine.rank,
-            world_size=machine.world_size,
+            device=self._options.device,
+            rank=self._options.rank,
+            world_size=self._options.world_size,
             clock=machine.clock,
         )
 
@@ -180,7 +179,7 @@ class Profiler:
 
     def _measure_contention(self, subject: Subject, tp: int, size: Size) -> Curve:
         """Return the slowdown of a pass by busy ranks, in groups of ``tp`` ranks that run it at the same time."""
-        busiest = min(self._machine.world_size, self._machine.cluster.devices_per_node)
+        busiest = min(self._options.world_size, self._options.cluster.devices_per_node)
         counts = sorted({tp, min(2 * tp, busiest), max(tp, busiest // 2 // tp * tp), busiest // tp * tp})
         layouts = [Layout(ParallelDims(dp=count // tp, tp=tp), tuple(range(count))) for count in counts]
         self._machine.meshes.create(layouts)
@@ -192,7 +191,7 @@ class Profiler:
 
     def measure_reallocation(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
         """Return the transport that was used, and seconds over the bytes that the busiest rank writes or receives."""
-        world = self._machine.world_size
+        world = self._options.world_size
         source = Layout(ParallelDims(fsdp=world), tuple(range(world)))
         target = Layout(ParallelDims(dp=world), tuple(range(world)))
         self._machine.meshes.create([source, target])
@@ -201,7 +200,7 @@ class Profiler:
 
     def measure_offload(self) -> Curve:
         """Return the seconds to copy offloaded bytes back to the device, one rank at a time."""
-        layout, device = Layout(ParallelDims(), (0,)), self._machine.device
+        layout, device = Layout(ParallelDims(), (0,)), self._options.device
         points = []
         for size in OFFLOAD_SIZES_BYTES:
             here = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -240,7 +239,7 @@ class Profiler:
             trains = kind.startswith("train")
             if trains not in models:
                 models[trains] = self._parallel_model(subject, depth, layout, trains=trains)
-            pack = _pack(size, self._machine.device)
+            pack = _pack(size, self._options.device)
             if kind == "decode":
                 yield self._decode_seconds(subject, models[False], layout, size)
             elif kind == "infer":
@@ -298,7 +297,7 @@ class Profiler:
 
     def _parallel_model(self, subject: Subject, depth: int, layout: Layout, *, trains: bool) -> nn.Module:
         """Return this rank's part of a model: the undivided model itself, or a sharded or converted copy."""
-        whole, dims, copy_dtype = self._full_model(subject, depth), layout.dims, self._machine.copy_dtype
+        whole, dims, copy_dtype = self._full_model(subject, depth), layout.dims, self._options.copy_dtype
         is_divided = dims.tp * dims.fsdp > 1 or (trains and dims.dp > 1)
         if not is_divided and (trains or all(one.dtype == copy_dtype for one in whole.parameters())):
             return whole
@@ -306,18 +305,18 @@ class Profiler:
         return self._divide_for_training(subject, copied, layout) if trains else self._divide(subject, copied, layout)
 
     def _divide(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
-        machine = self._machine
-        model = model.to(machine.copy_dtype).requires_grad_(False)
+        machine, options = self._machine, self._options
+        model = model.to(options.copy_dtype).requires_grad_(False)
         target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
         if needs_fsdp(model, layout):
             return parallelize(model, target, machine.meshes, tp_plan=subject.tp_plan)
         if tensor_parallelize(model, layout, machine.meshes, tp_plan=subject.tp_plan):
-            slice_parameters(model, target, machine.rank)
+            slice_parameters(model, target, options.rank)
         return model
 
     def _divide_for_training(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
-        machine = self._machine
-        policy = machine.mixed_precision if needs_fsdp(model, layout) else None
+        machine, options = self._machine, self._options
+        policy = options.mixed_precision if needs_fsdp(model, layout) else None
         target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
         return parallelize(model, target, machine.meshes, mixed_precision=policy, tp_plan=subject.tp_plan)
 
@@ -325,29 +324,19 @@ class Profiler:
     def _time_reallocation(
         self, subject: Subject, depth: int, source: Layout, target: Layout, transport: TransportName
     ) -> tuple[str, float, float]:
-        machine = self._machine
+        machine, options = self._machine, self._options
         model = copy.deepcopy(self._full_model(subject, depth)).requires_grad_(False)
         spec = describe_model(model, tp_plan=subject.tp_plan)
         home, copied = ModelLayout(spec, source), ModelLayout(spec, target)
-        if machine.world_size > 1:
+        if options.world_size > 1:
             parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
-        reallocation = Reallocation(
-            home,
-            local_tensors(model),
-            copied,
-            rank=machine.rank,
-            world_size=machine.world_size,
-            dtype=machine.copy_dtype,
-            device=machine.device,
-            cluster=machine.cluster,
-            transport=transport,
-        )
+        reallocation = options.reallocation(home, local_tensors(model), copied, transport=transport)
         reallocation.run()
         took = min(reallocation.run().seconds for _ in range(NUM_REALLOCATIONS))
-        size = spec.num_elements * machine.copy_dtype.itemsize
+        size = spec.num_elements * options.copy_dtype.itemsize
         reallocation.release()
         by_push = reallocation.transport == "push"  # every rank writes only its shard, and others read it
-        busiest_bytes = size / machine.world_size if by_push else size
+        busiest_bytes = size / options.world_size if by_push else size
         return reallocation.transport, busiest_bytes, self._timer.max_over_ranks([took])[0]
 
     def measure_optimizer(self, subject: Subject) -> Curve:

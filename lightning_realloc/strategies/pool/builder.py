@@ -1,13 +1,14 @@
-"""Check a plan against an algorithm's models and memory, then build the pool of models in their layouts.
+"""Read or make a plan, check it against an algorithm's models and memory, and build the pool of models.
 
-All methods are collective over all ranks: an error is raised on every one of them.
+All methods of `PoolBuilder` are collective over all ranks, and raise an error on every one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,6 +21,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
@@ -33,17 +35,40 @@ from lightning_realloc.strategies.pool.memory_check import (
     with_callbacks,
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.plan_source import NamedPlan, require_equal_plans, work_out_plan
 from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.tuning.memory.forecast import transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings
+from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+
+PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first type that fits
+NamedPlan = ExecutionPlan | Literal["heuristic", "static"]
+"""A plan, or the name of the way to make one."""
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Attribute under which a LightningModule keeps its pool for the next Trainer."""
 _ROLES_ATTRIBUTE = "_realloc_roles"
 """Attribute with the roles' descriptions. To describe them anew would take a tenth of the time of a change of plans."""
+
+
+def read_plan_source(plan: PlanSource) -> NamedPlan:
+    """Read a plan from a file or a mapping; plans and names are returned unchanged.
+
+    Raises:
+        PlanError: for anything else.
+    """
+    if isinstance(plan, ExecutionPlan):
+        return plan
+    if isinstance(plan, Mapping):
+        return ExecutionPlan.from_mapping(plan)
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan={plan!r} is a {type(plan).__name__}; give a path, a mapping, or an ExecutionPlan")
+    if plan == "heuristic" or plan == "static":
+        return plan  # type: ignore[return-value]
+    if isinstance(plan, str) and not Path(plan).exists() and not Path(plan).suffix:
+        raise PlanError(f"plan={plan!r} is neither 'heuristic' nor 'static', and there is no such file in {Path.cwd()}")
+    return ExecutionPlan.load(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +139,28 @@ class PoolBuilder:
             PlanError: when ranks hold different plans, and for one that does not fit the algorithm or the ranks.
             LayoutError: for a layout that does not fit its model.
         """
-        plan = work_out_plan(
-            source, self.dataflow, specs, self.cluster, world_size=self.world_size,
-            element_bytes=self.options.copy_dtype.itemsize, sharers=self.sharers,
-        ).completed(self.dataflow)  # fmt: skip
-        require_equal_plans(plan)  # first, so that every rank finds the same errors in it
+        plan = self._make_plan(source, specs).completed(self.dataflow)
+        if len(set(gather_objects(plan.digest))) > 1:  # first, so that every rank finds the same errors in it
+            raise PlanError("ranks hold different execution plans; give every process the same file or object")
         plan.check(self.dataflow, self.world_size)
         plan.check_models(self.dataflow, specs)
         return plan
+
+    def _make_plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
+        """Return the plan itself, or make the one that is named; see `heuristic_plan`."""
+        if isinstance(source, ExecutionPlan):
+            return source
+        if source == "static":
+            layout = Layout(ParallelDims(fsdp=self.world_size), tuple(range(self.world_size)))
+            return ExecutionPlan.static(self.dataflow, layout)
+        return heuristic_plan(
+            self.dataflow,
+            specs,
+            self.cluster,
+            world_size=self.world_size,
+            element_bytes=self.options.copy_dtype.itemsize,
+            sharers=self.sharers,
+        )
 
     def check_memory(
         self, source: NamedPlan, callbacks: Iterable[object], *, running: ExecutionPlan | None = None

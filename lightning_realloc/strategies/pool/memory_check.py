@@ -27,6 +27,7 @@ from lightning_realloc.generation.speculative.draft_model import describe_draft_
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.tuning.memory.advice import find_excess
 from lightning_realloc.tuning.memory.forecast import forecast_memory
@@ -61,7 +62,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
     return described
 
 
-def engine_memory(module: Any, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
+def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
     """Return the engine's settings that its memory depends on.
 
     Raises:

@@ -159,7 +159,7 @@ class ModelPool:
         model = empty_model_like(self._blanks[old.role], old, self._options.device, has_weights=has_weights)
         new = self._lay_out(old.role, model, home)
         new.version, new.frozen_version = old.version + 1, old.frozen_version + 1
-        mover = StateMover(old.model_layout, home, self._options.rank, self._options.world_size, self._options.device)
+        mover = StateMover(old.model_layout, home, self._options)
         move_weights(old, new, mover)
         if optimizer is not None:
             move_optimizer(old, new, optimizer, mover)
@@ -371,13 +371,11 @@ class ModelPool:
         existing = local_tensors(target.model) if inside and uses_storage else {}
 
         def connect(source: ModelLayout, there: ModelLayout, held: Mapping[str, Tensor]) -> Reallocation:
-            return Reallocation(
-                source, held, there, rank=options.rank, world_size=options.world_size, dtype=options.copy_dtype,
-                device=options.device, cluster=options.cluster,
-                # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
-                transport="direct" if uses_storage else options.transport,
-                target_tensors={name: existing[name] for name in there.names(options.rank)} if uses_storage else None,
-            )  # fmt: skip
+            if not uses_storage:
+                return options.reallocation(source, held, there)
+            # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
+            room = {name: existing[name] for name in there.names(options.rank)}
+            return options.reallocation(source, held, there, transport="direct", target_tensors=room)
 
         held = local_tensors(home.model) if options.rank in home.layout.ranks else {}
         weight_copy = WeightCopy.prepare(home.model_layout, held, target.model_layout, self._frozen[home.role], connect)

@@ -62,10 +62,9 @@ class AveragedRoles:
                 f"role {average.role!r} is the average of {trained.role!r}, whose parameters have other names or "
                 f"shapes; build both from the same model"
             )
-        options = self._options
-        return Reallocation(
-            trained.model_layout, local_tensors(trained.model) if options.rank in trained.layout else {},
-            average.model_layout, rank=options.rank, world_size=options.world_size,
-            dtype=next(average.model.parameters()).dtype, device=options.device, cluster=options.cluster,
-            transport=options.transport,
-        )  # fmt: skip
+        return self._options.reallocation(
+            trained.model_layout,
+            local_tensors(trained.model) if self._options.rank in trained.layout else {},
+            average.model_layout,
+            dtype=next(average.model.parameters()).dtype,
+        )

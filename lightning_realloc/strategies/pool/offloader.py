@@ -20,7 +20,8 @@ from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 class Offloader:
     """Offloads parts of one rank's models and optimizers.
 
-    Between calls everything may be read after `bring_back`. The next call offloads what it does not need again.
+    After `bring_back`, all weights may be read until the next call begins. That call offloads the parts that it does
+    not need.
 
     Args:
         pool: The models.
@@ -92,7 +93,7 @@ class Offloader:
     def _guard(self, role: str, model: nn.Module) -> None:
         """Raise ReallocError for a forward pass or a state_dict of a model that is offloaded: torch would crash."""
 
-        def refuse(*_: Any, **__: Any) -> None:
+        def refuse(*_: object, **__: object) -> None:
             if role in self._parts and self._parts[role].is_offloaded:
                 raise ReallocError(
                     f"the weights of {role!r} are offloaded between its calls, as the plan says; call "

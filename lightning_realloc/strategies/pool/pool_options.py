@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.runtime.transfer.executor import Reallocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,30 @@ class PoolOptions:
     """Role -> the moving average that its weights are."""
     sharers: Mapping[str, str] = field(default_factory=dict)
     """Role without weights of its own -> the role whose base it uses, with adapters off."""
+
+    def reallocation(
+        self,
+        source: ModelLayout,
+        held: Mapping[str, Tensor],
+        target: ModelLayout,
+        *,
+        dtype: torch.dtype | None = None,
+        transport: TransportName | None = None,
+        target_tensors: dict[str, Tensor] | None = None,
+    ) -> Reallocation:
+        """Return a reallocation of this rank's tensors ``held``; see `Reallocation`. Collective over all ranks."""
+        return Reallocation(
+            source,
+            held,
+            target,
+            rank=self.rank,
+            world_size=self.world_size,
+            dtype=dtype or self.copy_dtype,
+            device=self.device,
+            cluster=self.cluster,
+            transport=transport or self.transport,
+            target_tensors=target_tensors,
+        )
 
     def require_same(self, options: PoolOptions) -> None:
         """Refuse other settings than the models were laid out with.

@@ -18,7 +18,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors, reshard
-from lightning_realloc.runtime.transfer.executor import Reallocation
+from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
 
 
@@ -28,9 +28,12 @@ class StateMover:
 
     source: ModelLayout
     target: ModelLayout
-    rank: int
-    world_size: int
-    device: torch.device
+    options: PoolOptions
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self.options.rank
 
     def move(self, held: Mapping[str, Tensor], room: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         """Fill this rank's target tensors ``room`` from the source tensors ``held``.
@@ -43,16 +46,9 @@ class StateMover:
         spec = replace(
             self.source.model, params=tuple(p for p in self.source.model.params if p.name in set(names)), aliases=()
         )
-        Reallocation(
-            ModelLayout(spec, self.source.layout),
-            held,
-            ModelLayout(spec, self.target.layout),
-            rank=self.rank,
-            world_size=self.world_size,
-            dtype=dtype,
-            device=self.device,
-            transport="direct",
-            target_tensors=dict(room),
+        source, target = ModelLayout(spec, self.source.layout), ModelLayout(spec, self.target.layout)
+        self.options.reallocation(
+            source, held, target, dtype=dtype, transport="direct", target_tensors=dict(room)
         ).run()
 
 

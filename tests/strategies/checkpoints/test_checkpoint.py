@@ -13,8 +13,7 @@ import torch
 
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
-from lightning_realloc.strategies.checkpoints.rng_state import random_state, set_random_state
+from lightning_realloc.strategies.checkpoints.checkpoint import random_state, refuse_folder, set_random_state
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import (
     Linear,
