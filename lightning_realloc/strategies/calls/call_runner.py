@@ -21,14 +21,13 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
-from lightning_realloc.strategies.calls.engines import EnginePool, PeerFailure, refuse_long_prompts
-from lightning_realloc.strategies.calls.generate_call import GenerateCalls
+from lightning_realloc.strategies.calls.generate_call import EnginePool, GenerateCalls, PeerFailure, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.metrics import RunMetrics
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
+from lightning_realloc.strategies.exchange.sample_table import IterationReport
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.replica import Replica

@@ -19,10 +19,10 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import (
     ChunkResults,
+    IterationReport,
     PositionedRows,
     SampleChunk,
     SampleTable,

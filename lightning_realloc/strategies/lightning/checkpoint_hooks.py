@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -39,6 +38,7 @@ from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 
 if TYPE_CHECKING:
+    from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
     from lightning_realloc.strategies.realloc import ReallocStrategy
 
 _log = logging.getLogger(__name__)
@@ -55,14 +55,13 @@ class FileCheckpoints:
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
     """
 
-    def __init__(self, strategy: Strategy, *, load_weights_only: bool) -> None:
+    def __init__(self, strategy: DataParallelStrategy, *, load_weights_only: bool) -> None:
         self._strategy = strategy
         self._load_weights_only = load_weights_only
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state."""
-        assert self._strategy.lightning_module is not None, "connected"
-        return self._strategy.lightning_module.state_dict()
+        return self._strategy.connected_module.state_dict()
 
     full_state = module_state
 

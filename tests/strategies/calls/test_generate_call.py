@@ -11,7 +11,7 @@ import torch
 from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.engines import EnginePool
+from lightning_realloc.strategies.calls.generate_call import EnginePool
 from tests.models import tiny_model
 
 CALL: Any = SimpleNamespace(name="actor.generate")
