@@ -132,13 +132,13 @@ class CallRunner:
             "generate": generate, "infer": self._infer, "train": self._train
         }  # fmt: skip
         self._ahead: tuple[IterationData, ...] = ()
-        """Batches with responses that were not trained on yet."""
+        """Batches with responses that wait to be trained on."""
         self._version = 0
         """Iterations of training so far."""
         self._run = 0
         """Number of the latest pass over calls, the same on all ranks."""
         self.is_running = False
-        """Whether calls are under way."""
+        """Whether calls are running."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -157,7 +157,7 @@ class CallRunner:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether there are responses that were not trained on yet."""
+        """Whether responses wait to be trained on."""
         return bool(self._ahead)
 
     def run_iteration(
@@ -165,14 +165,14 @@ class CallRunner:
     ) -> tuple[IterationResult, ...]:
         """Run an iteration's calls, and return a result for each batch that was trained on.
 
-        That is this batch or, if generation runs ahead, the one before: none the first time, both the last time.
+        That is this batch. If generation runs ahead, it is the batch before: none the first time, both the last time.
 
         Args:
             batch: The loader's batch, the same on every rank.
             calls: Calls in the dataflow's order.
             iteration: Iterations done before.
             is_last: Whether training may end or pause here: then no batch and no metric waits for the next iteration.
-            num_shown: First samples by id whose responses every rank gets.
+            num_shown: Number of samples, the first by id, whose responses every rank receives.
 
         Raises:
             ReallocError: on every rank, when a rank failed.

@@ -61,7 +61,7 @@ class Lockstep:
         self._others_wait = False
 
     def begin(self) -> None:
-        """Start a generation: from here on every rank agrees on at least one step."""
+        """Start a generation, in which every rank agrees on at least one step."""
         self._others_wait = True
 
     def __call__(self, has_work: bool) -> bool:
@@ -77,7 +77,7 @@ class Lockstep:
         return status == _WORKING
 
     def give_up(self) -> None:
-        """Release the ranks that wait for this one's next step: there will be none."""
+        """Report a failure to the ranks that wait for this rank's next step."""
         if self._others_wait:
             self._agree(_FAILED)
             self._others_wait = False
@@ -159,7 +159,7 @@ class EnginePool:
         Args:
             call: The generating call.
             replica: Its replica.
-            version: Version of the weights: iterations that they were trained in.
+            version: Iterations in which the weights were trained.
 
         Raises:
             GenerationError: for a layout that cannot generate, or cannot draft as the algorithm asks.
@@ -336,7 +336,7 @@ class GenerateCalls:
 
 
 def refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
-    """Refuse a prompt that leaves no room for a response, by its sample id; an engine knows a rank's own rows alone.
+    """Refuse a prompt that leaves no room for a response, by its sample id. An engine knows this rank's prompts only.
 
     Raises:
         GenerationError: which names the prompt.

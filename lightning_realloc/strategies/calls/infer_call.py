@@ -190,7 +190,7 @@ class EarlyInference:
         """Return the results by call.
 
         Raises:
-            PlanError: for a generating call that returned other samples than those that were worked on.
+            PlanError: if the generating call returned other samples than those that calls worked on.
         """
         for rows in self._rows:
             check_unchanged(source, made, rows)
@@ -202,7 +202,7 @@ def _num_tokens(completion: Completion) -> int:
 
 
 def _first_pack(lengths: Sequence[int], max_tokens: int) -> int:
-    """Return how many samples, in this order, one pass takes: at least one."""
+    """Return the number of leading samples that fit one pass; at least one."""
     total = 0
     for count, length in enumerate(lengths):
         total += length

@@ -1,7 +1,7 @@
 """Measure an iteration's speed: seconds of calls, waiting, and rates; exchange the metrics of training calls.
 
-Metrics of calls before training travel with an `IterationReport`. The first rank of a training call sends those of
-that call to all others.
+Metrics of calls before training travel with an `IterationReport`. The first rank of a training call sends that
+call's metrics to all others.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class IdleClock:
 
 @dataclass(frozen=True, slots=True)
 class _TrainingMetrics:
-    """Metrics of one training call, wherever they are."""
+    """Metrics of one training call, here or on the rank that sends them."""
 
     run: int
     index: int
@@ -142,7 +142,7 @@ class RunMetrics:
         return metrics | self._exchange_training_metrics(data, wait=wait)
 
     def drain(self) -> None:
-        """Receive the metrics of training calls that are on their way."""
+        """Receive pending metrics of training calls."""
         for late in self._late.values():
             self._receive(late)
         self._late.clear()

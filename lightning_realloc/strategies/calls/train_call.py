@@ -217,7 +217,7 @@ class SkippedSteps:
         """Record a step that was skipped.
 
         Args:
-            role: The model whose step it was.
+            role: Role whose step was skipped.
             place: The iteration and the mini-batch, for messages.
             cause: The norm and the parameter, for messages.
             limit: Skipped steps in a row that stop the run; None: it never stops.

@@ -64,7 +64,7 @@ class IterationData:
         rank: This process.
         run: Number of this pass over the calls, the same on all ranks.
         version: Batches that had been trained on when it began.
-        num_shown: First samples by id whose responses every rank is sent.
+        num_shown: Number of samples, the first by id, whose responses every rank receives.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class IterationData:
         return self._early.get(call.name, ChunkResults())
 
     def early_seconds(self, call: ModelFunctionCall) -> float:
-        """Return the seconds of a call before its turn, less those of its own turn that other calls used."""
+        """Return the seconds that a call ran early, less the seconds of early calls that ran inside its own turn."""
         sources = self.routes.fusion.early_sources
         others = sum(results.seconds for name, results in self._early.items() if sources[name] == call.name)
         return self.early(call).seconds - others
@@ -343,7 +343,7 @@ class IterationData:
         return merged
 
     def drain(self, calls: Sequence[ModelFunctionCall]) -> None:
-        """Receive the results of these calls, though nothing will work on them: their senders wait for that."""
+        """Receive and drop the results of these calls, which their senders keep until then."""
         for call in calls:
             self._receive_results(call, self._table_made_by(call))
         if self._has_sent_report:
@@ -379,7 +379,7 @@ class IterationData:
         return complete.with_columns(**last.known.data)
 
     def _my_shown(self) -> Samples | None:
-        """Return the first responses that were made here; the first of all ranks are among those of each."""
+        """Return this rank's first responses by id; all ranks together report those of the first samples."""
         mine = self._mine.get(list(self._generations)[-1]) if self._generations else None
         if not self._num_shown or mine is None or "response_ids" not in mine:
             return None

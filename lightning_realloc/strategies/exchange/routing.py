@@ -130,12 +130,12 @@ class Delivery:
     products: frozenset[str]
     """Names of the products that it needs."""
     senders: Mapping[int, Sequence[int]]
-    """Rank -> positions whose results that rank sends, ascending; less those that came in chunks or are there."""
+    """Rank -> positions whose results it sends, ascending; without those that came in chunks or are on the receiver."""
 
 
 @dataclass(slots=True)
 class Routes:
-    """The shares of all calls of one iteration, computed when first asked for."""
+    """Shares of all calls of one iteration, computed on first use."""
 
     calls: Sequence[ModelFunctionCall]
     """Calls in running order; fused ones may run earlier than they were given."""
@@ -213,7 +213,7 @@ class Routes:
         return self._shares[call.name]
 
     def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
-        """Return the forward passes of an inference call for each data-parallel rank; of a fused one chunk by chunk.
+        """Return the forward passes of an inference call for each data-parallel rank; a fused call goes chunk by chunk.
 
         Passes that a rank made while others generated come first; the remaining samples are shared out.
         """

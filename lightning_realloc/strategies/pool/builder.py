@@ -44,12 +44,12 @@ from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first type that fits
 NamedPlan = ExecutionPlan | Literal["heuristic", "static"]
-"""A plan, or the name of the way to make one."""
+"""A plan, or the name of a way to make one."""
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Attribute under which a LightningModule keeps its pool for the next Trainer."""
 _ROLES_ATTRIBUTE = "_realloc_roles"
-"""Attribute with the roles' descriptions. To describe them anew would take a tenth of the time of a change of plans."""
+"""Attribute with the roles' descriptions. Describing them again would take a tenth of the time of a change of plans."""
 
 
 def read_plan_source(plan: PlanSource) -> NamedPlan:
