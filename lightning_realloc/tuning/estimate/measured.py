@@ -102,11 +102,8 @@ class MeasuredEstimator:
     def __init__(self, roofline: RooflineEstimator, table: ProfileTable, models: Mapping[str, str]) -> None:
         self.roofline, self.table, self.models = roofline, table, dict(models)
         self.dataflow, self.cluster = roofline.dataflow, roofline.cluster
-        self.owner, self.resident_bytes, self.active_bytes = (
-            roofline.owner,
-            roofline.resident_bytes,
-            roofline.active_bytes,
-        )
+        self.owner = roofline.owner
+        self.resident_bytes, self.active_bytes = roofline.resident_bytes, roofline.active_bytes
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
         self._busiest = lru_cache(maxsize=_MAX_CACHED_MOVES)(self._busiest_bytes)
 

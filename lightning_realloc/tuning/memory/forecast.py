@@ -19,7 +19,7 @@ from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
+from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 
 SET_UP = "set-up"
@@ -145,7 +145,8 @@ class _Forecaster:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
-        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._average_of, sharers_of(self.roles))
+        averaged = {name: role.average_of for name, role in self.roles.items() if role.average_of is not None}
+        schedule = OffloadSchedule(self.dataflow, self.plan, rank, averaged, sharers_of(self.roles))
         yield PhaseMemory(SET_UP, rank, self._set_up(rank))
         for call in self.dataflow.iteration_calls:
             if call.role is None:
@@ -157,10 +158,6 @@ class _Forecaster:
             if own is not None:
                 yield PhaseMemory(f"-> {call.name}", rank, base)
             yield PhaseMemory(call.name, rank, base + self._during(call, rank))
-
-    @property
-    def _average_of(self) -> dict[str, str]:
-        return {name: role.average_of for name, role in self.roles.items() if role.average_of is not None}
 
     def _owner(self, role: str) -> str:
         """Return the role whose replicas a role's calls use."""
@@ -191,20 +188,16 @@ class _Forecaster:
         """Return the bytes of weights and optimizer states, without the parts in ``away``, which are offloaded."""
         parts = MemoryParts()
         for name in self._owners:
-            layout = self._home(name)
-            if rank not in layout:
-                continue
-            sizes = self.elements[name].on_rank(layout, rank)
-            if name not in away:
-                parts += MemoryParts(weights=self._weights(name, sizes))
-            if name in self.dataflow.trained_roles and name + OPTIMIZER_SUFFIX not in away:
-                parts += MemoryParts(optimizer=sizes.num_trained_sharded * self.settings.optimizer_bytes)
+            weights, optimizer = self._home_shard(name, rank)
+            parts += MemoryParts(
+                weights=0 if name in away else weights, optimizer=0 if name + OPTIMIZER_SUFFIX in away else optimizer
+            )
         return parts
 
-    def _weights(self, role: str, sizes: RankElements) -> int:
-        """Return the bytes of a rank's shard of the home."""
-        num, num_trained = sizes.num_sharded, sizes.num_trained_sharded
-        return self.settings.weights_bytes(self.roles[role], num, num_trained, is_trained=self._is_trained(role))
+    def _home_shard(self, role: str, rank: int) -> tuple[int, int]:
+        """Return the bytes of a rank's shard of the home, and of its optimizer state."""
+        is_trained = self._is_trained(role)
+        return _shard_bytes(self.elements[role], self._home(role), rank, self.settings, is_trained=is_trained)
 
     def _is_trained(self, role: str) -> bool:
         return role in self.dataflow.trained_roles
@@ -268,43 +261,33 @@ class _Forecaster:
 
     def _set_up(self, rank: int) -> MemoryParts:
         """Return the bytes of building models: all whole models if on the counted device, else one at a time."""
-        whole = {name: self.roles[name].model.num_elements * 4 for name in self._owners}
         if self.settings.builds_on_device:
-            return MemoryParts(weights=sum(whole.values()))
+            return MemoryParts(weights=4 * sum(self.roles[name].model.num_elements for name in self._owners))
         most, sharded_bytes = 0, 0
-        for name in whole:
-            most = max(most, sharded_bytes + self._whole(name))  # also on ranks outside of the home, which then free it
-            if rank in self._home(name):
-                sharded_bytes += self._weights(name, self.elements[name].on_rank(self._home(name), rank))
+        for name in self._owners:
+            whole = _whole_bytes(self.roles[name], self.settings, is_trained=self._is_trained(name))
+            most = max(most, sharded_bytes + whole)  # also on ranks outside of the home, which then free it
+            sharded_bytes += self._home_shard(name, rank)[0]
         return MemoryParts(weights=max(most, sharded_bytes))
-
-    def _whole(self, name: str) -> int:
-        role = self.roles[name]
-        num_trained = role.model.num_elements - role.num_frozen
-        return self.settings.weights_bytes(
-            role, role.model.num_elements, num_trained, is_trained=self._is_trained(name)
-        )
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
         chosen = self.plan.call(call.name)
         if rank not in chosen.layout:
             return MemoryParts()
         name = self._owner(str(call.role))
+        sizes = self.elements[name].on_rank(chosen.layout, rank)
         parts = CallMemory.for_replica(
             self.roles[name],
             chosen,
             self.settings,
             self.workload,
-            self.elements[name].on_rank(chosen.layout, rank),
+            sizes,
             is_home=chosen.layout == self._home(name),
-            is_trained=name in self.dataflow.trained_roles,
+            is_trained=self._is_trained(name),
         ).peak(call.kind)
-        merges = call.kind == "generate" and name == call.role and chosen.layout.dims.fsdp == 1
-        return parts + MemoryParts(copies=self._merged(name, chosen.layout, rank)) if merges else parts
-
-    def _merged(self, name: str, layout: Layout, rank: int) -> int:
-        """Return the bytes of weights with merged adapters, which exist during a call."""
-        return self.elements[name].on_rank(layout, rank).num_adapted * self.settings.copy_bytes
+        if call.kind == "generate" and name == call.role and chosen.layout.dims.fsdp == 1:
+            parts += MemoryParts(copies=sizes.num_adapted * self.settings.copy_bytes)  # weights with merged adapters
+        return parts
 
 
 def transition_bytes(
@@ -332,21 +315,25 @@ def transition_bytes(
         old, new = before.call(call), after.call(call)
         if (old.layout, old.gradient_checkpointing) == (new.layout, new.gradient_checkpointing):
             continue
-        role, trains = roles[name], name in dataflow.trained_roles
-        elements, count = RoleElements(role), role.model.num_elements
-        freed = _home_bytes_on(elements, old.layout, rank, settings, is_trained=trains)
-        weights, state = _home_bytes_on(elements, new.layout, rank, settings, is_trained=trains)
-        whole = settings.weights_bytes(role, count, count - role.num_frozen, is_trained=trains)
-        whole = whole if rank in new.layout else 0
+        elements, trains = RoleElements(roles[name]), name in dataflow.trained_roles
+        freed = _shard_bytes(elements, old.layout, rank, settings, is_trained=trains)
+        weights, state = _shard_bytes(elements, new.layout, rank, settings, is_trained=trains)
+        whole = _whole_bytes(roles[name], settings, is_trained=trains) if rank in new.layout else 0
         most = max(most, held + whole + weights, held + weights + state)
         held += weights + state - sum(freed)
     return most
 
 
-def _home_bytes_on(
+def _whole_bytes(role: RoleMemory, settings: MemorySettings, *, is_trained: bool) -> int:
+    """Return the bytes of a role's home on a rank that holds it whole."""
+    count = role.model.num_elements
+    return settings.weights_bytes(role, count, count - role.num_frozen, is_trained=is_trained)
+
+
+def _shard_bytes(
     elements: RoleElements, layout: Layout, rank: int, settings: MemorySettings, *, is_trained: bool
 ) -> tuple[int, int]:
-    """Return the bytes of a home's weights and of its optimizer state on a rank."""
+    """Return the bytes of a home's weights and of its optimizer state on a rank; zeros outside of its layout."""
     if rank not in layout:
         return 0, 0
     sizes = elements.on_rank(layout, rank)

@@ -99,11 +99,14 @@ class _Ranks:
 
         Ranks are in the order that moves the fewest bytes from ``origin``, the layout that its weights come from.
         """
-        dims = _replica_dims(self._models[role], self._cluster, len(ranks), self._element_bytes)
-        if dims is None:
+        model, room = self._models[role], WEIGHTS_SHARE_OF_MEMORY * self._cluster.device_memory_bytes
+        size, degrees = model.num_elements * self._element_bytes, model.tensor_parallel_degrees(len(ranks))
+        tp = next((tp for tp in degrees if len(ranks) % tp == 0 and size / tp <= room), None)
+        if tp is None:
             return None
-        if origin is not None and dims.tp > 1:
-            return choose_rank_order(ModelLayout(self._models[role], origin), dims, ranks, self._cluster)
+        dims = ParallelDims(dp=len(ranks) // tp, tp=tp)
+        if origin is not None and tp > 1:
+            return choose_rank_order(ModelLayout(model, origin), dims, ranks, self._cluster)
         return Layout(dims, ranks)
 
     def divided(self, roles: Sequence[str]) -> list[tuple[int, ...]] | None:
@@ -192,15 +195,3 @@ def _apportioned(sizes: Sequence[int], total: int) -> list[int] | None:
     for _ in range(total - len(sizes)):
         counts[max(range(len(sizes)), key=lambda index: sizes[index] / counts[index])] += 1
     return counts
-
-
-def _replica_dims(model: ModelSpec, cluster: ClusterSpec, world_size: int, element_bytes: int) -> ParallelDims | None:
-    room = WEIGHTS_SHARE_OF_MEMORY * cluster.device_memory_bytes
-    for tp in _degrees(model, world_size):
-        if model.num_elements * element_bytes / tp <= room:
-            return ParallelDims(dp=world_size // tp, tp=tp)
-    return None
-
-
-def _degrees(model: ModelSpec, world_size: int) -> Sequence[int]:
-    return [tp for tp in model.tensor_parallel_degrees(world_size) if world_size % tp == 0]

@@ -81,11 +81,10 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
     try:
         for role in problem.dataflow.roles:
             calls = [call for call in problem.calls if call.role == role]
-            generating = [
-                call for call in calls if call.kind == "generate"
-            ]  # other kinds of calls allow its degrees too
+            # Degrees that generation allows, all kinds of calls allow.
+            strictest = next((call for call in calls if call.kind == "generate"), calls[0])
             least: tuple[int, int] | None = None
-            for dims in legal_dims(problem.models[role], (generating or calls)[0].kind, len(ranks), problem.cluster):
+            for dims in legal_dims(problem.models[role], strictest.kind, len(ranks), problem.cluster):
                 layout = Layout(dims, ranks)
                 is_owner = problem.estimator.owner(role) == role
                 kept = problem.estimator.resident_bytes(role, layout, is_home=True) if is_owner else 0
