@@ -57,8 +57,8 @@ def plan_table(plan: ExecutionPlan) -> str:
 def seconds_with_error(priced: PricedPlan, *, unmeasured: str | None) -> str:
     """Return an iteration's seconds, their error range, and its source.
 
-    ``unmeasured`` names a part of the plan whose estimates were never compared with measurements; None if there is
-        none.
+    Args:
+        unmeasured: Part of the plan whose estimates were never compared with measurements; None without one.
     """
     text = f"{priced.seconds:.2f} s an iteration"
     if unmeasured is not None:

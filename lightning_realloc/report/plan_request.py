@@ -52,9 +52,9 @@ ALGORITHMS: dict[str, type[MultiModelModule]] = {
 ROLES = ("actor", "critic", "reference", "reward")
 """Roles with flags of their own."""
 PLAN_HELP = (
-    "Find the best plan for models and a cluster that need not be there (default), compare plans (--compare), see how "
-    "time and cost grow (--sweep), or what a plan needs of every rank's memory (--check). From configurations alone: "
-    "no device, no weights."
+    "Find the best plan for models and a cluster that need not be there (default). Or compare plans (--compare), show "
+    "how time and cost grow (--sweep), or show the memory that a plan needs on every rank (--check). It reads "
+    "configurations alone: no device, no weights."
 )
 _LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
 """Options that distinguish a LoRA configuration from a mapping of roles."""

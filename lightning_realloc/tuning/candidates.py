@@ -131,10 +131,10 @@ class PlanEvaluator:
         """
         prices = self.estimate(self.lengths)
         found: dict[ExecutionPlan, float] = {}
-        for judged in self._plans(prices, start, seconds, seed, clock):
-            plan = judged.with_rest_of(start)
-            if plan != start and plan not in found and self.fits(judged):
-                found[plan] = self.seconds(judged, prices)
+        for proposed in self._plans(prices, start, seconds, seed, clock):
+            plan = proposed.with_rest_of(start)
+            if plan != start and plan not in found and self.fits(proposed):
+                found[plan] = self.seconds(proposed, prices)
         return sorted((Candidate(plan, took) for plan, took in found.items()), key=lambda one: one.predicted_s)
 
     def _plans(

@@ -1,6 +1,6 @@
 """State machine that tunes the plan of a run: measure, search, try plans, commit the fastest, watch, and tune again.
 
-It is pure: it reads no clock and moves no weights. The caller does what `Tuner.action` asks for and reports the result.
+It is pure: it reads no clock and moves no weights. The caller carries out `Tuner.action` and reports the result.
 Every rank has a tuner and reports the same values, so that all ranks decide the same.
 
 Iterations are compared by seconds over *work*, the estimated seconds of their lengths under one fixed plan, relative to

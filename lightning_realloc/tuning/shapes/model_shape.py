@@ -117,7 +117,7 @@ class ModelShape:
         return int(4 * self.hidden + max(attention, mlp))
 
     def backward_elements(self, tp: int) -> int:
-        """Return the elements per token of gradients that a block's backward pass holds beyond what it has freed."""
+        """Return the gradient elements per token that a block's backward pass holds, less those that it has freed."""
         mlp = (2 if self.gated else 1) * self.intermediate / tp
         if self.experts is not None:
             each, moved = self.experts.features_on(tp), self.experts.per_token

@@ -119,7 +119,7 @@ class Traffic:
 
 
 def traffic(weights: Weights, source: Layout, target: Layout, cluster: ClusterSpec) -> Traffic:
-    """Return the traffic under the planner's rules: a rank receives what it lacks, and a node receives nothing twice.
+    """Return the traffic under the planner's rules: ranks receive elements that they lack, and nodes none twice.
 
     Only ranks of the same node are compared with each other, so that a thousand ranks take about a millisecond.
     """
@@ -242,7 +242,7 @@ def _common(index: IntArray, count: int, other: IntArray, other_count: int, rows
 
 
 def _chunk(index: IntArray, count: int, rows: int | None) -> tuple[IntArray, IntArray, int]:
-    """Return where chunks begin and end, and the length of the dim in the same unit.
+    """Return the begin and the end of each chunk, and the length of the dim in the same unit.
 
     Chunks are equal or, with ``rows``, those of ``torch.chunk``, whose last ones may be shorter or empty.
     """
