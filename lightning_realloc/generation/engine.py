@@ -227,7 +227,7 @@ class GenerationEngine:
             token_budget: Tokens of the model after which the call ends; completions may then be "unfinished".
             seconds_budget: The same in seconds.
             resume: Unfinished completions of an earlier call with the same ``params``, to continue on current weights.
-            on_finished: Called once with each completion between two steps, or at the end if other ranks generated it.
+            on_finished: Called once with each completion: between two steps if it ends on this rank, else at the end.
             may_stop: Called after ``on_finished`` when a budget is spent; if it returns False, the call continues. It
                 must return the same on all ranks of a tensor-parallel group.
 

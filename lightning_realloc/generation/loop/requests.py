@@ -147,7 +147,14 @@ class Requests:
         return min(asked, bound - length)
 
     def _check_prompt(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
-        prompt = _token_ids(name, given)
+        try:
+            prompt = as_token_ids(given)
+        except TypeError as error:
+            text = repr(given)
+            raise GenerationError(
+                f"{name} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
+                f'turn text into ids first: tokenizer(texts)["input_ids"]'
+            ) from error
         if not prompt:
             raise GenerationError(f"{name} is empty; give it at least one token, for example the tokenizer's BOS")
         check_vocabulary(name, prompt, self.vocabulary)
@@ -178,17 +185,6 @@ def _whole_numbers(name: str, given: Any, wanted: str) -> tuple[int, ...]:
         return as_token_ids(given)
     except TypeError as error:
         raise GenerationError(f"{name}={given!r} must be a list of whole numbers, {wanted}") from error
-
-
-def _token_ids(name: str, given: Any) -> tuple[int, ...]:
-    try:
-        return as_token_ids(given)
-    except TypeError as error:
-        text = repr(given)
-        raise GenerationError(
-            f"{name} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
-            f'turn text into ids first: tokenizer(texts)["input_ids"]'
-        ) from error
 
 
 def check_callables(**given: object) -> None:
