@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from lightning_realloc.errors import ConfigError
 
 _Class = TypeVar("_Class", bound=type)
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 def rename_settings(**renamed: str) -> Callable[[_Class], _Class]:
@@ -24,30 +26,15 @@ def rename_settings(**renamed: str) -> Callable[[_Class], _Class]:
     """
 
     def decorate(cls: _Class) -> _Class:
-        initialize = vars(cls)["__init__"]
-        defaults = {name: parameter.default for name, parameter in signature(initialize).parameters.items()}
-
-        @wraps(initialize)
-        def __init__(self: object, *args: Any, **settings: Any) -> None:
-            for old, new in renamed.items():
-                if old in settings:
-                    if settings.get(new, defaults[new]) not in (defaults[new], settings[old]):
-                        raise ConfigError(
-                            f"{cls.__name__}({old}={settings[old]!r}, {new}={settings[new]!r}) sets one thing twice: "
-                            f"{old} is the old name of {new}; leave {old} out"
-                        )
-                    _warn_renamed(cls, old, new)
-                    settings[new] = settings.pop(old)
-            initialize(self, *args, **settings)
-
         def read_as(old: str, new: str) -> property:
             def read(self: object) -> Any:
-                _warn_renamed(cls, old, new)
+                _warn_renamed(cls.__name__, old, new)
                 return getattr(self, new)
 
             return property(read)
 
-        replaced = {"__init__": __init__} | {old: read_as(old, new) for old, new in renamed.items()}
+        initialize = _accepting_old_names(vars(cls)["__init__"], cls.__name__, renamed)
+        replaced = {"__init__": initialize} | {old: read_as(old, new) for old, new in renamed.items()}
         for name, value in replaced.items():
             setattr(cls, name, value)
         return cls
@@ -55,6 +42,34 @@ def rename_settings(**renamed: str) -> Callable[[_Class], _Class]:
     return decorate
 
 
-def _warn_renamed(cls: type, old: str, new: str) -> None:
-    message = f"{cls.__name__}({old}=) is now {cls.__name__}({new}=); the old name goes with the next release"
+def rename_arguments(
+    **renamed: str,
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Decorate a function to accept old names (old -> new) of its keyword arguments, as `rename_settings` does."""
+    return lambda function: _accepting_old_names(function, function.__name__, renamed)
+
+
+def _accepting_old_names(
+    function: Callable[_Parameters, _Result], subject: str, renamed: Mapping[str, str]
+) -> Callable[_Parameters, _Result]:
+    defaults = {name: parameter.default for name, parameter in signature(function).parameters.items()}
+
+    @wraps(function)
+    def accepting(*args: _Parameters.args, **settings: _Parameters.kwargs) -> _Result:
+        for old, new in renamed.items():
+            if old in settings:
+                if settings.get(new, defaults[new]) not in (defaults[new], settings[old]):
+                    raise ConfigError(
+                        f"{subject}({old}={settings[old]!r}, {new}={settings[new]!r}) sets one thing twice: {old} is "
+                        f"the old name of {new}; leave {old} out"
+                    )
+                _warn_renamed(subject, old, new)
+                settings[new] = settings.pop(old)
+        return function(*args, **settings)
+
+    return accepting
+
+
+def _warn_renamed(subject: str, old: str, new: str) -> None:
+    message = f"{subject}({old}=) is now {subject}({new}=); the old name goes with the next release"
     warnings.warn(message, DeprecationWarning, stacklevel=3)

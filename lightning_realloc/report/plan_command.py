@@ -238,7 +238,7 @@ def _task(request: PlanRequest) -> PlanningTask:
         workload=request.workload,
         memory_budget=budget,
         headroom=request.headroom,
-        generation_parts=request.flags.generation_chunks,
+        generation_chunks=request.flags.generation_chunks,
     )
 
 

@@ -193,7 +193,7 @@ class PlacedRoles:
         overlap = self._options.overlap
         return make_plan_evaluator(
             self.builder(), self.pool.plan, iterations, callbacks=self._callbacks, overlap=overlap.overlap,
-            generation_parts=overlap.generation_chunks, profile=profile,
+            generation_chunks=overlap.generation_chunks, profile=profile,
         )  # fmt: skip
 
     # ---- changes between iterations

@@ -62,7 +62,7 @@ class PlanEvaluator:
     memory_budget: int
     """Bytes of a device that a plan may fill."""
     overlap: Overlap
-    generation_parts: int = 1
+    generation_chunks: int = 1
     """Number of chunks in which samples go to inference on other ranks."""
 
     @property
@@ -74,14 +74,14 @@ class PlanEvaluator:
     def seconds(self, plan: ExecutionPlan, estimator: Estimator | None = None) -> float:
         """Return the estimated seconds of an iteration."""
         prices = estimator or self.estimate(self.lengths)
-        timeline = simulate(self.dataflow, plan, prices, overlap=self.overlap, generation_parts=self.generation_parts)
+        timeline = simulate(self.dataflow, plan, prices, overlap=self.overlap, generation_chunks=self.generation_chunks)
         return timeline.seconds_per_iteration
 
     def call_seconds(self, plan: ExecutionPlan) -> dict[str, float]:
         """Return the estimated seconds of every call, with the move of its weights."""
         prices = self.estimate(self.lengths)
         timeline = simulate(
-            self.dataflow, plan, prices, iterations=2, overlap=self.overlap, generation_parts=self.generation_parts
+            self.dataflow, plan, prices, iterations=2, overlap=self.overlap, generation_chunks=self.generation_chunks
         )
         seconds: dict[str, float] = {}
         for entry in timeline.entries:
@@ -182,7 +182,7 @@ class PlanEvaluator:
                 overlap=self.overlap,
                 options=options,
                 clock=clock,
-                generation_parts=self.generation_parts,
+                generation_chunks=self.generation_chunks,
             )
             if best is not None and found.seconds > (1 - MIN_IMPROVEMENT) * best.seconds:
                 return min(best, found, key=lambda one: one.seconds).plan

@@ -266,7 +266,7 @@ def make_plan_evaluator(
     *,
     callbacks: Iterable[object],
     overlap: Overlap,
-    generation_parts: int = 1,
+    generation_chunks: int = 1,
     profile: Profile | None = None,
 ) -> PlanEvaluator:
     """Return an evaluator of other plans for the algorithm that runs under ``plan``.
@@ -277,7 +277,7 @@ def make_plan_evaluator(
         iterations: Lengths of some iterations. Memory is checked for the longest response that sampling allows.
         callbacks: The Trainer's callbacks.
         overlap: Calls that may run at the same time.
-        generation_parts: Chunks in which a generating rank sends its samples on.
+        generation_chunks: Chunks in which a generating rank sends its samples on.
         profile: Measured passes; None estimates seconds from data sheets alone.
 
     Raises:
@@ -314,7 +314,7 @@ def make_plan_evaluator(
         workload=_workload(module, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest),
         memory_budget=usable_bytes(builder.memory_budget),
         overlap=overlap,
-        generation_parts=generation_parts,
+        generation_chunks=generation_chunks,
     )
 
 

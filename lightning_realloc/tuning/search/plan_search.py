@@ -17,6 +17,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.renamed_settings import rename_arguments
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.parts import usable_bytes
 from lightning_realloc.tuning.search.bound import lower_bound
@@ -57,6 +58,7 @@ class SearchResult:
         return 1.0 - self.lower_bound / self.seconds if self.seconds else 0.0
 
 
+@rename_arguments(generation_parts="generation_chunks")
 def search_plan(
     dataflow: Dataflow,
     models: Mapping[str, ModelSpec],
@@ -69,7 +71,7 @@ def search_plan(
     overlap: Overlap = "iterations",
     options: CallOptions | None = None,
     max_evaluations: int | None = None,
-    generation_parts: int = 1,
+    generation_chunks: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
     """Return the best plan found.
@@ -82,7 +84,7 @@ def search_plan(
         memory_budget: Bytes of a device that plans may fill; None: all but `HEADROOM`, since forecasts have errors.
         options: Values to try for the options of calls; None: the defaults of `CallOptions`.
         max_evaluations: Most scored plans, for results that do not depend on the machine's speed; None: no limit.
-        generation_parts: Number of chunks in which samples go to inference on other ranks; see `simulate`.
+        generation_chunks: Number of chunks in which samples go to inference on other ranks; see `simulate`.
 
     Raises:
         NothingFitsError: if no plan fits the budget, with the missing bytes and a sufficient number of nodes.
@@ -114,7 +116,7 @@ def search_plan(
         overlap=overlap,
         memory_budget=budget,
         is_late=lambda: progress.elapsed_s >= PRICING_SHARE * seconds,
-        generation_parts=generation_parts,
+        generation_chunks=generation_chunks,
     )
     return _result(problem, progress, bound=_search(problem, random.Random(seed), progress))
 

@@ -47,7 +47,7 @@ class PlanningTask:
     """Bytes of a device."""
     headroom: float = HEADROOM
     """Fraction of a device's bytes that a plan leaves free; 0 for the user's own plans."""
-    generation_parts: int = 1
+    generation_chunks: int = 1
     """Number of chunks in which samples go to inference on other ranks."""
 
     @property
@@ -129,7 +129,7 @@ class PlanPricer:
         forecast = forecast_memory(
             task.dataflow, plan, task.roles, task.settings, task.workload, ranks=range(world_size)
         )
-        timeline = simulate(task.dataflow, plan, self.estimator, generation_parts=task.generation_parts)
+        timeline = simulate(task.dataflow, plan, self.estimator, generation_chunks=task.generation_chunks)
         return PricedPlan(
             plan=plan,
             timeline=timeline,
@@ -169,7 +169,7 @@ class PlanPricer:
                 options=self.options,
                 clock=clock,
                 max_evaluations=max_evaluations,
-                generation_parts=task.generation_parts,
+                generation_chunks=task.generation_chunks,
             )
             return self.price(found.plan), found
 

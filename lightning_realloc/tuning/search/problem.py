@@ -66,7 +66,7 @@ class Problem:
         options: Values to try for the options of calls.
         memory_budget: Bytes of a device that a plan may fill.
         is_late: Whether to stop pricing options, see `Pricing.tables`.
-        generation_parts: Number of chunks in which samples go to inference on other ranks.
+        generation_chunks: Number of chunks in which samples go to inference on other ranks.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Problem:
         overlap: Overlap,
         memory_budget: int,
         is_late: Callable[[], bool],
-        generation_parts: int = 1,
+        generation_chunks: int = 1,
     ) -> None:
         missing = [role for role in dataflow.roles if role not in models]
         if missing:
@@ -91,7 +91,7 @@ class Problem:
         self.tables, self.is_complete = pricing.tables(self.calls, is_late)
         self.work = Work(estimator, self.calls, self.tables)
         self.schedule_builder = ScheduleBuilder(
-            dataflow, [dataflow.call(call.name) for call in self.calls], 1 if overlap == "none" else generation_parts
+            dataflow, [dataflow.call(call.name) for call in self.calls], 1 if overlap == "none" else generation_chunks
         )
         self._since_training = [self._calls_since_training(call) for call in self.calls]
         self._layouts: dict[tuple[ParallelDims, int], int] = {}

@@ -16,6 +16,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
+from lightning_realloc.renamed_settings import rename_arguments
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.timeline.contention import run_tasks
 from lightning_realloc.tuning.timeline.iteration_schedule import Overlap as Overlap
@@ -105,6 +106,7 @@ class Timeline:
         return "\n".join(lines)
 
 
+@rename_arguments(generation_parts="generation_chunks")
 def simulate(
     dataflow: Dataflow,
     plan: ExecutionPlan,
@@ -112,7 +114,7 @@ def simulate(
     *,
     iterations: int = 8,
     overlap: Overlap = "iterations",
-    generation_parts: int = 1,
+    generation_chunks: int = 1,
 ) -> Timeline:
     """Return the timeline of a plan, with the estimator's seconds in every iteration.
 
@@ -122,7 +124,7 @@ def simulate(
     Args:
         iterations: Number of iterations to simulate.
         overlap: Work that may run at the same time on disjoint ranks, as in `ReallocStrategy`.
-        generation_parts: Number of chunks in which samples go to inference on other ranks. Inference on a chunk starts
+        generation_chunks: Number of chunks in which samples go to inference on other ranks. Inference on a chunk starts
             when that chunk is generated; see `chunk_shares`.
 
     Raises:
@@ -134,7 +136,7 @@ def simulate(
         raise PlanError(f"overlap={overlap!r} is not one of {', '.join(get_args(Overlap))}")
     calls = tuple(call for call in dataflow.iteration_calls if call.role is not None)
     tasks = _Tasks(dataflow, plan, estimator, calls)
-    builder = ScheduleBuilder(dataflow, calls, 1 if overlap == "none" else generation_parts)
+    builder = ScheduleBuilder(dataflow, calls, 1 if overlap == "none" else generation_chunks)
     first, later = map(tasks.masks, itertools.islice(_moving_calls(dataflow, plan, estimator, calls), 2))
     schedule = builder.schedule(first, plan.offload)
     masks = [first, *[later] * (iterations - 1)]

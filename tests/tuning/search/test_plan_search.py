@@ -58,7 +58,7 @@ def found(estimator: Estimator, budget: int, *, seconds: float = 60.0, **given: 
     return search_plan(estimator.dataflow, models, estimator.cluster, estimator, seconds=seconds, **arguments)  # type: ignore[arg-type]
 
 
-def best_of_all(estimator: Estimator, budget: int, generation_parts: int = 1) -> Score:
+def best_of_all(estimator: Estimator, budget: int, generation_chunks: int = 1) -> Score:
     """Return the best score of all plans."""
     problem = Problem(
         estimator.dataflow,
@@ -68,7 +68,7 @@ def best_of_all(estimator: Estimator, budget: int, generation_parts: int = 1) ->
         overlap="iterations",
         memory_budget=budget,
         is_late=lambda: False,
-        generation_parts=generation_parts,
+        generation_chunks=generation_chunks,
     )
     return min(problem.score(state, offload) for state, offload in every_state(problem))
 
@@ -90,9 +90,9 @@ def test_small_spaces_are_searched_exactly_for_any_prices(
     best = best_of_all(estimator, budget, parts)
     if not best.is_legal:
         with pytest.raises(PlanError, match="no plan fits"):
-            found(estimator, budget, generation_parts=parts)
+            found(estimator, budget, generation_chunks=parts)
         return
-    result = found(estimator, budget, generation_parts=parts)
+    result = found(estimator, budget, generation_chunks=parts)
     assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
     assert result.gap == pytest.approx(0.0, abs=1e-6)
 

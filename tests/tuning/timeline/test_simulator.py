@@ -96,7 +96,7 @@ def test_fused_inference_starts_with_the_first_chunk_and_ends_a_chunk_after_the_
         FixedEstimator(PPO_FLOW, SECONDS, MOVES),
         iterations=2,
         overlap="calls",
-        generation_parts=2,
+        generation_chunks=2,
     )
     first = [(entry.phase, entry.start, entry.end) for entry in timeline.entries if entry.iteration == 0]
     # Samples finish from 2.5 on, so chunks exist at 3.5 and 4.5. On rank 2 the reward and the reference read half
@@ -110,7 +110,7 @@ def test_fused_inference_starts_with_the_first_chunk_and_ends_a_chunk_after_the_
     assert by_call["critic.infer"] == [(3.5, 4.0), (4.5, 5.0)]
     assert by_call["actor.train"] == [(6.5, 12.5)]
     alone = simulate(
-        PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none", generation_parts=2
+        PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none", generation_chunks=2
     )
     assert (
         alone.entries
@@ -247,7 +247,7 @@ def test_more_chunks_for_one_call_are_never_slower_and_no_rank_is_busy_longer_th
     # With several such calls they may be: two calls on the same ranks alternate by chunk, and one of them ends later.
     estimator = FixedEstimator(SCORED_ONCE, case[1].seconds, case[1].moves)
     few, many = (
-        simulate(SCORED_ONCE, case[0], estimator, iterations=4, overlap=overlap, generation_parts=count)
+        simulate(SCORED_ONCE, case[0], estimator, iterations=4, overlap=overlap, generation_chunks=count)
         for count in (parts, parts + 1)
     )
     assert many.makespan <= few.makespan * (1 + 1e-9)

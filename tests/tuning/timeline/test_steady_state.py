@@ -113,7 +113,7 @@ def test_a_search_and_the_simulator_agree_on_whole_plans(
         overlap=overlap,
         memory_budget=10**6,
         is_late=lambda: False,
-        generation_parts=parts,
+        generation_chunks=parts,
     )
     rng = random.Random(seed)
     sets, state = list(rank_sets(cluster)), []
@@ -123,5 +123,5 @@ def test_a_search_and_the_simulator_agree_on_whole_plans(
     many = 240 if cores is None else 4  # on shared cores both take the mean over the same iterations
     offload = rng.choice(offload_sets(problem))
     plan = problem.execution_plan(state, offload)
-    timeline = simulate(PPO_FLOW, plan, estimator, iterations=many, overlap=overlap, generation_parts=parts)
+    timeline = simulate(PPO_FLOW, plan, estimator, iterations=many, overlap=overlap, generation_chunks=parts)
     assert problem.score(state, offload).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)
