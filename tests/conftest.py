@@ -1,4 +1,4 @@
-"""What every test gets: one thread per process, no network, and the pool of warm workers."""
+"""Prepare tests: one thread per process, no network, no deadlines of examples, and the pool of warm workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.workers import WorkerPool
@@ -21,6 +22,10 @@ for _name, _value in {
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# An example's milliseconds are those of a busy machine, and no reason to fail.
+hypothesis.settings.register_profile("tests", hypothesis.settings(hypothesis.settings.default, deadline=None))
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
