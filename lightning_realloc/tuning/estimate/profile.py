@@ -18,8 +18,10 @@ from lightning_realloc.layout.dims import ParallelDims
 
 PassKind = Literal["infer", "train", "train_last", "decode"]
 """``train`` is a forward and backward pass without reduction of gradients; ``train_last`` reduces them."""
-FORMAT_VERSION = 1
-"""Version of the JSON format; files of other versions are refused."""
+FORMAT_VERSION = 2
+"""Version of the JSON format that is written. For a file of an unknown version, a run warns and measures again."""
+_AXES_OF_FORMAT_1 = ("pp", "dp", "fsdp", "tp")
+"""Format 1 listed degrees by position, in this order; format 2 names them, as in ``"dp2.tp2"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class ProfileTable:
                 {
                     "model": key.model,
                     "kind": key.kind,
-                    "dims": key.dims.degrees,
+                    "dims": str(key.dims),
                     "block": _plain(times.block),
                     "rest": _plain(times.rest),
                 }
@@ -181,21 +183,21 @@ class ProfileTable:
         """
         try:
             content = json.loads(text)
-            if content["format"] != FORMAT_VERSION:
-                raise PlanError(
-                    f"a profile of format {content['format']} cannot be read, only {FORMAT_VERSION}; remove it"
+            if content["format"] in (1, FORMAT_VERSION):
+                return cls(
+                    machine=dict(content["machine"]),
+                    seconds=float(content["seconds"]),
+                    crowding={int(tp): _curve(points) for tp, points in content["crowding"].items()},
+                    moves={name: _curve(points) for name, points in content["moves"].items()},
+                    offload=None if content["offload"] is None else _curve(content["offload"]),
+                    optimizer={name: _curve(points) for name, points in content["optimizer"].items()},
+                    passes=dict(map(_read_pass, content["passes"])),
                 )
-            return cls(
-                machine=dict(content["machine"]),
-                seconds=float(content["seconds"]),
-                crowding={int(tp): _curve(points) for tp, points in content["crowding"].items()},
-                moves={name: _curve(points) for name, points in content["moves"].items()},
-                offload=None if content["offload"] is None else _curve(content["offload"]),
-                optimizer={name: _curve(points) for name, points in content["optimizer"].items()},
-                passes=dict(map(_read_pass, content["passes"])),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a profile of ProfileTable.to_json ({error!r}); remove it") from error
+        raise PlanError(
+            f"a profile of format {content['format']} cannot be read, only up to {FORMAT_VERSION}; remove it"
+        )
 
 
 def _plain(surface: Surface) -> list[Any]:
@@ -213,5 +215,11 @@ def _surface(curves: Iterable[tuple[float, Iterable[Iterable[float]]]]) -> Surfa
 def _read_pass(entry: Mapping[str, Any]) -> tuple[PassKey, PassTimes]:
     if entry["kind"] not in get_args(PassKind):
         raise ValueError(f"kind {entry['kind']!r}")
-    key = PassKey(str(entry["model"]), entry["kind"], ParallelDims(*entry["dims"]))
+    key = PassKey(str(entry["model"]), entry["kind"], _read_dims(entry["dims"]))
     return key, PassTimes(_surface(entry["block"]), _surface(entry["rest"]))
+
+
+def _read_dims(degrees: str | list[int]) -> ParallelDims:
+    if isinstance(degrees, str):
+        return ParallelDims.parse(degrees)
+    return ParallelDims(**dict(zip(_AXES_OF_FORMAT_1, degrees, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -80,10 +81,40 @@ def test_a_table_is_read_as_it_was_written() -> None:
     assert ProfileTable.from_json(table().to_json()) == table()
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', table().to_json().replace("train_last", "nap")])
+def test_degrees_are_written_by_name() -> None:
+    assert json.loads(table().to_json())["passes"][0]["dims"] == "dp2.tp2"
+
+
+def by_position(degrees: list[int]) -> str:
+    """Return the table in format 1, which listed the degrees of pp, dp, fsdp and tp."""
+    content = json.loads(table().to_json())
+    content["format"], content["passes"][0]["dims"] = 1, degrees
+    return json.dumps(content)
+
+
+def test_a_table_of_format_1_is_read_by_the_order_of_its_axes() -> None:
+    assert ProfileTable.from_json(by_position([1, 2, 1, 2])) == table()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        by_position([1, 2, 1, 1, 2]),
+        table().to_json().replace("train_last", "nap"),
+        table().to_json().replace("dp2.tp2", "zp2"),
+    ],
+)
 def test_text_that_is_not_a_table_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="remove it"):
+    with pytest.raises(PlanError, match=r"this is not a profile of .*; remove it"):
         ProfileTable.from_json(text)
+
+
+def test_a_table_of_an_unknown_format_is_refused_by_its_number() -> None:
+    with pytest.raises(PlanError, match=r"^a profile of format 99 cannot be read, only up to 2; remove it$"):
+        ProfileTable.from_json('{"format": 99}')
 
 
 def test_a_decreasing_curve_is_refused() -> None:
