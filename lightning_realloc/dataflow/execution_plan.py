@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
@@ -203,7 +203,7 @@ class ExecutionPlan:
         return hashlib.sha256(yaml.safe_dump(self.to_mapping()).encode()).hexdigest()
 
     def completed(self, dataflow: Dataflow) -> ExecutionPlan:
-        """Return a plan that also covers evaluation-only calls, each with its role's home layout."""
+        """Return the plan, extended by the evaluation-only calls that it lacks, each in its role's home layout."""
         given = {name for name, _ in self.calls}
         spare = [c for c in dataflow.model_calls if c not in dataflow.iteration_calls and c.name not in given]
         homes = [(call, dataflow.home_call(str(call.role)).name) for call in spare]
@@ -234,13 +234,14 @@ class ExecutionPlan:
             raise PlanError(
                 f"the plan names {extra}, which this algorithm does not have; it has {', '.join(sorted(wanted))}"
             )
-        for name, plan in self.calls:
-            option = plan.unsuited(dataflow.call(name).kind)
+        for call in _evaluation_last(dataflow):
+            name, plan = call.name, self.call(call.name)
+            option = plan.unsuited(call.kind)
             if option is not None:
                 raise PlanError(
                     f"calls.{name}: {option} applies only to calls that {' or '.join(_OPTIONS_OF[option])}; remove it"
                 )
-            if plan.layout.dims.pp > 1 and dataflow.call(name).kind == "generate":
+            if plan.layout.dims.pp > 1 and call.kind == "generate":
                 raise PlanError(
                     f"calls.{name}: layout {plan.layout} has pp={plan.layout.dims.pp}, so every token would pass "
                     f"through all stages in turn; train and infer with pp, generate with tp, dp or fsdp"
@@ -271,7 +272,7 @@ class ExecutionPlan:
         Raises:
             LayoutError: for a layout that does not fit; the message names the call.
         """
-        for call in dataflow.model_calls:
+        for call in _evaluation_last(dataflow):
             try:
                 ModelLayout(models[str(call.role)], self.layout(call.name))
             except LayoutError as error:
@@ -298,3 +299,11 @@ class ExecutionPlan:
             lines.append(("offload", ", ".join(self.offload)))
         width = max((len(name) for name, _ in lines), default=0)
         return "\n".join(f"{name:<{width}}  {entry}" for name, entry in lines)
+
+
+def _evaluation_last(dataflow: Dataflow) -> list[ModelFunctionCall]:
+    """Return the calls with a model in an order in which no error names a call that `completed` added.
+
+    Such a call copies the layout of an iteration's call, which is checked first.
+    """
+    return sorted(dataflow.model_calls, key=lambda call: call not in dataflow.iteration_calls)

@@ -76,6 +76,15 @@ def test_calls_that_only_serve_evaluation_default_to_the_home_layout() -> None:
     )
 
 
+def test_an_error_names_the_call_that_the_user_wrote_rather_than_one_that_copies_its_layout() -> None:
+    flow = Dataflow((GENERATE, SCORE, JUDGE, TRAIN, EVALUATE, call("critic.train", ("rewards",))))
+    plan = ExecutionPlan.from_mapping({"calls": {**ENTRIES, "critic.train": "tp4@2-5"}}).completed(flow)
+    with pytest.raises(PlanError, match=r"^calls\.critic\.train: layout tp4@2-5 uses rank 4"):
+        plan.check(flow, 4)
+    with pytest.raises(LayoutError, match=r"^calls\.critic\.train: q: tp=4 must divide"):
+        plan.check_models(flow, {"actor": heads(4), "reference": heads(2), "critic": heads(2)})
+
+
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
