@@ -1,7 +1,7 @@
 """Degrees of parallelism, and the ranks that fill them.
 
-``ParallelDims`` holds the degrees; ``Layout`` adds the ordered ranks. ``sharding`` and ``model`` cut parameters. To add
-an axis, give `Coordinate` and `ParallelDims` a field, and let `ModelLayout` cut parameters along it or refuse it.
+``ParallelDims`` holds the degrees; ``Layout`` adds the ordered ranks. ``sharding`` and ``model`` cut parameters.
+CONTRIBUTING.md lists the places that a further axis concerns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DEGREE = re.compile(r"([a-z]+)([0-9]+)")
 _HINT = f'write degrees as in "fsdp2.tp2", axes in the order {", ".join(AXES)}'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
     """Degree of parallelism along every axis, in the order of ``AXES``.
 

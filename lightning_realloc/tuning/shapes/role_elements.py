@@ -60,7 +60,7 @@ class RoleElements:
             kinds.setdefault(tuple(params), len(kinds)) for params in (*outside.values(), *blocks)
         )
         self._kinds = tuple(kinds)
-        self._fitting: set[tuple[int, int, bool]] = set()
+        self._require_fit = cache(self._check_fit)
         self._count = cache(self._count_kind)
         self._stage = cache(self._count_stage)
         self._num_in_tensors = cache(self._count_tensors)
@@ -75,11 +75,11 @@ class RoleElements:
 
     def at_coordinate(self, dims: ParallelDims, at: Coordinate) -> RankElements:
         """Return the counts at a coordinate of a layout. Raises LayoutError as :meth:`on_rank` does."""
-        degrees = (dims.tp, dims.pp, dims.fsdp > 1)
-        if degrees not in self._fitting:
-            ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))  # raises where the layout does not fit
-            self._fitting.add(degrees)
+        self._require_fit(dims)
         return RankElements(dims=dims, stage=at.pp, **self._stage(dims.tp, at.tp, dims.fsdp, dims.pp, at.pp))
+
+    def _check_fit(self, dims: ParallelDims) -> None:
+        ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
         """Return the elements of a rank's tensors, without padding.

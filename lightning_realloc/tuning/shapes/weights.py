@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec, ParamSpec, stage_blocks
 
 IntArray = NDArray[np.int64]
@@ -173,10 +173,8 @@ class _Mesh:
         self.dims = dims = layout.dims
         self.ranks = np.array(layout.ranks)
         self.nodes = self.ranks // cluster.devices_per_node
-        index = np.arange(len(self.ranks))
-        self.tp = index % dims.tp
-        self.fsdp = index // dims.tp % dims.fsdp
-        self.pp = index // (dims.size // dims.pp)
+        along = dict(zip(AXES, np.unravel_index(np.arange(dims.size), dims.degrees), strict=True))
+        self.tp, self.fsdp, self.pp = along["tp"], along["fsdp"], along["pp"]
         runs = stage_blocks(num_blocks, dims.pp)
         self.begin = np.array([run.start for run in runs])[self.pp]
         self.end = np.array([run.stop for run in runs])[self.pp]

@@ -32,7 +32,7 @@ def layouts(draw: st.DrawFn, most_tp: int = 8) -> Layout:
     while pp * fsdp * tp > 16:
         pp, fsdp, tp = (pp, fsdp // 2, tp) if fsdp > 1 else (pp // 2, fsdp, tp)
     dp = draw(st.sampled_from([n for n in DEGREES if pp * fsdp * tp * n <= 16]))
-    dims = ParallelDims(pp, dp, fsdp, tp)
+    dims = ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
     first = draw(st.integers(0, 16 - dims.size))
     ranks = range(first, first + dims.size)
     return Layout(dims, tuple(draw(st.permutations(ranks)) if draw(st.booleans()) else ranks))
