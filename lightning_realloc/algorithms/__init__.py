@@ -1,4 +1,7 @@
-"""Algorithms, one file each: LightningModules that declare their models and calls."""
+"""Algorithms, one file each: LightningModules that declare their models and calls.
+
+Start with `SFT`, then `GRPO`. `MultiModelModule` in `base` is the base class of all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lightning callbacks: tuning, reallocation, weight averages, Hugging Face export, predictions and monitoring."""
+"""Lightning callbacks: tuning, reallocation, weight averages, Hugging Face export, predictions and monitoring.
+
+Start with `PhaseCallback`, whose hooks run around every call. `AutoTuner` chooses the plan during a run.
+"""
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.ema import EMA

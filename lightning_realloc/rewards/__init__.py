@@ -1,6 +1,7 @@
 """Reward functions: plain functions, worker processes, reward servers, verifiers, and reward shaping.
 
 Names are imported from their modules on first use, so that a worker that tests code or numbers needs no torch.
+Start with `RewardFunctions`, which calls the functions and adds up their rewards.
 """
 
 from __future__ import annotations

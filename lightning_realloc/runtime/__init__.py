@@ -1,4 +1,4 @@
 """Distributed execution: forward passes, parallel models, weight transfer, messages and measurement.
 
-``parallel`` applies layouts to models and ``transfer`` executes reallocation plans.
+Start with `parallel`, which applies layouts to models, and `transfer`, which executes reallocation plans.
 """
