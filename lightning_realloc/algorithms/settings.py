@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +39,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 def check_not_negative(**settings: float) -> None:
     """Raise ConfigError for the first setting that is negative or NaN."""
     for name, value in settings.items():
+        _check_number(name, value)
         if not value >= 0:  # NaN too
             raise ConfigError(f"{name}={value} may not be negative; 0 switches it off")
 
@@ -46,15 +47,31 @@ def check_not_negative(**settings: float) -> None:
 def check_positive(**settings: float | None) -> None:
     """Raise ConfigError for the first setting that is zero, negative or NaN; None is allowed."""
     for name, value in settings.items():
-        if value is not None and not value > 0:  # NaN too
+        if value is None:
+            continue
+        _check_number(name, value)
+        if not value > 0:  # NaN too
             raise ConfigError(f"{name}={value} must be positive; None leaves it out")
 
 
 def check_share(**settings: float) -> None:
     """Raise ConfigError for the first setting outside [0, 1]."""
     for name, value in settings.items():
+        _check_number(name, value)
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value} must lie between 0 and 1")
+
+
+def check_positive_numbers(name: str, values: object, *, example: Sequence[float]) -> None:
+    """Raise ConfigError unless ``values`` are as many positive numbers as the example has."""
+    numbers = tuple(values) if isinstance(values, Iterable) else ()
+    if len(numbers) != len(example) or not all(isinstance(value, Real) and float(value) > 0 for value in numbers):
+        raise ConfigError(f"{name}={values!r} must be {len(example)} positive numbers, as in {example}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; write a number")
 
 
 def check_type(kind: type, **settings: object) -> None:

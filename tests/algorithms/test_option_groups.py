@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from lightning_realloc import (
     RolloutBudget,
     Speculation,
 )
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
+from lightning_realloc.setting_hints import setting_defaults
 from tests.algorithms import test_grpo
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -89,6 +92,18 @@ def test_a_group_sets_the_same_as_single_settings_and_keeps_other_defaults(
     by_group, by_settings = made(kind, **group), made(kind, **single)
     for name in attributes:
         assert getattr(by_group, name) == getattr(by_settings, name), name
+
+
+def test_every_constant_of_a_policy_loss_is_a_setting_that_reaches_it() -> None:
+    others = {
+        "loss": "sapo", "ratio_level": "sequence", "clip_low": 0.1, "clip_high": 0.3, "clip_most": 3.0,
+        "sapo_temperatures": (2.0, 3.0), "vespo_shapes": (1.0, 2.0, 3.0, 4.0),
+    }  # fmt: skip
+    defaults = {field.name: field.default for field in fields(PolicyLoss)}
+    assert defaults.keys() == others.keys()
+    assert defaults.items() <= setting_defaults(GRPO).items()
+    assert not defaults.items() & others.items(), "other values than the defaults"
+    assert made(**others).policy_loss == PolicyLoss(**others)
 
 
 def test_ppo_steers_the_divergence_by_a_group() -> None:

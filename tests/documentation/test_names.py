@@ -8,7 +8,7 @@ import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import pytest
@@ -16,6 +16,8 @@ import yaml
 
 import lightning_realloc
 import lightning_realloc.rewards
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLossName, RatioLevel
 from lightning_realloc.report.plan_request import plan_parser
 from lightning_realloc.setting_hints import ALGORITHM_HINTS, settings_of
 from tests.documentation.pages import PAGES, ROOT, examples
@@ -80,3 +82,12 @@ def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     entries = re.findall(r"^::: lightning_realloc\.(?:rewards\.)?(\w+)$", pages, flags=re.MULTILINE)
     assert sorted(entries) == sorted({*lightning_realloc.__all__, *lightning_realloc.rewards.__all__})
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"), [("loss", PolicyLossName), ("ratio_level", RatioLevel), ("loss_average", LossAverage)]
+)
+def test_the_tables_of_the_policy_loss_have_a_row_for_every_name(setting: str, names: Any) -> None:
+    text = (ROOT / "docs/policy-loss.md").read_text()
+    (table,) = re.findall(rf"^\| `{setting}` \|.*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert set(re.findall(r'^\| `"(\w+)"` \|', table, flags=re.MULTILINE)) == set(get_args(names))

@@ -51,7 +51,7 @@ class PolicyLossOptions:
     """
 
     loss: PolicyLossName | None = None
-    """``"clip"``, ``"cispo"``, ``"sapo"`` or ``"vespo"``."""
+    """Name of the loss, from the table in docs/policy-loss.md."""
     loss_average: LossAverage | None = None
     """Mean over tokens and responses; see :class:`PolicyGradient`."""
     entropy_coef: float | None = None

@@ -1,22 +1,26 @@
-"""Policy losses over packed tokens, one formula per name: ``clip``, ``cispo``, ``sapo`` and ``vespo``.
+"""Policy losses over packed tokens, one formula for each ``PolicyLossName``.
 
 Every formula takes the probability ratio and the advantage of each token, and returns one loss per token. The caller
-averages them, see ``loss_reduction.py``. To add a formula, add its name to ``PolicyLossName`` and its function to
-``_LOSSES``; constants are fields of ``PolicyLoss`` and ``PolicyLossOptions``.
+averages them, see ``loss_reduction.py``. CONTRIBUTING.md says how to add a formula and its constants.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.losses.functional import ClippedLoss, clipped_surrogate
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
+from lightning_realloc.algorithms.settings import (
+    check_choice,
+    check_not_negative,
+    check_positive,
+    check_positive_numbers,
+)
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 
@@ -55,12 +59,9 @@ class PolicyLoss:
                 f"clip_most={self.clip_most} must lie above 1 + clip_high={1 + self.clip_high}, where ratios of good "
                 f"responses are clipped already; None leaves it out"
             )
-        for name, values, count in (
-            ("sapo_temperatures", self.sapo_temperatures, 2),
-            ("vespo_shapes", self.vespo_shapes, 4),
-        ):
-            if len(values) != count or not all(value > 0 for value in values):
-                raise ConfigError(f"{name}={values} must be {count} positive numbers")
+        for field in fields(self):
+            if isinstance(field.default, tuple):
+                check_positive_numbers(field.name, getattr(self, field.name), example=field.default)
         if self.loss == "vespo" and self.ratio_level != "token":
             raise ConfigError(
                 f"loss='vespo' weighs whole responses by itself; leave ratio_level={self.ratio_level!r} out"

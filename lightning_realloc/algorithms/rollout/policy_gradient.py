@@ -53,7 +53,8 @@ _CHECKPOINT_KEY = "dynamic_sampling"
 class PolicyGradientSettings(RewardedSettings, total=False):
     """Types of the settings that subclasses pass on to :class:`PolicyGradient`, where they are documented.
 
-    Settings whose defaults differ between algorithms are missing, because each algorithm declares them.
+    Each algorithm declares ``sampling``, ``kl_coef``, ``kl_estimator``, ``kl_place``, ``ratio_level`` and
+    ``loss_average`` itself, with its own defaults. All other settings of :class:`PolicyGradient` belong here.
     """
 
     loss: PolicyLossName
@@ -83,7 +84,7 @@ class PolicyGradient(RewardedModule):
         kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_estimator: k1, k2 or k3, in the loss.
         kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
-        loss: Formula of the policy loss; see ``policy_losses.py``.
+        loss: Name of the policy loss, from the table in docs/policy-loss.md.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
         clip_low: Clip ratios at 1 - this.
         clip_high: Clip ratios at 1 + this.

@@ -15,7 +15,7 @@ from lightning_realloc.algorithms.losses import policy_losses
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
 from lightning_realloc.algorithms.losses.loss_options import PolicyLossOptions
 from lightning_realloc.algorithms.losses.loss_reduction import averaged_loss
-from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, RatioLevel
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -76,7 +76,7 @@ NAIVE: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-LEVELS = [(loss, level) for loss in ("clip", "cispo", "sapo") for level in ("token", "sequence", "product")]
+LEVELS = [(loss, level) for loss in NAIVE for level in get_args(RatioLevel) if loss != "vespo"]
 
 
 @pytest.mark.parametrize(("loss", "level"), [*LEVELS, ("vespo", "token")])
@@ -134,10 +134,19 @@ def test_what_is_clipped_is_counted() -> None:
 
 def test_settings_of_losses_that_cannot_work_are_refused() -> None:
     for settings, message in (
-        ({"loss": "ppo"}, "loss='ppo' must be one of clip, cispo, sapo, vespo"),
+        ({"loss": "ppo"}, f"loss='ppo' must be one of {', '.join(get_args(PolicyLossName))}"),
         ({"ratio_level": "group"}, "ratio_level='group'"),
         ({"clip_most": 1.1}, r"clip_most=1.1 must lie above 1 \+ clip_high=1.2"),
-        ({"sapo_temperatures": (1.0, 0.0)}, "sapo_temperatures=.* must be 2 positive numbers"),
+        (
+            {"sapo_temperatures": (1.0, 0.0)},
+            r"sapo_temperatures=\(1.0, 0.0\) must be 2 positive numbers, as in",
+        ),
+        ({"sapo_temperatures": "ab"}, "sapo_temperatures='ab' must be 2 positive numbers"),
+        ({"sapo_temperatures": 1.0}, "sapo_temperatures=1.0 must be 2 positive numbers"),
+        ({"vespo_shapes": (1.0, 1.0, 1.0, "a")}, "vespo_shapes=.* must be 4 positive numbers"),
+        ({"clip_low": "a"}, "clip_low='a' is a str; write a number"),
+        ({"clip_high": None}, "clip_high=None is a NoneType; write a number"),
+        ({"clip_most": "a"}, "clip_most='a' is a str; write a number"),
         ({"loss": "vespo", "ratio_level": "sequence"}, "leave ratio_level='sequence' out"),
     ):
         with pytest.raises(ConfigError, match=message):
