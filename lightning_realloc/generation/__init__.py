@@ -1,4 +1,8 @@
-"""Tokens out: continuous batching on the weights that training just wrote."""
+"""Generate by continuous batching, on the weights that training has just changed.
+
+Begin with `engine.GenerationEngine.generate`; `loop/run.py` makes its steps. `speculative/` and `rebalance/` are used
+only when asked for.
+"""
 
 from __future__ import annotations
 

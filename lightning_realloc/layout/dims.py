@@ -34,7 +34,7 @@ _DEGREE = re.compile(r"([a-z]+)([0-9]+)")
 _HINT = f'write degrees as in "fsdp2.tp2", axes in the order {", ".join(AXES)}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ParallelDims:
     """Degree of parallelism along every axis, in the order of ``AXES``.
 
