@@ -60,11 +60,6 @@ def test_tensor_parallel_neighbours_are_adjacent_in_the_list_of_ranks() -> None:
     assert layout.groups(*AXES) == (tuple(range(8)),)
 
 
-def test_degrees_are_given_by_name() -> None:
-    with pytest.raises(TypeError):
-        ParallelDims(2, 2)  # type: ignore[misc]  # a further axis would shift the others
-
-
 def test_groups_follow_the_order_of_the_ranks() -> None:
     assert Layout.parse("dp2.tp2@0,2,1,3").groups("tp") == ((0, 2), (1, 3))
     assert Layout.parse("dp2.tp2@0,2,1,3").groups("dp") == ((0, 1), (2, 3))
