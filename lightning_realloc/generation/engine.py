@@ -32,7 +32,7 @@ from lightning_realloc.generation.loop.environment import Conversation, Conversa
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
 from lightning_realloc.generation.loop.sample_access import SampleAccess
-from lightning_realloc.generation.loop.streaming import CompletionNotifier, PartialResults
+from lightning_realloc.generation.loop.streaming import CompletionNotifier, SharingEngine
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
@@ -41,7 +41,7 @@ from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
 if TYPE_CHECKING:  # imported where they are used: plain generation needs none of these
     from lightning_realloc.generation.rebalance.handover import MigrationStats
     from lightning_realloc.generation.rebalance.peers import Peers
-    from lightning_realloc.generation.rebalance.protocol import Rebalancer, WaitingCalls
+    from lightning_realloc.generation.rebalance.protocol import Rebalancer
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
 
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 @suggest_settings(ENGINE_HINTS)
-class GenerationEngine:
+class GenerationEngine(SharingEngine):
     """Continuous batching on a Hugging Face decoder, through transformers' attention registry.
 
     The engine uses the model in place. Each forward reads its parameters anew, so a weight update only has to happen
@@ -135,10 +135,6 @@ class GenerationEngine:
         if speculation is not None or drafter is not None:
             self._decoding = self._speculator(speculation, drafter, cuda_graphs=cuda_graphs, clock=clock)
         self._stats = GenerationStats()
-        self.partial_results: PartialResults | None = None
-        """Sends finished responses in chunks while a call runs; None: nothing is sent."""
-        self.waiting_calls: WaitingCalls | None = None
-        """Other work for times in which only peers have samples; None: this rank waits for them."""
         if agree is None:
             self._check_agreement(peers)
         self._rebalancer: Rebalancer | None = None
@@ -291,7 +287,7 @@ class GenerationEngine:
                 if self._rebalancer is not None:
                     self._rebalancer.run_to_end(
                         run, SampleAccess(run), requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
-                        on_step=notifier.follow, waiting_calls=self.waiting_calls,
+                        on_step=notifier.follow, waiting_calls=self._waiting_calls,
                     )  # fmt: skip
                 while self._anybody_has_work(run.has_work):
                     run.step()

@@ -28,7 +28,7 @@ from lightning_realloc.generation.core.stopping import StopStringCheck, check_to
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
-from lightning_realloc.generation.loop.streaming import CompletionNotifier, PartialResults
+from lightning_realloc.generation.loop.streaming import CompletionNotifier, SharingEngine
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _ROUNDING = 0.1
 """Share of the logits' standard deviation up to which a difference counts as rounding."""
 
 
-class HFEngine:
+class HFEngine(SharingEngine):
     """Same interface as `GenerationEngine`, on the model's own ``generate``.
 
     Greedy responses equal the native engine's. Sampled ones follow the same distribution with other random numbers,
@@ -82,8 +82,6 @@ class HFEngine:
         self._stats = GenerationStats()
         self._may_pad: bool | None = None
         """Whether a batch may be padded; None: not checked yet."""
-        self.partial_results: PartialResults | None = None
-        """Sends finished responses in chunks while a call runs; None: nothing is sent."""
 
     @property
     def _device(self) -> torch.device:

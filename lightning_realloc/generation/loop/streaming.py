@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation.core.sample import Completion, Sample
@@ -50,6 +52,38 @@ class PartialResults:
                 unsent.clear()
 
         return add
+
+
+class WaitingCalls(Protocol):
+    """Calls that need finished samples."""
+
+    def work(self) -> bool:
+        """Do a small part of these calls without waiting for another rank; return False if nothing is left to do."""
+
+
+class SharingEngine:
+    """Base of engines whose finished responses other calls use while they generate."""
+
+    partial_results: PartialResults | None = None
+    """Sends finished responses in chunks while a call runs; None: nothing is sent."""
+    _waiting_calls: WaitingCalls | None = None
+
+    @contextmanager
+    def sharing(
+        self, partial_results: PartialResults | None = None, waiting_calls: WaitingCalls | None = None
+    ) -> Iterator[None]:
+        """Share finished responses with other calls inside this context.
+
+        Args:
+            partial_results: Sends finished responses in chunks; None: nothing is sent.
+            waiting_calls: Other work for times in which only peers have samples; None: this rank waits for them. An
+                engine without peers does none of it.
+        """
+        self.partial_results, self._waiting_calls = partial_results, waiting_calls
+        try:
+            yield
+        finally:
+            self.partial_results = self._waiting_calls = None
 
 
 class CompletionNotifier:

@@ -16,12 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.loop.sample_access import SampleAccess
+from lightning_realloc.generation.loop.streaming import WaitingCalls
 from lightning_realloc.generation.rebalance.balance_policy import plan_balance
 from lightning_realloc.generation.rebalance.handover import MigrationStats, SampleHandover
 from lightning_realloc.generation.rebalance.load import (
@@ -51,13 +52,6 @@ REPORT_AHEAD_STEPS = 2
 """Steps before the first round at which the first report is sent. A call that ends earlier sends none."""
 MIN_PERIOD_S = 0.1
 """Least seconds between two rounds. A round takes up to a millisecond of a rank's own time."""
-
-
-class WaitingCalls(Protocol):
-    """Calls that need finished samples."""
-
-    def work(self) -> bool:
-        """Do a small part of these calls without waiting for another rank; return False if nothing is left to do."""
 
 
 class Rebalancer:

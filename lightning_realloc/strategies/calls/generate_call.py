@@ -8,8 +8,7 @@ responses after a call, and receives the peers' before the next one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from lightning_realloc.generation import GenerationEngine, HFEngine
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
-from lightning_realloc.generation.rebalance.protocol import WaitingCalls
 from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
 from lightning_realloc.generation.speculative.registry import build_drafter
 from lightning_realloc.runtime.messages.mailbox import FrameKind
@@ -117,17 +115,6 @@ class ReplicaEngine:
         """Seconds in which this rank waited for samples of peers in the last call."""
         stats = self.migration_stats
         return 0.0 if stats is None else stats.waited_s
-
-    @contextmanager
-    def freed_for(self, waiting_calls: WaitingCalls | None) -> Iterator[None]:
-        """Let this rank work on other calls while it has no samples and its peers generate."""
-        if isinstance(self.engine, GenerationEngine):
-            self.engine.waiting_calls = waiting_calls
-        try:
-            yield
-        finally:
-            if isinstance(self.engine, GenerationEngine):
-                self.engine.waiting_calls = None
 
     def begin(self, run: int, index: int) -> None:
         """Start call number ``index`` of a run."""
@@ -308,10 +295,9 @@ class GenerateCalls:
         early = None
         if replica_engine.moves is not None:
             early = EarlyInference.from_fusion(call, data, self._context.pool, self._inference, partial_results)
-        if num_chunks > 1 or early is not None:
-            engine.partial_results = partial_results
+        shared = partial_results if num_chunks > 1 or early is not None else None
         try:
-            with self._context.reading(call, replica), replica_engine.freed_for(early):
+            with self._context.reading(call, replica), engine.sharing(shared, early):
                 made: Samples | Divided = self._context.method_of(call)(engine, prompts)
             self._engines.send_history(replica_engine, data.run, data.index(call))
             data.report.metrics |= self._engines.metrics(call.name, replica)
@@ -329,7 +315,6 @@ class GenerateCalls:
                 replica_engine.lockstep.give_up()
             raise
         finally:
-            engine.partial_results = None
             # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
             # than the fresh one of a run that was resumed here.
             engine.release()

@@ -134,7 +134,7 @@ class EarlyCall:
 
 
 class EarlyInference:
-    """Works on finished samples, one forward pass at a time: a `generation.rebalance.protocol.WaitingCalls`.
+    """Works on finished samples, one forward pass at a time: a `generation.loop.streaming.WaitingCalls`.
 
     Args:
         calls: Calls that may start early, in running order.

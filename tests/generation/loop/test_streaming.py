@@ -45,8 +45,9 @@ def test_portions_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None
     engine = GenerationEngine(tiny_model("llama"), max_slots=3)
     plain = sample_responses(engine, _batch(4), PARAMS)
     parts: list[Samples] = []
-    engine.partial_results = PartialResults(num_parts, parts.append)
-    rollout = sample_responses(engine, _batch(4), PARAMS)
+    with engine.sharing(PartialResults(num_parts, parts.append)):
+        rollout = sample_responses(engine, _batch(4), PARAMS)
+    assert engine.partial_results is None
     assert rollout.equals(plain)
     # 8 samples: all portions but the last have 8 / num_parts of them, with more portions than samples 1 each.
     sizes = {2: [4], 3: [3, 3], 8: [1] * 7, 20: [1] * 8}[num_parts]
@@ -58,6 +59,6 @@ def test_portions_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None
 def test_a_rank_without_prompts_hands_on_nothing() -> None:
     parts: list[Samples] = []
     engine = GenerationEngine(tiny_model("llama"))
-    engine.partial_results = PartialResults(4, parts.append)
-    assert len(sample_responses(engine, _batch(0), PARAMS)) == 0
+    with engine.sharing(PartialResults(4, parts.append)):
+        assert len(sample_responses(engine, _batch(0), PARAMS)) == 0
     assert parts == []

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.loop.sample_access import SampleAccess, foreign_prompt_number, own_prompt_number
+from lightning_realloc.generation.loop.streaming import WaitingCalls
 from lightning_realloc.generation.rebalance import protocol
 from lightning_realloc.generation.rebalance.handover import Arrival, MigrationStats
 from lightning_realloc.generation.rebalance.load import LoadReport, MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
-from lightning_realloc.generation.rebalance.protocol import WaitingCalls
 from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
 from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
@@ -75,16 +75,16 @@ def _calls(
         tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8,
         max_cache_bytes=max_cache_bytes, clock=map(float, itertools.count()).__next__,
     )  # fmt: skip
-    engine.waiting_calls = waiting_calls
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = [i for i in range(NUM_PROMPTS) if i % (size + 1) == rank or (rank == 0 and i % (size + 1) == size)]
     ids = [2 * i + k for i in mine for k in range(2)]
     prompts, limits = _prompts(), _limits()
     made = []
     for _ in range(calls):
-        completions = engine.generate(
-            [prompts[i] for i in mine], PARAMS, sample_ids=ids, token_limits=[limits[i] for i in mine]
-        )
+        with engine.sharing(waiting_calls=waiting_calls):
+            completions = engine.generate(
+                [prompts[i] for i in mine], PARAMS, sample_ids=ids, token_limits=[limits[i] for i in mine]
+            )
         made.append((completions, engine.migration_stats))
     peers.mailbox.release(0)
     return made
@@ -191,9 +191,8 @@ def _one_fails_at_other_work() -> str:
     """Return the error of this rank, where the second one has nothing to generate after its first token."""
     peers, rank = _peers(), dist.get_rank()
     engine = GenerationEngine(tiny_model("llama"), peers=peers)
-    engine.waiting_calls = FailingChores() if rank else None
     params = SamplingParams(max_new_tokens=1 if rank else 100, ignore_eos=True)
-    with moving(every=2):
+    with moving(every=2), engine.sharing(waiting_calls=FailingChores() if rank else None):
         try:
             engine.generate([[5]], params, sample_ids=[rank])
         except Exception as error:
