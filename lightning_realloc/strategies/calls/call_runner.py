@@ -26,8 +26,8 @@ from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.metrics import RunMetrics
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
-from lightning_realloc.strategies.exchange.sample_table import IterationReport
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.replica import Replica
@@ -194,7 +194,7 @@ class CallRunner:
     def run_calls(self, batch: Samples, calls: Sequence[ModelFunctionCall], *, are_of_next: bool = False) -> Samples:
         """Run calls without training, and return all samples with all results, on every rank. Collective.
 
-        ``are_of_next``: whether their metrics belong to the next iteration.
+        ``are_of_next``: whether to log their metrics with the next iteration, in place of those kept before.
         """
         with self._failing_together():
             data = self._begin(batch, calls, iteration=0)
@@ -247,7 +247,7 @@ class CallRunner:
         data = IterationData(
             batch, routes, self._mailbox, rank=rank, run=self._run, version=version, num_shown=num_shown
         )
-        data.report.metrics |= self._metrics.idle.metrics(rank)
+        self._metrics.idle.record(data.report)
         if all(call.kind == "train" for call in calls):
             self._send_report(data)  # there is nothing to wait for
         return data
@@ -333,12 +333,12 @@ class CallRunner:
         return IterationResult(known, logged, report.carried, data.shown(report))
 
     def _send_report(self, data: IterationData) -> None:
-        data.report.metrics |= self._stop.as_metrics()
+        data.report.maxima |= self._stop.as_metrics()
         data.send_report()
 
     def _receive_report(self, data: IterationData) -> IterationReport:
         report = data.receive_report()
-        self._stop.pop_from(report.metrics)
+        self._stop.pop_from(report.maxima)
         return report
 
     @contextmanager

@@ -29,13 +29,9 @@ from lightning_realloc.generation.speculative.registry import build_drafter
 from lightning_realloc.runtime.messages.mailbox import FrameKind
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.infer_call import EarlyInference, InferCalls
-from lightning_realloc.strategies.calls.metrics import (
-    IdleClock,
-    migration_metrics,
-    preemption_metrics,
-    speculation_metrics,
-)
+from lightning_realloc.strategies.calls.metrics import IdleClock, speculation_metrics
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.pool.replica import Replica
 
 _IDLE, _WORKING, _FAILED = range(3)
@@ -163,24 +159,6 @@ class EnginePool:
         known.engine.weights_updated(version)
         return known
 
-    def metrics(self, call: str, replica: Replica) -> dict[str, float]:
-        """Return this rank's metrics of the call that it has just run with a replica.
-
-        Tensor-parallel ranks make the same samples; the first of them reports those.
-        """
-        generator = self._engines[id(replica.model)]
-        stats, moved = generator.engine.stats, generator.migration_stats
-        metrics: dict[str, float] = {}
-        if self._algorithm.speculation is not None:
-            metrics |= speculation_metrics(call, stats, self._context.rank)
-        if replica.layout.coordinate(self._context.rank).tp:
-            return metrics
-        if self._algorithm.max_cache_bytes is not None:
-            metrics |= preemption_metrics(call, stats, self._context.rank)
-        if moved is not None:
-            metrics |= migration_metrics(call, moved, self._context.rank)
-        return metrics
-
     def send_history(self, generator: ReplicaEngine, run: int, index: int) -> None:
         """Send the peers' drafters the responses of call number ``index`` of a run, without waiting."""
         if generator.peers and generator.drafter.exchanges:
@@ -300,7 +278,7 @@ class GenerateCalls:
             with self._context.reading(call, replica), engine.sharing(shared, early):
                 made: Samples | Divided = self._context.method_of(call)(engine, prompts)
             self._engines.send_history(replica_engine, data.run, data.index(call))
-            data.report.metrics |= self._engines.metrics(call.name, replica)
+            self._record_metrics(call.name, replica, replica_engine, data.report)
             self._idle.add(replica_engine.seconds_waited)
             if isinstance(made, Divided):
                 data.carry(call, made.carried)
@@ -318,6 +296,18 @@ class GenerateCalls:
             # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
             # than the fresh one of a run that was resumed here.
             engine.release()
+
+    def _record_metrics(self, call: str, replica: Replica, generator: ReplicaEngine, report: IterationReport) -> None:
+        """Report the metrics of a call; of tensor-parallel ranks, which make the same samples, only the first does."""
+        if replica.layout.coordinate(self._context.rank).tp:
+            return
+        algorithm, stats, moved = self._context.algorithm, generator.engine.stats, generator.migration_stats
+        if algorithm.speculation is not None:
+            report.sums |= speculation_metrics(call, stats)
+        if algorithm.max_cache_bytes is not None:
+            report.sums[f"preemptions/{call}"] = float(stats.num_preemptions)
+        if moved is not None:
+            report.sums[f"moved_samples/{call}"] = float(moved.num_received)
 
 
 def refuse_long_prompts(prompts: Samples, replica: Replica) -> None:

@@ -69,7 +69,7 @@ class InferCalls:
             raise
         ended_at = data.generation_ended_at(source)
         for name, made in results.items():
-            data.report.metrics[f"hidden_s/{name}"] = made.seconds_before(ended_at)
+            data.report.maxima[f"hidden_s/{name}"] = made.seconds_before(ended_at)
         return dict(results)
 
     def run_timed(

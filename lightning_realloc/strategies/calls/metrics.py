@@ -1,7 +1,7 @@
 """Measure an iteration's speed: seconds of calls, waiting, and rates; exchange the metrics of training calls.
 
-Metrics of calls before training travel with an `IterationReport`. The first rank of a training call sends that
-call's metrics to all others.
+Each rank reports its metrics of calls before training in an `IterationReport`: ``maxima``, of which the largest value
+over the ranks is logged, and ``sums``, which are added up. Metrics of a training call are those of its first rank.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from typing import TypeVar
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import GenerationStats
-from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 T = TypeVar("T")
 ITERATION_S = "iteration_s"
-"""Name of the seconds of the iteration before, in a rank's report."""
-IDLE_SHARE = "idle_share"
-"""Name of the share of the iteration before in which a rank waited; in a report ``/`` and the rank follow."""
-_GENERATED, _ROW_STEPS, _TOKENS_PER_STEP = "generated/", "row_steps/", "tokens_per_step/"
-_MOVED, _PREEMPTIONS = "moved_samples/", "preemptions/"
-_SECONDS, _BYTES, _RATE = "reallocation_s/", "reallocation_bytes/", "reallocation_GB_per_s/"
+"""Name of the seconds of the iteration before. Only reported: `with_rates` divides tokens by it."""
+_GENERATED = "generated/"
+"""Prefix of the tokens that a call generated. Only reported: `with_rates` divides it by the row steps."""
+_ROW_STEPS = "row_steps/"
+"""Prefix of a call's decoding steps, counted once per sample. Only reported."""
+_MOVE_S = "reallocation_s/"
+"""Prefix of the seconds in which weights moved before a call."""
+_MOVED_BYTES = "reallocation_bytes/"
+"""Prefix of the bytes that moved over all ranks. Only reported: `with_rates` divides it by the seconds."""
 
 
 class IdleClock:
@@ -69,9 +72,11 @@ class IdleClock:
         self._iteration_s = time.perf_counter() - self._begin
         self._share = (self.seconds - self._seconds_at_begin) / self._iteration_s
 
-    def metrics(self, rank: int) -> dict[str, float]:
-        """Return the share of waiting in the last iteration, and its seconds."""
-        return {} if self._share is None else {f"{IDLE_SHARE}/{rank}": self._share, ITERATION_S: self._iteration_s}
+    def record(self, report: IterationReport) -> None:
+        """Report the seconds of the last iteration, and this rank's part of the mean share of waiting."""
+        if self._share is not None:
+            report.maxima[ITERATION_S] = self._iteration_s
+            report.sums["idle_share"] = self._share / (1 + len(self._mailbox.others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +119,12 @@ class RunMetrics:
     def record_call(self, data: IterationData, call: ModelFunctionCall, seconds: float | None) -> None:
         """Record the seconds of a call, None on a rank without part in it, and of moving its weights."""
         moved = self._context.pool.take_report(call.name)
-        data.report.metrics |= {} if moved is None else reallocation_metrics(call.name, moved)
+        data.report.maxima |= {} if moved is None else reallocation_metrics(call.name, moved)
         if seconds is None:
             return
         self.seconds[call.name] += seconds
         self.counts[call.name] += 1
-        metrics = data.training_metrics[call.name] if call.kind == "train" else data.report.metrics
+        metrics = data.training_metrics[call.name] if call.kind == "train" else data.report.maxima
         metrics[f"seconds/{call.name}"] = seconds
 
     def keep_for_next(self, reported: Mapping[str, float]) -> None:
@@ -175,23 +180,12 @@ class RunMetrics:
 
 def reallocation_metrics(call: str, report: ReallocationReport) -> dict[str, float]:
     """Return one rank's metrics of the reallocation before a call."""
-    return {f"{_SECONDS}{call}": report.seconds, f"{_BYTES}{call}": float(report.bytes_moved)}
+    return {f"{_MOVE_S}{call}": report.seconds, f"{_MOVED_BYTES}{call}": float(report.bytes_moved)}
 
 
-def speculation_metrics(call: str, stats: GenerationStats, rank: int) -> dict[str, float]:
-    """Return one rank's metrics of a call that drafts tokens."""
-    counts = {_GENERATED: stats.generated_tokens, _ROW_STEPS: stats.row_steps}
-    return {f"{name}{call}/{rank}": float(count) for name, count in counts.items()}
-
-
-def migration_metrics(call: str, stats: MigrationStats, rank: int) -> dict[str, float]:
-    """Return one rank's metrics of a call whose samples may move between ranks."""
-    return {f"{_MOVED}{call}/{rank}": float(stats.num_received)}
-
-
-def preemption_metrics(call: str, stats: GenerationStats, rank: int) -> dict[str, float]:
-    """Return one rank's metrics of a call whose cache is bounded."""
-    return {f"{_PREEMPTIONS}{call}/{rank}": float(stats.num_preemptions)}
+def speculation_metrics(call: str, stats: GenerationStats) -> dict[str, float]:
+    """Return one rank's counts of a call that drafts tokens."""
+    return {f"{_GENERATED}{call}": float(stats.generated_tokens), f"{_ROW_STEPS}{call}": float(stats.row_steps)}
 
 
 def count_tokens(samples: Samples) -> int:
@@ -201,42 +195,23 @@ def count_tokens(samples: Samples) -> int:
 
 
 def with_rates(reported: Mapping[str, float], *, num_tokens: int) -> dict[str, float]:
-    """Return the metrics to log: rates in place of bytes and counts, sums and means over ranks.
+    """Return the metrics to log, with rates in place of bytes and counts.
 
     Args:
-        reported: The largest value of each metric over all ranks.
+        reported: Metrics of all ranks' merged reports.
         num_tokens: Prompt and response tokens of the iteration that `ITERATION_S` measures.
     """
     metrics = dict(reported)
-    for name in [name for name in reported if name.startswith(_BYTES)]:
-        call = name.removeprefix(_BYTES)
-        seconds, moved = reported[f"{_SECONDS}{call}"], metrics.pop(name)
-        metrics[f"{_RATE}{call}"] = moved / seconds / 1e9 if seconds > 0 else 0.0
-    metrics |= _tokens_per_step(metrics)
-    metrics |= _sums(metrics, (_MOVED, _PREEMPTIONS))
-    shares = [metrics.pop(name) for name in list(metrics) if name.startswith(f"{IDLE_SHARE}/")]
-    if shares:
-        metrics[IDLE_SHARE] = sum(shares) / len(shares)
+    for name in reported:
+        call = name.partition("/")[2]
+        if name.startswith(_MOVED_BYTES):
+            seconds, moved = metrics[f"{_MOVE_S}{call}"], metrics.pop(name)
+            metrics[f"reallocation_GB_per_s/{call}"] = moved / seconds / 1e9 if seconds > 0 else 0.0
+        elif name.startswith(_ROW_STEPS):
+            generated, steps = metrics.pop(f"{_GENERATED}{call}"), metrics.pop(name)
+            if steps:
+                metrics[f"tokens_per_step/{call}"] = generated / steps
     seconds = metrics.pop(ITERATION_S, 0.0)
     if seconds > 0:
         metrics["tokens_per_s"] = num_tokens / seconds
     return metrics
-
-
-def _sums(metrics: dict[str, float], kinds: tuple[str, ...]) -> dict[str, float]:
-    """Remove the counts of each rank of these kinds, and return their sums by call."""
-    totals: dict[str, float] = {}
-    for name in [name for name in metrics if name.startswith(kinds)]:
-        call = name.rpartition("/")[0]
-        totals[call] = totals.get(call, 0.0) + metrics.pop(name)
-    return totals
-
-
-def _tokens_per_step(metrics: dict[str, float]) -> dict[str, float]:
-    """Remove the counts of generating calls, and return the tokens that a sample got in a step, over all ranks."""
-    totals: dict[str, list[float]] = {}
-    for place, prefix in enumerate((_GENERATED, _ROW_STEPS)):
-        for name in [name for name in metrics if name.startswith(prefix)]:
-            call = name.removeprefix(prefix).rpartition("/")[0]
-            totals.setdefault(call, [0.0, 0.0])[place] += metrics.pop(name)
-    return {f"{_TOKENS_PER_STEP}{call}": made / steps for call, (made, steps) in totals.items() if steps}

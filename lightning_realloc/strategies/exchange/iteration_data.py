@@ -19,10 +19,10 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import (
     ChunkResults,
-    IterationReport,
     PositionedRows,
     SampleChunk,
     SampleTable,
@@ -173,7 +173,7 @@ class IterationData:
     def record_early(self, results: Mapping[str, ChunkResults]) -> None:
         """Keep results that calls made here of finished samples, while other ranks generated."""
         self._early |= results
-        self.report.metrics |= {f"hidden_s/{name}": made.seconds for name, made in results.items()}
+        self.report.maxima |= {f"hidden_s/{name}": made.seconds for name, made in results.items()}
 
     def carry(self, call: ModelFunctionCall, samples: Samples) -> None:
         """Leave some samples of a generating call for the next iteration; the report sends them to all ranks."""
@@ -183,6 +183,7 @@ class IterationData:
     def record(self, call: ModelFunctionCall, made: Samples | None) -> None:
         """Keep and send the results of a call on this rank; None without part in it, or without samples.
 
+        Results of a generating call hold its whole responses, including those that were sent in chunks.
         The senders of a generating call record it without samples, too: other ranks wait for their chunks.
 
         Raises:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lightning_realloc.generation import GenerationStats
-from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.calls.metrics import (
     ITERATION_S,
-    migration_metrics,
-    preemption_metrics,
     reallocation_metrics,
+    speculation_metrics,
     with_rates,
 )
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
@@ -36,11 +35,14 @@ def test_nothing_is_divided_by_no_time() -> None:
     assert with_rates({}, num_tokens=0) == {}
 
 
-def test_what_ranks_count_apart_is_added_up_by_call() -> None:
-    metrics = preemption_metrics("a", GenerationStats(num_preemptions=2), 0)
-    metrics |= preemption_metrics("a", GenerationStats(num_preemptions=3), 1)
-    metrics |= preemption_metrics("b", GenerationStats(), 1) | migration_metrics("a", MigrationStats(num_received=4), 0)
-    assert with_rates(metrics, num_tokens=0) == {"preemptions/a": 5.0, "preemptions/b": 0.0, "moved_samples/a": 4.0}
+def test_tokens_per_step_are_those_of_all_ranks_together() -> None:
+    # 30 + 10 tokens in 10 + 10 steps; the second call generated nothing.
+    reports = [
+        IterationReport(sums=speculation_metrics("a", GenerationStats(generated_tokens=30, row_steps=10))),
+        IterationReport(sums=speculation_metrics("a", GenerationStats(generated_tokens=10, row_steps=10))),
+        IterationReport(sums=speculation_metrics("b", GenerationStats())),
+    ]
+    assert with_rates(IterationReport.merge(reports).metrics, num_tokens=0) == {"tokens_per_step/a": 2.0}
 
 
 def logged_rates() -> list[dict[str, float]]:

@@ -185,7 +185,7 @@ def _walk(
         elif call.kind == "compute" and rows is not None:
             data.record(call, _judge(rows) if call is JUDGE else _estimate(rows))
         if call is ESTIMATE:
-            data.report.metrics |= {"seconds": float(rank)}
+            data.report.maxima |= {"seconds": float(rank)}
             data.send_report()
     seen["metrics"] = data.receive_report().metrics
     seen["known"] = data.known()

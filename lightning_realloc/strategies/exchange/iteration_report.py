@@ -1,0 +1,76 @@
+"""Report of a rank to all ranks after the last call before training, and the rule that merges each of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
+
+_CARRIED, _SHOWN = "carried over", "shown"
+"""Names in a message, next to names of calls."""
+
+
+@dataclass(slots=True)
+class IterationReport:
+    """One rank's report, or the merged report of all ranks."""
+
+    maxima: dict[str, float] = field(default_factory=dict)
+    """Metrics by name. Merging takes the largest value of all ranks."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Metrics by name. Merging adds the values of all ranks."""
+    values: dict[str, Samples] = field(default_factory=dict)
+    """Call -> values per sample that it made, and lengths in place of sequences. Merging joins the samples."""
+    carried: Samples | None = None
+    """Samples that generating calls left for the next iteration; None: there are none. Merging joins them, by id."""
+    shown: Samples | None = None
+    """The first samples by id with their responses, and perhaps further ones; None: not asked for, or known from the
+    loader. Merging joins them, by id."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics by name."""
+        return self.maxima | self.sums
+
+    def add_carried(self, samples: Samples) -> None:
+        """Add samples that a generating call left for the next iteration."""
+        self.carried = _join([self.carried, samples])
+
+    def encode(self) -> Tensor:
+        """Return the report as one (bytes,) uint8 tensor on the host."""
+        others = {_CARRIED: self.carried, _SHOWN: self.shown}
+        present = {name: samples for name, samples in others.items() if samples is not None}
+        return encode_message({"maxima": self.maxima, "sums": self.sums}, self.values | present)
+
+    @classmethod
+    def from_message(cls, content: Tensor) -> IterationReport:
+        """Return the report that :meth:`encode` was called on."""
+        metrics, samples = decode_message(content)
+        carried, shown = samples.pop(_CARRIED, None), samples.pop(_SHOWN, None)
+        return cls(**metrics, values=samples, carried=carried, shown=shown)
+
+    @classmethod
+    def merge(cls, reports: Sequence[IterationReport]) -> IterationReport:
+        """Merge the reports of all ranks, in order of rank."""
+        calls = dict.fromkeys(name for report in reports for name in report.values)
+        return cls(
+            maxima=_merge([report.maxima for report in reports], max),
+            sums=_merge([report.sums for report in reports], sum),
+            values={name: Samples.concatenate([r.values[name] for r in reports if name in r.values]) for name in calls},
+            carried=_join([report.carried for report in reports]),
+            shown=_join([report.shown for report in reports]),
+        )
+
+
+def _merge(metrics: Sequence[Mapping[str, float]], rule: Callable[[list[float]], float]) -> dict[str, float]:
+    """Merge each metric over the ranks that report it."""
+    names = dict.fromkeys(name for own in metrics for name in own)
+    return {name: rule([own[name] for own in metrics if name in own]) for name in names}
+
+
+def _join(parts: Sequence[Samples | None]) -> Samples | None:
+    present = [part for part in parts if part is not None]
+    return Samples.concatenate(present).sorted_by_id() if present else None
