@@ -20,7 +20,7 @@ from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from tests.generation.dialogues import GREEDY, PROMPTS, SAMPLED, check_same, engine_of, exact_model, expected, tool
 from tests.generation.markov import VOCABULARY
-from tests.generation.speculative.test_config import DRAFTERS, prompts_of, speculating
+from tests.generation.speculative.drafters import DRAFTERS, prompts_of, speculating
 from tests.generation.test_partial import in_pieces
 from tests.models import tiny_model
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.speculative.lookup import (
     NO_TOKEN,
     ORDERS,
     Branch,
+    HistoryDrafter,
+    NgramDrafter,
     NgramIndex,
     SharedNgramIndex,
 )
+from tests.generation.markov import target
 
 LONGEST = ORDERS[0]
 TOKENS = st.lists(st.integers(0, 3), max_size=10)
@@ -108,3 +113,28 @@ def test_common_tokens_are_told_by_the_latest_places() -> None:
     recurrences.extend([7, 1] * 50 + [7, 2] * 50 + [7])
     _, branch = recurrences.find([0] * 7 + [7])
     assert followers_of(branch) == [2] * 32
+
+
+def test_responses_are_kept_for_others_only_where_somebody_asks() -> None:
+    drafters = [HistoryDrafter(), HistoryDrafter()]
+    drafters[1].has_listeners = True
+    for drafter in drafters:
+        engine = GenerationEngine(target(), speculation=Speculation(), drafter=drafter)
+        done = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, n=2))
+    assert drafters[0].news() == []
+    assert sorted(drafters[1].news()) == sorted(((5, 6, 7), completion.token_ids) for completion in done)
+    assert drafters[1].news() == []
+
+
+def test_history_knows_whether_most_prompts_were_met_before() -> None:
+    drafter = HistoryDrafter()
+    drafter.receive_news([((5, 6, 7), (1, 2)), ((5, 6), (3,))])
+
+    def samples(*prompts: tuple[int, ...]) -> list[Sample]:
+        return [Sample(2 * i + j, i, prompt, 8, key=0) for i, prompt in enumerate(prompts) for j in range(2)]
+
+    assert drafter.has_seen_prompts(samples((5, 6, 7), (5, 6)))
+    assert drafter.has_seen_prompts(samples((5, 6, 7), (5, 6), (5,)))
+    assert not drafter.has_seen_prompts(samples((5, 6, 7), (5,)))
+    assert not drafter.has_seen_prompts([])
+    assert not NgramDrafter().has_seen_prompts(samples((5, 6, 7)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.plain_decoding import Emitted
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
@@ -18,6 +19,8 @@ from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter
 from lightning_realloc.generation.speculative.speculator import Speculator
 from lightning_realloc.generation.speculative.verify import KeyedDraws
+from tests.generation.markov import VOCABULARY
+from tests.generation.speculative.drafters import RandomDrafter
 
 LOOK_UP_S = 0.001
 NEW_TOKENS = 120
@@ -419,3 +422,30 @@ def test_learning_keeps_no_distributions() -> None:
     pretence.generate()
     assert pretence.generate()[1] > 4.0
     assert 0 < drafter.most_kept <= 3 * 4 * 8  # three steps of 4 samples with 8 tokens each
+
+
+def test_drafting_is_tried_in_steps_that_read_no_prompts_until_it_pays() -> None:
+    # Others are not measured: with a queue, drafting in vain would last as long as that does.
+    now_s = 0.0
+    speculator = Speculator(Speculation(drafter="none"), RandomDrafter(VOCABULARY), clock=lambda: now_s)
+    samples = [Sample(i, i, [5], 10_000, sample_key(0, i)) for i in range(4)]
+    speculator.begin(samples, SamplingParams(), 4)
+
+    class AllAccepted(KeyedDraws):
+        def emit(self, logits: Any, samples: Any, drafts: Any, forbidden: Any) -> Any:
+            return [([*draft.tokens, 1], [0.0] * (len(draft) + 1)) for draft in drafts]
+
+    speculator._rule = AllAccepted(SamplingParams())
+
+    def num_drafted(being_read: set[int]) -> int:
+        nonlocal now_s
+        drafts = speculator.propose(samples, being_read, is_tail=True)
+        now_s += 10.0
+        speculator.emit(torch.empty(0), samples, None)
+        speculator.end_step(is_typical=not being_read)
+        return sum(map(len, drafts))
+
+    assert not any(num_drafted(set()) for _ in range(7))
+    assert not any(num_drafted({3}) for _ in range(100))
+    assert sum(num_drafted(set()) for _ in range(40))
+    assert sum(num_drafted({3}) for _ in range(40))

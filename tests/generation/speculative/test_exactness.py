@@ -1,0 +1,286 @@
+"""Speculation changes the number of steps alone: compared with plain generation and with enumerated distributions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
+
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation.core.noise import sample_key
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.speculative import config as speculation
+from lightning_realloc.generation.speculative.draft_model import ModelDrafter
+from lightning_realloc.generation.speculative.drafter import Draft
+from lightning_realloc.generation.speculative.verify import Rejection
+from tests.generation.markov import VOCABULARY, target
+from tests.generation.speculative.drafters import DRAFTERS, prompts_of, speculating, tokens_of
+from tests.models import byte_tokenizer, tiny_model
+
+SAMPLED = {
+    "plain": SamplingParams(max_new_tokens=16, n=2, seed=3),
+    "cut": SamplingParams(max_new_tokens=16, n=2, seed=3, temperature=0.7, top_p=0.9),
+    "penalized": SamplingParams(max_new_tokens=16, n=2, seed=3, repetition_penalty=1.5, min_p=0.05),
+    "early stops forbidden": SamplingParams(max_new_tokens=16, n=2, seed=3, min_new_tokens=5, stop_token_ids=(7, 11)),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_tokens_are_those_of_generate_with_any_drafter(drafter: str) -> None:
+    model, prompts = target(), prompts_of(6)
+    params = SamplingParams(max_new_tokens=20, temperature=0)
+    for depth in (0, 1, 4, 8, None):
+        engine = speculating(model, drafter, depth)
+        for _ in range(2):  # the second time with a history
+            assert tokens_of(engine.generate(prompts, params)) == greedy_by_generate()
+
+
+@cache
+def greedy_by_generate() -> list[tuple[int, ...]]:
+    """Return what `generate` makes of every prompt on its own."""
+    responses = []
+    for prompt in prompts_of(6):
+        ids = torch.tensor([prompt])
+        output = target().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+        responses.append(tuple(output[0, len(prompt) :].tolist()))
+    return responses
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
+@pytest.mark.parametrize(
+    ("verification", "params"), [*(("match", params) for params in SAMPLED), ("gumbel", "plain"), ("gumbel", "cut")]
+)
+def test_sampled_tokens_are_the_same_with_and_without_drafts(drafter: str, verification: str, params: str) -> None:
+    model, prompts = copy.deepcopy(target()).double(), prompts_of(4)
+    expected = tokens_of(speculating(model, "none", 0, verification).generate(prompts, SAMPLED[params]))
+    for depth in (3, None):
+        engine = speculating(model, drafter, depth, verification)
+        for _ in range(2):  # the second time with a history
+            assert tokens_of(engine.generate(prompts, SAMPLED[params])) == expected
+
+
+def test_a_draft_by_the_target_itself_always_stands() -> None:
+    for verification in ("match", "gumbel", "reject"):
+        engine = speculating(copy.deepcopy(target()).double(), "itself", 4, verification)
+        engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, n=2, ignore_eos=True))
+        # Twenty tokens a sample: four steps that take five each.
+        assert engine.stats.row_steps == 6 * 4
+        assert engine.stats.accepted_tokens == engine.stats.verified_tokens == 6 * 16
+
+
+def test_drafts_of_text_that_repeats_save_steps() -> None:
+    prompts, params = [[5, 6, 7, 8] * 8], SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
+    plain = GenerationEngine(target())
+    expected = plain.generate(prompts, params)
+    engine = speculating(target(), "history", 8)
+    engine.generate(prompts, params)
+    assert tokens_of(engine.generate(prompts, params)) == tokens_of(expected)
+    assert engine.stats.num_steps == math.ceil(40 / 9)  # the whole response is known: every step takes nine tokens
+    assert plain.stats.num_steps == 40
+
+
+# ---- the law of what is drawn
+HOT = SamplingParams(max_new_tokens=3, temperature=1.3, n=6000, ignore_eos=True)
+
+
+def joint_law(model: PreTrainedModel, prompt: list[int], temperature: float) -> torch.Tensor:
+    """Return the probability (V**3,) of every response of three tokens."""
+    law = torch.ones(1)
+    contexts = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(3):
+            following = torch.softmax(model(contexts, use_cache=False).logits[:, -1].double() / temperature, -1)
+            law = (law[:, None] * following).flatten()
+            tokens = torch.arange(VOCABULARY).repeat(len(contexts))[:, None]
+            contexts = torch.cat([contexts.repeat_interleave(VOCABULARY, 0), tokens], 1)
+    return law
+
+
+def penalized_law(model: PreTrainedModel, prompt: list[int], penalty: float) -> torch.Tensor:
+    """Return the probability (V**2,) of every response of two tokens, as transformers' processor penalizes them."""
+    penalize = RepetitionPenaltyLogitsProcessor(penalty)
+    law, contexts = torch.ones(1), torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(2):
+            logits = model(contexts, use_cache=False).logits[:, -1]
+            law = (law[:, None] * torch.softmax(penalize(contexts, logits).double(), -1)).flatten()
+            tokens = torch.arange(VOCABULARY).repeat(len(contexts))[:, None]
+            contexts = torch.cat([contexts.repeat_interleave(VOCABULARY, 0), tokens], 1)
+    return law
+
+
+def probability_of_counts(responses: Sequence[Sequence[int]], law: torch.Tensor) -> float:
+    """Return the p-value of the chi-square test; responses expected fewer than five times are one cell."""
+    codes = torch.tensor([(a * VOCABULARY + b) * VOCABULARY + c for a, b, c in responses])
+    counts = torch.bincount(codes, minlength=len(law)).double()
+    expected = law * len(responses)
+    often = expected >= 5
+    cells = torch.cat([counts[often], counts[~often].sum()[None]])
+    means = torch.cat([expected[often], expected[~often].sum()[None]])
+    statistic = ((cells - means) ** 2 / means).sum()
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    assert freedom > 20, "too few cells to see a difference"
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def drawn(
+    verification: str, drafter: str, seed: int, prompt: list[int], depth: int | None = 2
+) -> list[tuple[int, ...]]:
+    """Return responses to one prompt."""
+    engine = speculating(target(), drafter, depth, verification, max_slots=512)
+    return tokens_of(engine.generate([prompt], replace(HOT, seed=seed)))
+
+
+@pytest.mark.parametrize(
+    ("verification", "drafter"),
+    [("match", "model"), ("match", "history"), ("gumbel", "model"), ("reject", "model"), ("reject", "history"),
+     ("reject", "random")],
+)  # fmt: skip
+def test_responses_follow_the_law_of_the_target(verification: str, drafter: str) -> None:
+    prompt = prompts_of(1, seed=1)[0]
+    law = joint_law(target(), prompt, HOT.temperature)
+    for seed in (0, 1, 2):
+        assert probability_of_counts(drawn(verification, drafter, seed, prompt), law) > 1e-3
+
+
+@pytest.mark.parametrize(("verification", "drafter"), [("match", "model"), ("reject", "model"), ("reject", "random")])
+def test_a_penalty_counts_what_is_drafted_before(verification: str, drafter: str) -> None:
+    prompt = prompts_of(1, seed=1)[0]
+    law = penalized_law(target(), prompt, 2.0)
+    engine = speculating(target(), drafter, 1, verification, max_slots=512)
+    params = SamplingParams(max_new_tokens=2, n=6000, ignore_eos=True, repetition_penalty=2.0)
+    responses = [(0, *response) for response in tokens_of(engine.generate([prompt], params))]
+    padded = torch.cat([law, torch.zeros(VOCABULARY**3 - len(law))])
+    assert probability_of_counts(responses, padded) > 1e-3
+
+
+class KeepsTheTarget(Rejection):
+    """A wrong rule: what takes a fallen draft's place is drawn from the target, not from what is left of it."""
+
+    def _finals(self, weights: Any, starts: Any, samples: Any, drafts: Any, standing: Any) -> list[int]:
+        bare = [Draft(draft.tokens, draft.kinds, [torch.zeros(VOCABULARY)] * len(draft)) for draft in drafts]
+        return super()._finals(weights, starts, samples, bare, standing)
+
+
+class Lenient(Rejection):
+    """A wrong rule: drafts stand more often than their ratio says."""
+
+    def _num_accepted(self, weights: Any, starts: Any, samples: Any, drafts: Any) -> list[int]:
+        return super()._num_accepted(1.65 * weights, starts, samples, drafts)
+
+
+@pytest.mark.parametrize("wrong", [KeepsTheTarget, Lenient])
+def test_the_test_of_the_law_sees_rules_that_are_wrong(wrong: type[Rejection], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "Rejection", wrong)
+    prompt = prompts_of(1, seed=1)[0]
+    law = joint_law(target(), prompt, HOT.temperature)
+    assert probability_of_counts(drawn("reject", "model", 0, prompt), law) < 1e-6
+
+
+def test_rejection_is_biased_where_a_draft_is_dropped_for_its_own_token() -> None:
+    # Target (.5, .5), drafter (.9, .1). Verified only when it is token 0, it stands with 5/9: 0.9 * 5/9 = 0.5 of all
+    # responses, and falls to token 1 for 0.4. Dropped when it is token 1 (0.1), half of those become 0: 0.55 in all.
+    rule = Rejection(SamplingParams())
+    law, count = torch.tensor([0.9, 0.1]), 20_000
+    samples = [Sample(i, 0, [0], 4, sample_key(0, i)) for i in range(count)]
+    tokens = rule.draw_drafts(law.log().expand(count, 2), samples, 0).tokens
+    whole = [Draft([token], ["kind"], [law]) for token in tokens]
+    for drafts, expected in ((whole, 0.5), ([d if d.tokens == [0] else d.cut(0) for d in whole], 0.55)):
+        logits = torch.zeros(sum(len(draft) + 1 for draft in drafts), 2)
+        firsts = [own[0] for own, _ in rule.emit(logits, samples, drafts, None)]
+        assert abs(firsts.count(0) / count - expected) < 4 * 0.5 / count**0.5
+
+
+def test_adaptive_rejection_without_a_drafter_draws_as_with_no_drafts() -> None:
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    adaptive, none = (
+        GenerationEngine(
+            target(), speculation=Speculation(drafter="none", verification="reject", num_draft_tokens=depth)
+        ).generate(prompts_of(3), params)
+        for depth in (None, 0)
+    )
+    assert tokens_of(adaptive) == tokens_of(none)
+
+
+def test_a_clock_that_stands_still_stops_no_generation() -> None:
+    engine = speculating(target(), "ngram", None, clock=lambda: 0.0)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    assert [len(completion.token_ids) for completion in engine.generate(prompts_of(3), params)] == [40] * 3
+
+
+@pytest.mark.parametrize("drafter", ["model", "history"])
+def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> None:
+    # Every step takes a tick, whatever it reads: after the first plain steps drafts pay.
+    engine = speculating(target(), drafter, None, "reject", clock=itertools.count().__next__)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    completions = engine.generate(prompts_of(6), params)
+    assert [len(completion.token_ids) for completion in completions] == [60] * 6
+    assert engine.stats.accepted_tokens > 0
+
+
+# ---- the rest of what a response is
+@pytest.mark.parametrize("verification", ["match", "gumbel", "reject"])
+@pytest.mark.parametrize("drafter", ["random", "history", "model"])
+def test_logprobs_are_those_of_a_full_forward(verification: str, drafter: str) -> None:
+    prompts, temperature = prompts_of(5), 0.8
+    engine = speculating(target(), drafter, 5, verification)
+    params = SamplingParams(max_new_tokens=20, n=2, temperature=temperature, top_p=0.95)
+    engine.generate(prompts, params)
+    for completion in engine.generate(prompts, params):
+        prompt, response = prompts[completion.prompt_index], list(completion.token_ids)
+        assert len(completion.logprobs) == len(response)
+        with torch.no_grad():
+            logits = target()(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("drafter", ["random", "history", "model", "blocks"])
+def test_samples_do_not_depend_on_slots_order_or_company(drafter: str) -> None:
+    model, prompts = copy.deepcopy(target()).double(), prompts_of(9)
+    params = SamplingParams(max_new_tokens=20, n=2, seed=7)
+    limits = [3, 20, 9, 1, 14, 6, 20, 2, 11]
+    plain = GenerationEngine(model, max_slots=1).generate(prompts, params, token_limits=limits)
+    expected = {completion.sample_id: completion.token_ids for completion in plain}
+    order = random.Random(1).sample(range(9), 9)
+    ids = [2 * index + copy_ for index in order for copy_ in range(2)]
+    for slots in (1, 3, 64):
+        completions = speculating(model, drafter, 4, max_slots=slots).generate(
+            [prompts[i] for i in order], params, sample_ids=ids, token_limits=[limits[i] for i in order]
+        )
+        assert {completion.sample_id: completion.token_ids for completion in completions} == expected
+
+
+@pytest.mark.parametrize("verification", ["match", "reject"])
+def test_nothing_follows_a_stop_within_an_accepted_draft(verification: str) -> None:
+    prompts = prompts_of(6)
+    stop = (9, 17)
+    engine = speculating(copy.deepcopy(target()).double(), "itself", 8, verification)
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=21, n=3, stop_token_ids=stop, ignore_eos=True))
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        last = completion.token_ids[-1]
+        assert not set(completion.token_ids[:-1]) & set(stop)
+        assert (last in stop) == (completion.finish_reason == "stop")
+        assert len(completion.token_ids) == len(completion.logprobs) <= 21
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 21
+
+
+def test_a_stop_string_ends_a_response_within_an_accepted_draft() -> None:
+    model, tokenizer = tiny_model("llama", vocab_size=259), byte_tokenizer()
+    params = SamplingParams(max_new_tokens=30, temperature=2.0, n=8, stop_strings=("a", "7"))
+    plain = GenerationEngine(model, tokenizer=tokenizer).generate([[70, 71]], params)
+    engine = GenerationEngine(
+        model, tokenizer=tokenizer, speculation=Speculation(num_draft_tokens=6), drafter=ModelDrafter(model, model)
+    )
+    assert tokens_of(engine.generate([[70, 71]], params)) == tokens_of(plain)
+    assert engine.stats.accepted_tokens > 20
