@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
+from typing import get_args
 
 import torch
 import transformers
@@ -34,13 +35,14 @@ from benchmarks.speculative_models import LONGEST, RECIPES, Recipe, markov_text,
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import Completion
 from lightning_realloc.generation.loop.run import GenerationStats
-from lightning_realloc.generation.speculative.config import Speculation
+from lightning_realloc.generation.speculative.config import DrafterName, Speculation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter
 from lightning_realloc.generation.speculative.drafter import Drafter
-from lightning_realloc.generation.speculative.lookup import HistoryDrafter, NgramDrafter
+from lightning_realloc.generation.speculative.lookup import HistoryDrafter
+from lightning_realloc.generation.speculative.registry import build_drafter
 
 PROMPT_TOKENS = 32
-DRAFTERS = ("ngram", "history", "model", "blocks")
+DRAFTERS = tuple(name for name in get_args(DrafterName) if name != "none")
 ADAPTIVE = "adaptive"
 NONE = "0"
 OVER_BEST_FIXED = 0.97
@@ -95,7 +97,9 @@ class Models:
             return ModelDrafter(self.draft, self.target)
         if name == "blocks":
             return BlocksDrafter(self.target, self.draft_blocks)
-        return HistoryDrafter(responses_per_prompt=1) if name == "history" else NgramDrafter()
+        if name == "history":
+            return HistoryDrafter(responses_per_prompt=1)
+        return build_drafter(Speculation(drafter=name), self.target)
 
 
 class Arm:

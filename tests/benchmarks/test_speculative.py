@@ -136,7 +136,7 @@ def _measured(seconds: dict[str, list[float]]) -> Cell:
     target, _ = train(replace(TINY, steps=1))
     models = Models("m", target, target, 1)
     for name, times in seconds.items():
-        cell.arms[name] = Arm(models, models.make_drafter("ngram"), 0, [(5,)])
+        cell.arms[name] = Arm(models, "ngram", 0, [(5,)])
         cell.arms[name].turns = [(_completion(5),) for _ in times]
         cell.arms[name].stats = [GenerationStats(planning_s=0.25) for _ in times]
     return cell

@@ -41,7 +41,7 @@ class Sample:
 
     sample_id: int
     prompt_number: int
-    """Number that the samples of one prompt share on this rank."""
+    """Id of the prompt in this call on this rank; samples of one prompt have the same."""
     prompt: Sequence[int]
     max_new_tokens: int
     """Most tokens of the response, including the environment's."""

@@ -59,7 +59,7 @@ class Drafter:
     """Base class of drafters: this one proposes nothing, others override the methods that they need."""
 
     anticipates: bool = False
-    """Whether the length of a draft may depend on the tokens that it leaves out. Adaptive ``"reject"`` refuses that."""
+    """Whether the drafter may drop tokens because of their values. Adaptive ``"reject"`` refuses such a drafter."""
     costs_a_forward: bool = False
     """Whether each depth of the drafts costs one forward of a model, for all samples together."""
     exchanges: bool = False

@@ -18,7 +18,7 @@ from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Dr
 from lightning_realloc.generation.speculative.verify import Verification
 
 ORDERS = (8, 4, 3, 2, 1)
-"""Lengths of context that the index distinguishes, the longest first."""
+"""Numbers of last tokens that are compared, the longest first: a match of 7 tokens counts as one of 4."""
 _STEM = 3
 """Tokens before a place that chained places have in common."""
 _MOST_PLACES = 32

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.core.model_config import check_loaded
-from lightning_realloc.generation.speculative.config import Speculation
+from lightning_realloc.generation.speculative.config import DrafterName, Speculation
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter, load_draft_model
 from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.lookup import HistoryDrafter, NgramDrafter
+
+_MODEL_FREE: dict[DrafterName, type[Drafter]] = {"none": Drafter, "ngram": NgramDrafter, "history": HistoryDrafter}
+"""Drafters that take no arguments, by the name that `Speculation` gives them."""
 
 
 def build_drafter(
@@ -40,5 +43,4 @@ def build_drafter(
         return ModelDrafter(model, target, distillation=distillation)
     if speculation.drafter == "blocks":
         return BlocksDrafter(target, int(speculation.draft_blocks or 0))
-    lookups: dict[str, type[Drafter]] = {"none": Drafter, "ngram": NgramDrafter, "history": HistoryDrafter}
-    return lookups[speculation.drafter]()
+    return _MODEL_FREE[speculation.drafter]()
