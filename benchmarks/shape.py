@@ -1,7 +1,8 @@
 """Shape of the package: sizes, imports, duplicate names and prose, counted from the syntax trees.
 
 ``python -m benchmarks.shape`` prints every figure, its limit and one place. ``--check`` fails where a figure is over
-its limit in `shape_limits.toml`, and names the limits that can be lowered. ``--list NAME`` prints all places.
+its limit in `shape_limits.toml`, with a hint and the places in files that differ from the last commit. It also names
+the limits that can be lowered. ``--list NAME`` prints all places.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import ast
 import json
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 LIMITS = Path(__file__).with_name("shape_limits.toml")
 PACKAGE = "lightning_realloc"
 STEP = f"{PACKAGE}.generation.loop.run"
-SMALL_FILE_LINES, PAGE_WORDS = 60, 1_200
+SMALL_FILE_LINES, LONG_FILE_LINES, PAGE_WORDS = 60, 400, 1_200
 GENERATED = re.compile(r"<!-- ([\w ]+): start -->.*?<!-- \1: end -->", re.DOTALL)
 WORD = re.compile(r"\S*\w\S*")
 WIDE_LINE = re.compile(r"^(?!\|).{121}", re.MULTILINE)  # rows of tables may be wider
@@ -30,6 +33,31 @@ QUESTION = re.compile(r"[^.]*\?(\s|$)")
 BANNED = re.compile(r"(?<![a-z])(stood|acquainted|told|hear|outlet|whoever|come to)(?![a-z])", re.IGNORECASE)
 BANNED_START = re.compile(r"Of |Return (what|who|where)\b")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+HINTS = {
+    "files_per_folder": "move some files into a sub-package",
+    "long_files": "move a class or its helpers into a module of their own",
+    "function_lines": "split the function where a comment would begin a paragraph",
+    "constructor_parameters": "group what belongs together in a frozen dataclass",
+    "class_attributes": "move attributes that change together into a class of their own",
+    "public_methods": "make a method a function, or give it to an object that the class holds",
+    "one_importer_and_small": "move the file into the module that imports it",
+    "file_cycles": "move the name that both need into a third module",
+    "folder_cycles": "move the file to the folder that needs it",
+    "step_files": "import it in the function that needs it, or under TYPE_CHECKING",
+    "generation_numbers": "compute the number, or use a constant that is there",
+    "duplicate_classes": "add to the name what tells them apart",
+    "duplicate_functions": "use the function that is there, or add to the name what tells them apart",
+    "duplicate_files": "add to the name what tells them apart",
+    "any_parameters_of_strategies": "write a type or a Protocol",
+    "fmt_skip": "let ruff format it",
+    "type_ignore": "annotate or narrow the type",
+    "docstrings_that_ask": "write a noun phrase or an imperative",
+    "banned_starts": "begin with the thing itself",
+    "banned_words": "use the field's term: accepted, finished, receive, report",
+    "long_pages": "move a part to a page of its own, and figures to docs/benchmarks",
+    "wide_pages": "break the line before 120 columns",
+}
+"""How to lower each figure that has a limit."""
 Graph = Mapping[str, set[str]]
 Figure = tuple[int, list[str]]  # a count with all its places, or a maximum with the place that has it
 
@@ -122,6 +150,7 @@ def measure_sizes(modules: list[Module]) -> dict[str, Figure]:
     return {
         "files": (len(modules), []),
         "lines": (sum(len(m.lines) for m in modules), []),
+        "long_files": _count(f"{m.path} {len(m.lines)}" for m in modules if len(m.lines) > LONG_FILE_LINES),
         "files_per_folder": _largest((number, str(folder)) for folder, number in folders.items()),
         "function_lines_p90": (lengths[len(lengths) * 9 // 10], []),
         "function_lines": _largest(functions),
@@ -220,12 +249,26 @@ def measure(root: Path = ROOT) -> dict[str, Figure]:
     return measure_sizes(modules) | measure_names(modules) | measure_text(modules, root)
 
 
-def check(figures: Mapping[str, Figure], limits: Mapping[str, int]) -> int:
-    """Print the figures over their limits and the limits that can be lowered; return 1 where one is over."""
+def changed_files(root: Path = ROOT) -> list[str]:
+    """Return the files that differ from the last commit, new ones included; none without git."""
+    if shutil.which("git") is None:
+        return []
+    command = ["git", "status", "--porcelain", "--untracked-files=all", "--no-renames"]
+    status = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
+    return [line[3:] for line in status.splitlines()]
+
+
+def check(figures: Mapping[str, Figure], limits: Mapping[str, int], changed: Collection[str] = ()) -> int:
+    """Print the figures over their limits and the limits that can be lowered; return 1 where one is over.
+
+    For figures over their limits, the places in ``changed`` files are printed as well.
+    """
     for name, limit in limits.items():
-        value, _ = figures[name]
+        value, places = figures[name]
         if value > limit:
-            print(f"{name} is {value}, over its limit of {limit}: `python -m benchmarks.shape --list {name}`")
+            hint = f"{HINTS[name]}; " if name in HINTS else ""
+            print(f"{name} is {value}, over its limit of {limit}: {hint}`python -m benchmarks.shape --list {name}`")
+            print(*(f"  {place}\n" for place in places if any(path in place for path in changed)), sep="", end="")
         elif value < limit:
             print(f"{name} is {value}: lower its limit of {limit} in benchmarks/{LIMITS.name}")
     return int(any(figures[name][0] > limit for name, limit in limits.items()))
@@ -243,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
         values = {name: {"value": value, "limit": limits.get(name)} for name, (value, _) in figures.items()}
         options.json.write_text(json.dumps(values, indent=2) + "\n")
     if options.check:
-        return check(figures, limits)
+        return check(figures, limits, changed_files())
     if options.list:
         print(*figures[options.list][1], sep="\n")
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ SOURCES = {
         "    def size(self):\n        '''Return what it has.'''\n"
         "    def _hidden(self): ...\n"
     ),
+    "generation/table.py": "#\n" * 401,
     "strategies/__init__.py": "",
     "strategies/pool.py": (
         "from lightning_realloc.strategies import sample\n"
@@ -60,6 +63,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, shape.Figure]
 def test_sizes_are_counted(figures: dict[str, shape.Figure]) -> None:
     assert figures["files"][0] == len(SOURCES)
     assert figures["lines"][0] == sum(len(text.splitlines()) for text in SOURCES.values())
+    assert figures["long_files"] == (1, ["lightning_realloc/generation/table.py 401"])
     assert figures["files_per_folder"] == (2, ["lightning_realloc/strategies"])  # __init__.py is not counted
     assert figures["function_lines"] == (3, ["lightning_realloc/generation/loop/run.py:12 late"])
     assert figures["constructor_parameters"] == (3, ["lightning_realloc/generation/core/sample.py:1 Sample"])
@@ -103,6 +107,29 @@ def test_the_check_fails_above_a_limit_alone(capsys: pytest.CaptureFixture[str])
     assert "lower its limit of 12" in capsys.readouterr().out
     assert shape.check(figures, {"files": 2, "lines": 10}) == 1
     assert "files is 3, over its limit of 2" in capsys.readouterr().out
+
+
+def test_the_check_says_where_a_figure_rose_and_how_to_lower_it(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"fmt_skip": (2, ["package/new.py:7 # fmt: skip", "package/old.py:3 # fmt: skip"])}
+    assert shape.check(figures, {"fmt_skip": 1}, ["package/new.py"]) == 1
+    first, *places = capsys.readouterr().out.splitlines()
+    assert "let ruff format it" in first
+    assert places == ["  package/new.py:7 # fmt: skip"]
+
+
+def test_files_that_differ_from_the_last_commit_are_found(tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for name in ("same", "changed"):
+        (tmp_path / name).write_text("")
+    for command in (["init"], ["add", "."], ["commit", "-m", "both"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "changed").write_text("1")
+    (tmp_path / "new").write_text("")
+    assert sorted(shape.changed_files(tmp_path)) == ["changed", "new"]
+
+
+def test_every_limit_has_a_hint() -> None:
+    assert shape.HINTS.keys() == tomllib.loads(shape.LIMITS.read_text()).keys()
 
 
 def test_figures_are_printed_listed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
