@@ -41,7 +41,7 @@ class Sample:
 
     sample_id: int
     prompt_number: int
-    """Id of the prompt in this call on this rank; samples of one prompt have the same."""
+    """Id of the prompt in this call on this rank; samples of one prompt share it."""
     prompt: Sequence[int]
     max_new_tokens: int
     """Most tokens of the response, including the environment's."""

@@ -25,15 +25,15 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 T = TypeVar("T")
 ITERATION_S = "iteration_s"
-"""Name of the seconds of the iteration before. Only reported: `with_rates` divides tokens by it."""
+"""Name of the seconds of the iteration before. Not logged: `with_rates` divides tokens by it."""
 _GENERATED = "generated/"
-"""Prefix of the tokens that a call generated. Only reported: `with_rates` divides it by the row steps."""
+"""Prefix of the tokens that a call generated. Not logged: `with_rates` divides it by the row steps."""
 _ROW_STEPS = "row_steps/"
-"""Prefix of a call's decoding steps, counted once per sample. Only reported."""
+"""Prefix of a call's decoding steps, summed over its samples. Not logged."""
 _MOVE_S = "reallocation_s/"
 """Prefix of the seconds in which weights moved before a call."""
 _MOVED_BYTES = "reallocation_bytes/"
-"""Prefix of the bytes that moved over all ranks. Only reported: `with_rates` divides it by the seconds."""
+"""Prefix of the bytes that moved over all ranks. Not logged: `with_rates` divides it by the seconds."""
 
 
 class IdleClock:
