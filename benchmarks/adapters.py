@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import logging
-import os
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,10 +21,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.ranks import answers_of_ranks, gather_from_ranks
 
 WORLD_SIZE = 2
 PLAN = {"calls": {"actor.train": "fsdp2", "actor.generate": "dp2", "reference.infer": "dp2"}}
@@ -76,25 +72,21 @@ class Turn:
 
 def run_arm(name: str, precision: str, work: Workload) -> Turn:
     """Train on this rank, with the other one, and return what both moved and held."""
-    from benchmarks.workload import random_texts, share_of_vowels
-    from lightning_realloc import GRPO, PromptDataModule, ReallocStrategy, SamplingParams
+    from benchmarks.workload import byte_tokenizer, make_trainer, random_prompts, share_of_vowels
+    from lightning_realloc import GRPO, ReallocStrategy, SamplingParams
 
     sampling = SamplingParams(n=2, max_new_tokens=work.new_tokens)
     settings = {"kl_coef": 0.1, "sampling": sampling, "learning_rate": 1e-6, **ARMS[name]}
     if "peft_config" in settings:
         settings["peft_config"] = {**settings["peft_config"], "r": work.rank}
-    strategy, moved = (
-        ReallocStrategy(PLAN if settings["kl_coef"] else _without_reference(), transport="direct"),
-        _meter(),
-    )
-    trainer = _trainer(strategy, precision, work.iterations, [moved])
-    rows = [{"prompt": text} for text in random_texts(work.num_prompts * work.iterations, length=16, seed=1)]
-    module = GRPO(_config(work), share_of_vowels, tokenizer=_tokenizer(), **settings)
-    trainer.fit(module, PromptDataModule(rows, batch_size=work.num_prompts))
+    strategy = ReallocStrategy(PLAN if settings["kl_coef"] else _without_reference(), transport="direct")
+    moved = _meter()
+    trainer = make_trainer(strategy=strategy, precision=precision, max_steps=work.iterations, callbacks=[moved])
+    module = GRPO(_config(work), share_of_vowels, tokenizer=byte_tokenizer(), **settings)
+    trainer.fit(module, random_prompts(work.num_prompts * work.iterations, length=16, batch_size=work.num_prompts))
     pool, sizes = strategy.pool, moved.sizes
     trained = sum(p.numel() for p in pool.home("actor").model.parameters() if p.requires_grad)
-    everywhere: list[Any] = [None] * WORLD_SIZE
-    dist.all_gather_object(everywhere, (trained, _bytes_of_weights(pool, copies=False), _bytes_of_weights(pool)))
+    everywhere = gather_from_ranks((trained, _bytes_of_weights(pool, copies=False), _bytes_of_weights(pool)))
     itemsize = 2 if precision == "bf16-mixed" else 4
     return Turn(
         trained_bytes=everywhere[0][0] * itemsize,
@@ -134,16 +126,6 @@ def _meter() -> Any:
     return Meter()
 
 
-def _trainer(strategy: Any, precision: str, iterations: int, callbacks: list[Any]) -> Any:
-    import lightning as L
-
-    return L.Trainer(
-        accelerator="cpu", devices=dist.get_world_size() if dist.is_initialized() else 1, strategy=strategy,
-        precision=precision, max_steps=iterations, callbacks=callbacks, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-
-
 def _config(work: Workload) -> Any:
     from transformers import Qwen3Config
 
@@ -154,15 +136,9 @@ def _config(work: Workload) -> Any:
     )  # fmt: skip
 
 
-def _tokenizer() -> Any:
-    from benchmarks.workload import byte_tokenizer
-
-    return byte_tokenizer()
-
-
 def losses_apart(work: Workload) -> list[tuple[float, float, float]]:
     """Train adapters by SFT on this process; return each step's loss, that of merged full weights, the base's."""
-    from benchmarks.workload import random_texts
+    from benchmarks.workload import byte_tokenizer, make_trainer, random_texts
     from lightning_realloc import SFT, ReallocStrategy, SFTDataModule
     from lightning_realloc.runtime.model.adapter_layers import adapters_disabled, merge_permanently
 
@@ -181,10 +157,10 @@ def losses_apart(work: Workload) -> list[tuple[float, float, float]]:
     texts = random_texts(8 * work.iterations, length=16, seed=2)
     rows = [{"prompt": text[:8], "completion": text[8:]} for text in texts]
     module = Compared(
-        _config(work), tokenizer=_tokenizer(), peft_config={**LORA, "r": work.rank},
+        _config(work), tokenizer=byte_tokenizer(), peft_config={**LORA, "r": work.rank},
         optimizer=partial(torch.optim.SGD, lr=1.0),
     )  # fmt: skip
-    trainer = _trainer(ReallocStrategy("heuristic"), "32-true", work.iterations, [])
+    trainer = make_trainer(strategy=ReallocStrategy("heuristic"), max_steps=work.iterations)
     trainer.fit(module, SFTDataModule(rows, batch_size=8))
     return found
 
@@ -213,8 +189,6 @@ def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Run every arm on this rank; rank 0 sends them on."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     for precision in PRECISIONS:
         for name in ARMS:
             turn = run_arm(name, precision, workload(options))
@@ -225,8 +199,6 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
 
 def compare_losses(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Compare losses on the only rank."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     answers.send(losses_apart(workload(options)))
 
 
@@ -240,7 +212,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--tiny", action="store_true", help="models of 200,000 weights, for a quick look")
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     report = BenchmarkReport("adapters", settings={"world_size": WORLD_SIZE, "plan": PLAN} | asdict(workload(options)))
     fill(report, dict(answers_of_ranks(work_on, options, world_size=WORLD_SIZE)))
     (losses,) = answers_of_ranks(compare_losses, options, world_size=1)

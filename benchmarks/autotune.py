@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -96,8 +93,6 @@ def key(plan: Mapping[str, Any]) -> str:
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Run the settings on this rank; rank 0 sends the results."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     left = options.cells
     for setting in SETTINGS:
         starts = list(STARTS)[:left]
@@ -189,7 +184,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2, help="turns of every plan that is not clearly slower")
     parser.add_argument("--tiny", action="store_true", help="models of 100,000 weights, for a quick look")
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     settings = {"world_size": WORLD_SIZE, "iterations": ITERATIONS} | {s.name: asdict(s) for s in SETTINGS}
     report = BenchmarkReport("autotune", settings=settings)
     everything: list[Found] = []

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
+from benchmarks.ranks import gather_from_ranks
 
 COUNTED = 3
 """Iterations of a block that count, behind one that does not."""
@@ -78,10 +79,8 @@ class Log:
 
 def make_run(setting: Setting, plan: Any, callbacks: Sequence[Any], max_steps: int) -> tuple[Any, Any, Any, Readings]:
     """Return a Trainer, a module, its data, and where scores are noted."""
-    import lightning as L
-
-    from benchmarks.workload import random_texts
-    from lightning_realloc import PromptDataModule, ReallocStrategy, SamplingParams
+    from benchmarks.workload import make_trainer, random_prompts
+    from lightning_realloc import ReallocStrategy, SamplingParams
 
     noted = Readings(rollouts=[{}])
     work = setting.work
@@ -89,14 +88,11 @@ def make_run(setting: Setting, plan: Any, callbacks: Sequence[Any], max_steps: i
     if setting.share_of_stops:
         stops = tuple(range(3, 3 + int(work.vocabulary * setting.share_of_stops)))
         module.sampling = SamplingParams(max_new_tokens=work.new_tokens, stop_token_ids=stops)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(plan=plan), callbacks=list(callbacks),
-        max_steps=max_steps, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    strategy = ReallocStrategy(plan=plan)
+    trainer = make_trainer(strategy=strategy, callbacks=list(callbacks), max_steps=max_steps, max_epochs=-1)
     # One epoch: with the last iteration of each, losses that are known late would be logged twice or not at all.
-    rows = [{"prompt": text} for text in random_texts(work.num_prompts * EPOCH, length=work.prompt_tokens, seed=1)]
-    return trainer, module, PromptDataModule(rows, batch_size=work.num_prompts), noted
+    prompts = random_prompts(work.num_prompts * EPOCH, length=work.prompt_tokens, batch_size=work.num_prompts)
+    return trainer, module, prompts, noted
 
 
 def make_recorder(log: Log) -> Any:
@@ -155,7 +151,6 @@ def take_turns(setting: Setting, plans: Sequence[Mapping[str, Any]], *, rounds: 
 
     A plan that is clearly slower in the first round is left out of the others.
     """
-    import torch.distributed as dist
     from lightning.pytorch.callbacks import Callback
 
     class Turns(Callback):
@@ -175,8 +170,7 @@ def take_turns(setting: Setting, plans: Sequence[Mapping[str, Any]], *, rounds: 
             self.block.append(time.perf_counter() - self.begin)
             if len(self.block) <= COUNTED:
                 return
-            everyone: list[Any] = [None] * WORLD_SIZE
-            dist.all_gather_object(everyone, self.block[1:])
+            everyone = gather_from_ranks(self.block[1:])
             self.block = []
             _, index = self.queue.pop(0)
             self.seconds[index] += [sum(row) / len(row) for row in zip(*everyone, strict=True)]

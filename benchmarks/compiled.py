@@ -8,12 +8,10 @@ turn, and their losses one by one.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -74,10 +72,9 @@ class Watch(Callback):
 
 def fit(backend: str | None, precision: str, work: Workload) -> Fit:
     """Train on the only rank."""
-    import lightning as L
     from transformers import Qwen3Config
 
-    from benchmarks.workload import byte_tokenizer, random_texts
+    from benchmarks.workload import byte_tokenizer, make_trainer, random_texts
     from lightning_realloc import SFT, ReallocStrategy, SFTDataModule
     from lightning_realloc.batch.training import TrainOptions
 
@@ -88,11 +85,9 @@ def fit(backend: str | None, precision: str, work: Workload) -> Fit:
     texts = random_texts(work.batch_size * work.iterations, length=work.num_characters, seed=1)
     rows = [{"prompt": text[: 1 + number % 8], "completion": text[number % 16 :]} for number, text in enumerate(texts)]
     watch = Watch()
-    trainer = L.Trainer(
-        strategy=ReallocStrategy("static"), accelerator="cpu", devices=1, precision=precision, callbacks=[watch],  # type: ignore[arg-type]
-        max_steps=work.iterations, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = make_trainer(
+        strategy=ReallocStrategy("static"), precision=precision, callbacks=[watch], max_steps=work.iterations
+    )
     options = TrainOptions(compile=backend)
     module = SFT(config, tokenizer=byte_tokenizer(), train_options=options, learning_rate=1e-4, seed=0)
     trainer.fit(module, datamodule=SFTDataModule(rows, batch_size=work.batch_size))
@@ -117,8 +112,6 @@ def fill(report: BenchmarkReport, precision: str, plain: Sequence[Fit], compiled
 
 def work_on(rank: int, precision: str, backend: str, work: Workload, answers: Connection) -> None:
     """Train without and with compiled blocks, and send both."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     answers.send((fit(None, precision, work), fit(backend, precision, work)))
 
 
@@ -129,7 +122,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     options: argparse.Namespace = parser.parse_args(arguments)
     work = TINY if options.tiny else Workload()
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     report = BenchmarkReport("compiled", settings={"backend": options.backend} | asdict(work))
     for precision in PRECISIONS:
         with tempfile.TemporaryDirectory() as cache:

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
-import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -60,8 +57,6 @@ FEWEST_CALLS, FEWEST_PLANS = 40, 20
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Measure every workload on this rank; rank 0 sends what came out."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     for name, work in workloads(options).items():
         profile = None
         for overlap in ("none", "iterations"):
@@ -201,7 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it works")
     options = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"
     answers, begin = [], time.monotonic()
     for answer in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
         answers.append(answer)

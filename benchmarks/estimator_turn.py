@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
+from benchmarks.ranks import gather_from_ranks
 
 UNCOUNTED, COUNTED = 1, 2
 """Iterations of a plan: copies are made, then times are taken."""
@@ -92,21 +93,15 @@ def measure(work: Workload, *, num_plans: int, seed: int, overlap: Literal["iter
 
     The profile is measured when ``profile`` is None, before the first plan.
     """
-    import lightning as L
-
-    from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
+    from benchmarks.workload import make_trainer, random_prompts
+    from lightning_realloc import ParameterReallocation, ReallocStrategy
 
     meter = _make_meter(work, num_plans, seed, overlap, profile)
     steps = (WARM_UP_PLANS + num_plans) * (UNCOUNTED + COUNTED)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(overlap=overlap),
-        callbacks=[ParameterReallocation(), meter], max_steps=steps, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    from benchmarks.workload import random_texts
-
-    rows = [{"prompt": text} for text in random_texts(work.num_prompts * steps, length=work.prompt_tokens, seed=1)]
-    trainer.fit(make_module(work, Readings(rollouts=[{}])), PromptDataModule(rows, batch_size=work.num_prompts))
+    strategy = ReallocStrategy(overlap=overlap)
+    trainer = make_trainer(strategy=strategy, callbacks=[ParameterReallocation(), meter], max_steps=steps)
+    prompts = random_prompts(work.num_prompts * steps, length=work.prompt_tokens, batch_size=work.num_prompts)
+    trainer.fit(make_module(work, Readings(rollouts=[{}])), prompts)
     return meter.turn, meter.profile
 
 
@@ -146,8 +141,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             self._calls.append({name: took - self._before.get(name, 0.0) for name, took in now.items()})
             self._before = now
             if phase == UNCOUNTED + COUNTED - 1:
-                parts: list[Any] = [None] * WORLD_SIZE
-                dist.all_gather_object(parts, (time.perf_counter() - self._begin, self._calls))
+                parts = gather_from_ranks((time.perf_counter() - self._begin, self._calls))
                 flow = trainer.strategy.dataflow
                 self.turn.plans.append(_plan_point(self._plans[plan], flow, self._prices, overlap, parts))
                 self._calls = []

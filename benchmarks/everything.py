@@ -16,11 +16,8 @@ import argparse
 import copy
 import gc
 import hashlib
-import logging
-import os
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,7 +31,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.ranks import answers_of_ranks, gather_from_ranks
 from benchmarks.speculative_models import RECIPES, VOCABULARY, markov_text, train
 
 OFF, ON = "off", "on"
@@ -164,21 +161,14 @@ def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
 
 def fit(module: Any, data: Any, noted: Readings, calls: Mapping[str, Any], *, epochs: int) -> Run:
     """Train on all ranks by the plan's calls; return what all noted."""
-    import lightning as L
-
+    from benchmarks.workload import make_trainer
     from lightning_realloc import ReallocStrategy
 
     strategy = ReallocStrategy(plan={"calls": calls})
-    trainer = L.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, callbacks=[make_meter(noted)],
-        max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0,  # seconds are those of training
-    )  # fmt: skip
+    trainer = make_trainer(strategy=strategy, callbacks=[make_meter(noted)], max_epochs=epochs, limit_val_batches=0)
     trainer.fit(module, data)
     noted.weights = digest(strategy.full_weights("actor"))
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, noted)
-    return merge(ranks)
+    return merge(gather_from_ranks(noted))
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:
@@ -248,18 +238,11 @@ def make_meter(noted: Readings) -> Any:
 
 def work_on(rank: int, work: Workload, turns: int, answers: Connection) -> None:
     """Run every turn of both arms on this rank; the first one sends them on."""
-    be_quiet()
     recipe = replace(RECIPES[work.recipe], steps=work.warm_up_steps, draft_blocks=None)
     model, _ = train(recipe, seed=work.seed)  # the same on every rank
     for arm in ARMS:  # loads kernels
         run_arm(arm, model, replace(work, epochs=1, num_prompts=work.prompts_per_iteration, new_tokens=8))
     take_turns(rank, lambda arm: run_arm(arm, model, work), turns, answers)
-
-
-def be_quiet() -> None:
-    """Let a rank say nothing: hints of libraries would stand between the arms' seconds."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
 
 
 def take_turns(rank: int, run: Callable[[str], Run], turns: int, answers: Connection) -> None:
@@ -311,7 +294,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of weights, prompts, order and sampling")
     parser.add_argument("--ratio-to", choices=("proximal", "behaviour"), default="proximal", help="see GRPO")
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     work = replace(QUICK if options.quick else Workload(), seed=options.seed, ratio_to=options.ratio_to)
     report = BenchmarkReport("everything", seeds=(options.seed,), settings=asdict(work))
     for ranks in options.ranks:

@@ -6,7 +6,6 @@ As `everything`, with the demo's files, model, rewards and plan: four ranks that
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.everything import ARMS, Readings, Run, be_quiet, collect, conclude, fit, recorded_grpo, take_turns
+from benchmarks.everything import ARMS, Readings, Run, collect, conclude, fit, recorded_grpo, take_turns
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks
 from examples import report as demo_report
@@ -38,7 +37,6 @@ def run_arm(arm: str, settings: Settings) -> Run:
 
 def work_on(rank: int, settings: Settings, turns: int, answers: Connection) -> None:
     """Run every turn of both arms on this rank; the first one sends them on."""
-    be_quiet()
     demo_report.silence_hints()
     for arm in ARMS:
         run_arm(arm, replace(settings, **_LOADING))
@@ -59,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--prepared", type=Path, help="where `python -m examples.demo --prepare-only` has written; else it is run first"
     )
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(folder=options.prepared or Path(folder))
         if options.prepared is None:

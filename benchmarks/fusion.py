@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
-import os
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,11 +27,10 @@ from multiprocessing.connection import Connection
 from statistics import fmean, median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
-from benchmarks.ranks import answers_of_ranks, outlasts
+from benchmarks.ranks import answers_of_ranks, gather_from_ranks, turns_within
 
 PLAN = {"calls": {
     "actor.generate": {"layout": "dp1@0", "max_slots": 8},
@@ -50,8 +46,6 @@ INFER = ("reference.infer", "reward.infer", "critic.infer")
 TOLERANCE = 1e-5
 SAME_RESPONSES = 0.98
 """In float32 the rounding of another batch, or of a weight, tips a draw now and then: about one in 10,000."""
-ADAM_EPS = 1e-4
-"""Adam's usual 1e-8 turns the last bit of a tiny gradient, which depends on the order of sums, into a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +81,8 @@ class Workload:
     hidden_size: int = 256
     intermediate_size: int = 704
     num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int = 4
     vocabulary: int = 4096
     num_prompts: int = 32
     prompt_tokens: int = 32
@@ -139,24 +135,17 @@ class Turn:
 
 def run_arm(arm: Arm, work: Workload) -> Turn:
     """Train one Trainer's iterations on this rank, with the other one, and return what both measured."""
-    import lightning as L
-
-    from benchmarks.workload import random_texts
-    from lightning_realloc import PromptDataModule, ReallocStrategy
+    from benchmarks.workload import make_trainer, random_prompts
+    from lightning_realloc import ReallocStrategy
 
     noted = Readings()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, callbacks=[_make_meter(noted)], max_steps=1 + work.measured,
-        strategy=ReallocStrategy(
-            plan=PLAN if arm.ranks == "apart" else TOGETHER_PLAN, overlap="calls", generation_chunks=arm.parts
-        ), logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    plan = PLAN if arm.ranks == "apart" else TOGETHER_PLAN
+    strategy = ReallocStrategy(plan=plan, overlap="calls", generation_chunks=arm.parts)
+    trainer = make_trainer(strategy=strategy, callbacks=[_make_meter(noted)], max_steps=1 + work.measured)
     count = work.num_prompts * (1 + work.measured)
-    rows = [{"prompt": text} for text in random_texts(count, length=work.prompt_tokens, seed=1)]
-    trainer.fit(_make_module(arm, work, noted), PromptDataModule(rows, batch_size=work.num_prompts))
-    ranks: list[Any] = [None] * WORLD_SIZE
-    dist.all_gather_object(ranks, noted)
-    return merge(ranks, work.measured)
+    prompts = random_prompts(count, length=work.prompt_tokens, batch_size=work.num_prompts)
+    trainer.fit(_make_module(arm, work, noted), prompts)
+    return merge(gather_from_ranks(noted), work.measured)
 
 
 def merge(ranks: Sequence[Readings], measured: int) -> Turn:
@@ -172,9 +161,7 @@ def merge(ranks: Sequence[Readings], measured: int) -> Turn:
 
 
 def _make_module(arm: Arm, work: Workload, noted: Readings) -> Any:
-    from transformers import LlamaConfig
-
-    from benchmarks.workload import byte_tokenizer
+    from benchmarks.workload import byte_tokenizer, llama_config, stable_adam
     from lightning_realloc import PPO, SamplingParams
 
     class Recorded(PPO):
@@ -183,21 +170,15 @@ def _make_module(arm: Arm, work: Workload, noted: Readings) -> Any:
             noted.tokens += made.ragged("response_ids").to_lists()
             return made
 
-    config = LlamaConfig(
-        vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=work.intermediate_size,
-        num_hidden_layers=work.num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
-        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    config = llama_config(work)
     mean_tokens = work.mean_tokens if arm.ranks == "apart" else work.mean_together
     ends = tuple(range(work.vocabulary - max(1, work.vocabulary // mean_tokens), work.vocabulary))
     sampling = SamplingParams(max_new_tokens=work.new_tokens, stop_token_ids=ends)
 
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-5, eps=ADAM_EPS, weight_decay=0.0, fused=True)
-
     return Recorded(
-        config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=adam, sample_reallocation=arm.moves
-    )
+        config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=stable_adam(1e-5),
+        sample_reallocation=arm.moves,
+    )  # fmt: skip
 
 
 def _make_meter(noted: Readings) -> Any:
@@ -229,12 +210,8 @@ def _make_meter(noted: Readings) -> Any:
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Run every turn of every arm on this rank; rank 0 sends them on."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    work, begin = workload(options), time.monotonic()
-    for number in range(options.turns):
-        if number and outlasts(begin, number, options.limit_s):
-            break
+    work = workload(options)
+    for number in turns_within(options.turns, options.limit_s):
         arms = [arm for arm in work.arms if options.ranks in (None, arm.ranks)]
         for arm in arms if number % 2 == 0 else arms[::-1]:
             turn = run_arm(arm, work)
@@ -300,7 +277,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=240.0, help="fewer turns if they would last longer")
     parser.add_argument("--ranks", choices=("apart", "together"), help="run these arms alone")
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     plans = {"plan": PLAN, "together": TOGETHER_PLAN}
     report = BenchmarkReport("fusion", settings={"world_size": WORLD_SIZE} | plans | asdict(workload(options)))
     turns: defaultdict[Arm, list[Turn]] = defaultdict(list)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -99,6 +101,15 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write rows, targets, machine and versions here")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     return parser
+
+
+def be_quiet() -> None:
+    """Compute on one thread, and hide Python warnings and log records up to WARNING."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
 def interleave(

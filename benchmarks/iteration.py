@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
-import os
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,13 +23,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.memory import available_bytes, live_bytes
-from benchmarks.ranks import answers_of_ranks, outlasts
+from benchmarks.plan_turn import in_order
+from benchmarks.ranks import answers_of_ranks, gather_from_ranks, turns_within
 
 WORLD_SIZE = 4
 CALLS = ("actor.generate", "reference.infer", "actor.train")
@@ -40,8 +37,6 @@ FASTER_THAN_STATIC = 4.0
 DP4_BYTES = 15 << 30
 """What whole copies of weights, gradients, Adam's moments and a reference take on four ranks, while being made too."""
 LOSS_TOLERANCE = 1e-5
-ADAM_EPS = 1e-4
-"""Adam's usual 1e-8 turns the last bit of a tiny gradient, which depends on the order of sums, into a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,27 +133,20 @@ def share_of_even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> l
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
-def run_arm(arm: Arm, work: Workload, rank: int) -> Turn:
+def run_arm(arm: Arm, work: Workload) -> Turn:
     """Train one Trainer's iterations on this rank, with the three others, and return what all measured."""
-    import lightning as L
-
-    from benchmarks.workload import random_texts
-    from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
+    from benchmarks.workload import make_trainer, random_prompts
+    from lightning_realloc import ParameterReallocation, ReallocStrategy
 
     meter, switching = _make_meter(work), ParameterReallocation()
     callbacks = [switching, meter, *([_make_gathering()] if arm.gathers_once else [])]
-    trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(plan=arm.plan), callbacks=callbacks,
-        max_steps=1 + work.measured, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    rows = [{"prompt": t} for t in random_texts(work.num_prompts * 8, length=work.prompt_tokens, seed=1)]
-    trainer.fit(_make_module(work, meter), PromptDataModule(rows, batch_size=work.num_prompts))
+    strategy = ReallocStrategy(plan=arm.plan)
+    trainer = make_trainer(strategy=strategy, callbacks=callbacks, max_steps=1 + work.measured)
+    prompts = random_prompts(work.num_prompts * 8, length=work.prompt_tokens, batch_size=work.num_prompts)
+    trainer.fit(_make_module(work, meter), prompts)
     switches = switching.summary().values()
-    mine = meter.readings(sum(s.seconds / s.count for s in switches if s.count > 1))
-    parts: list[Any] = [None] * WORLD_SIZE
-    dist.all_gather_object(parts, mine)
-    return merge(parts)
+    meter.noted.switch_s = sum(s.seconds / s.count for s in switches if s.count > 1)
+    return merge(gather_from_ranks(meter.noted))
 
 
 @dataclass(slots=True)
@@ -192,23 +180,15 @@ def merge(parts: Sequence[Readings]) -> Turn:
         switch_s=max(part.switch_s for part in parts),
         lasting_bytes=max(part.lasting_bytes for part in parts),
         passing_bytes=max(part.passing_bytes for part in parts),
-        rollouts=tuple(_in_order(rows) for rows in zip(*(part.rollouts for part in parts), strict=True)),
+        rollouts=tuple(in_order(rows) for rows in zip(*(part.rollouts for part in parts), strict=True)),
         losses=tuple(parts[0].losses),
         grad_norms=tuple(parts[0].grad_norms),
         num_weights=parts[0].num_weights,
     )
 
 
-def _in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
-    """Return the responses that all ranks made in one iteration, in the order of their ids."""
-    rows = {sample_id: tokens for part in made for sample_id, tokens in part.items()}
-    return [rows[sample_id] for sample_id in sorted(rows)]
-
-
 def _make_module(work: Workload, meter: Any) -> Any:
-    from transformers import LlamaConfig
-
-    from benchmarks.workload import byte_tokenizer
+    from benchmarks.workload import byte_tokenizer, llama_config, stable_adam
     from lightning_realloc import GRPO, SamplingParams
 
     class Recorded(GRPO):
@@ -218,18 +198,12 @@ def _make_module(work: Workload, meter: Any) -> Any:
             meter.noted.rollouts.append(dict(rows))
             return made
 
-    config = LlamaConfig(
-        vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=work.intermediate_size,
-        num_hidden_layers=work.num_layers, num_attention_heads=work.num_heads,
-        num_key_value_heads=work.num_kv_heads, max_position_embeddings=512, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
     sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens, ignore_eos=True)
 
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=work.learning_rate, eps=ADAM_EPS, weight_decay=0.0, fused=True)
-
-    return Recorded(config, share_of_even_tokens, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=adam)
+    return Recorded(
+        llama_config(work), share_of_even_tokens, tokenizer=byte_tokenizer(), sampling=sampling,
+        optimizer=stable_adam(work.learning_rate),
+    )  # fmt: skip
 
 
 def _make_meter(work: Workload) -> Any:
@@ -272,11 +246,6 @@ def _make_meter(work: Workload) -> Any:
             self.noted.grad_norms.append(float(trainer.callback_metrics["actor/grad_norm"]))
             self.noted.num_weights = trainer.strategy.pool.home("actor").model_layout.model.num_elements
 
-        def readings(self, switch_s: float) -> Readings:
-            """Return what was noted."""
-            self.noted.switch_s = switch_s
-            return self.noted
-
     return Meter()
 
 
@@ -312,15 +281,10 @@ def _make_gathering() -> Any:
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Run every turn of every arm on this rank; rank 0 sends them on."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     chosen = [arm for arm in ARMS if arm.name in options.arms]
-    begin = time.monotonic()
-    for number in range(options.turns):
-        if number and outlasts(begin, number, options.limit_s):
-            break
+    for _ in turns_within(options.turns, options.limit_s):
         for arm in chosen:
-            turn = run_arm(arm, workload(options), rank)
+            turn = run_arm(arm, workload(options))
             gc.collect()
             if rank == 0:
                 answers.send((arm, turn))
@@ -414,7 +378,6 @@ def main(arguments: list[str] | None = None) -> int:
             f"dp4 needs {DP4_BYTES / 1e9:.0f} GB of free memory, there are {available / 1e9:.1f}: use --arms {others}\n"
         )
         return 2
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     report = BenchmarkReport("iteration", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
     turns: defaultdict[Arm, list[Turn]] = defaultdict(list)
     for arm, turn in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):

@@ -12,22 +12,20 @@ make of them gets anywhere.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import random
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any, get_args
 
-from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.harness import BenchmarkReport, be_quiet, make_parser
 from benchmarks.learning_task import Task, pair, prompt, response, save_model
-from benchmarks.workload import share_of_vowels
+from benchmarks.workload import make_trainer, share_of_vowels
 
 LEARNING_RATE = 1e-3
 PREFERENCE_RATE = 2e-4
@@ -268,11 +266,7 @@ def run(learner: Learner, folder: str, size: Size, seed: int) -> Course:
             if learner.metric in metrics:
                 scores.append(float(metrics[learner.metric]))
 
-    def trainer(**options: Any) -> L.Trainer:
-        return L.Trainer(
-            strategy="realloc", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, **options,
-        )  # fmt: skip
+    trainer = partial(make_trainer, strategy="realloc", num_sanity_val_steps=0)
 
     def judge() -> None:
         if learner.metric.startswith(_HELD_OUT):
@@ -289,16 +283,11 @@ def run(learner: Learner, folder: str, size: Size, seed: int) -> Course:
 
 def save_teacher(folder: str, size: Size, seed: int) -> None:
     """Write beside the model one that writes vowels, for others to learn from."""
-    import lightning as L
-
     from lightning_realloc import SaveHuggingFace
 
     module, data = _given("SFT", folder, size, seed)
-    L.Trainer(
-        strategy="realloc", accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_steps=size.steps,
-        enable_model_summary=False, limit_val_batches=0, enable_checkpointing=False,
-        callbacks=[SaveHuggingFace(folder + "-teacher")],
-    ).fit(module, data)  # fmt: skip
+    save = SaveHuggingFace(folder + "-teacher")
+    make_trainer(strategy="realloc", max_steps=size.steps, limit_val_batches=0, callbacks=[save]).fit(module, data)
 
 
 def fill(report: BenchmarkReport, courses: Mapping[str, Sequence[Course]], known: Mapping[str, Learner]) -> None:
@@ -335,8 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
         seeds=tuple(seeds),
         settings={"size": asdict(size), "learning_rate": LEARNING_RATE, "preference_rate": PREFERENCE_RATE},
     )
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    be_quiet()
     courses = learn(known, size, seeds)
     fill(report, courses, known)
     if options.quick:

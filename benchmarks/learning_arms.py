@@ -7,17 +7,16 @@ each response's tokens and then over responses (TRL's newer default divides othe
 from __future__ import annotations
 
 import gc
-import logging
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.harness import be_quiet
 from benchmarks.learning_task import Task, held_out_accuracy, rows_of
-from benchmarks.workload import share_of_vowels
+from benchmarks.workload import make_trainer, share_of_vowels
 
 ARMS = ("trl", "realloc")
 SCORES = {"grpo": ("reward", "reward"), "dpo": ("rewards/accuracies", "actor/accuracy")}
@@ -72,12 +71,9 @@ class Diary:
 def quieten() -> None:
     """Prepare a process for its runs."""
     import datasets
-    import torch
     import transformers
 
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    be_quiet()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
@@ -106,13 +102,11 @@ def train_with_realloc(family: str, task: Task, folder: str, seed: int) -> Curve
             diary.scores.append(float(trainer.callback_metrics[SCORES[family][1]]))
 
     module, data = _parts(family, task, folder, seed)
-    trainer = L.Trainer(
-        strategy="realloc", accelerator="cpu", devices=1, max_steps=task.num_steps(family), callbacks=[Clock()],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        log_every_n_steps=1,
-    )  # fmt: skip
+    trainer = make_trainer(
+        strategy="realloc", max_steps=task.num_steps(family), callbacks=[Clock()], log_every_n_steps=1
+    )
     trainer.fit(module, data)
-    weights = trainer.strategy.full_weights("actor")  # type: ignore[attr-defined]
+    weights = trainer.strategy.full_weights("actor")
     return diary.curve(held_out_accuracy(task, folder, weights) if family == "dpo" else None)
 
 

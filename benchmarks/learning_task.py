@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.workload import byte_tokenizer, share_of_vowels
+from benchmarks.workload import random_model, share_of_vowels
 
 FAMILIES = ("grpo", "dpo")
 
@@ -118,18 +118,9 @@ def held_out(task: Task) -> list[dict[str, str]]:
 
 def save_model(task: Task, folder: str, *, seed: int) -> int:
     """Write the model from which every run of this seed begins, with its tokenizer; return its number of weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    tokenizer = byte_tokenizer()
-    config = AutoConfig.for_model(
-        "qwen2", vocab_size=len(tokenizer), hidden_size=task.hidden_size, intermediate_size=3 * task.hidden_size,
-        num_hidden_layers=task.num_layers, num_attention_heads=task.num_heads,
-        num_key_value_heads=max(1, task.num_heads // 2), max_position_embeddings=256,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model, tokenizer = random_model(
+        "qwen2", hidden_size=task.hidden_size, num_layers=task.num_layers, num_heads=task.num_heads, seed=seed
+    )
     _learn_to_write(model, tokenizer, task, random.Random(f"warm-up {seed}"))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

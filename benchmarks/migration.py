@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.generation import build_model
 from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.ranks import answers_of_ranks, gather_from_ranks
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import Sample, StopRule
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
@@ -190,8 +190,7 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
                 "busy_s": made[STAYING][2],
                 "moves": moves,
             }
-            everybody: list[Any] = [None] * world_size
-            dist.all_gather_object(everybody, mine)
+            everybody = gather_from_ranks(mine)
             if rank == 0 and turn != -1:  # the turn before the first warms up, and learns the seconds of steps
                 longest_s = _seconds_of_one(engines[dtype, STAYING], work, max(work.lengths.values()))
                 answers.send((case.name, turn < 0, longest_s, everybody))

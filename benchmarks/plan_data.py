@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.ranks import gather_from_ranks
 from lightning_realloc import ExecutionPlan, ModelFunctionCall
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
@@ -73,8 +74,7 @@ def move_data(
         seconds.append(walk.seconds)
         dist.barrier()
         floor_s.append(_send_at_once(mailbox.sent, world_size, rank))
-    parts: list[Any] = [None] * world_size
-    dist.all_gather_object(parts, (seconds[1:], floor_s[1:], mailbox.sent.total(), walk.bytes_needed()))
+    parts = gather_from_ranks((seconds[1:], floor_s[1:], mailbox.sent.total(), walk.bytes_needed()))
     return DataTurn(
         seconds=median(map(max, zip(*(part[0] for part in parts), strict=True))),
         floor_s=median(map(max, zip(*(part[1] for part in parts), strict=True))),

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch.distributed as dist
-
-from benchmarks.plan_turn import WORLD_SIZE, Arm, Readings, Workload, make_module, make_prompts
+from benchmarks.plan_turn import Arm, Readings, Workload, make_module, make_prompts
+from benchmarks.ranks import gather_from_ranks
 
 RESPONSE_TOKENS = 24
 
@@ -31,8 +29,7 @@ class PeakBytes:
 
 def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
     """Train for two iterations, the second with all copies in place; return every rank's peaks. Collective."""
-    import lightning as L
-
+    from benchmarks.workload import make_trainer
     from lightning_realloc import MemoryMonitor, ReallocStrategy
     from lightning_realloc.runtime.measure.memory_stats import StorageMeter
     from lightning_realloc.strategies.pool.memory_check import describe_roles
@@ -48,10 +45,7 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
     noted = Readings(rollouts=[{}])
     module, prompts = make_module(work, noted), make_prompts(work)
     strategy = ReallocStrategy(plan=arm.plan, overlap=arm.overlap)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy=strategy, callbacks=[monitor], max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = make_trainer(strategy=strategy, callbacks=[monitor], max_steps=2)
     trainer.fit(module, prompts)
     options = module.train_options_of("actor")
     load = memory_parts.Workload(
@@ -64,6 +58,4 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
     )  # fmt: skip
     measured = max(*monitor.phases.values(), *monitor.transitions.values()) - standing.current_bytes
     predicted = max(entry.parts.total for entry in forecast.phases if entry.phase != SET_UP)
-    parts: list[Any] = [None] * WORLD_SIZE
-    dist.all_gather_object(parts, PeakBytes(predicted, measured))
-    return tuple(parts)
+    return tuple(gather_from_ranks(PeakBytes(predicted, measured)))

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.memory import live_bytes
+from benchmarks.ranks import gather_from_ranks
 
 WORLD_SIZE = 4
 ROLES = ("actor", "critic", "reference", "reward")
@@ -22,8 +22,6 @@ CALLS = {
     "actor.train": "actor", "critic.train": "critic",
 }  # fmt: skip
 """Call -> its column."""
-ADAM_EPS = 1e-4
-"""Adam's usual 1e-8 turns the last bit of a tiny gradient, which depends on the order of sums, into a whole step."""
 
 Plan = Literal["static", "heuristic"] | Mapping[str, Mapping[str, str]]
 
@@ -107,21 +105,15 @@ class Turn:
 
 def run_arm(arm: Arm, work: Workload) -> Turn:
     """Train one Trainer's iterations on this rank, with the three others, and return what all measured."""
-    import lightning as L
-
+    from benchmarks.workload import make_trainer
     from lightning_realloc import ParameterReallocation, ReallocStrategy
 
     switching = ParameterReallocation()
     meter = _make_meter(arm, work, switching)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(plan=arm.plan, overlap=arm.overlap),
-        callbacks=[switching, meter], max_steps=1 + arm.measured, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    strategy = ReallocStrategy(plan=arm.plan, overlap=arm.overlap)
+    trainer = make_trainer(strategy=strategy, callbacks=[switching, meter], max_steps=1 + arm.measured)
     trainer.fit(make_module(work, meter.noted), make_prompts(work))
-    parts: list[Any] = [None] * WORLD_SIZE
-    dist.all_gather_object(parts, meter.noted)
-    return merge(parts, arm)
+    return merge(gather_from_ranks(meter.noted), arm)
 
 
 def merge(parts: Sequence[Readings], arm: Arm) -> Turn:
@@ -135,7 +127,7 @@ def merge(parts: Sequence[Readings], arm: Arm) -> Turn:
         bytes_moved=first.bytes_moved // number,
         bytes_minimum=first.bytes_minimum // number,
         peak_bytes=tuple(part.peak_bytes for part in parts),
-        rollouts=tuple(_in_order(made) for made in zip(*(part.rollouts for part in parts), strict=True)),
+        rollouts=tuple(in_order(made) for made in zip(*(part.rollouts for part in parts), strict=True)),
         scores=tuple(map(tuple, first.scores)),
         losses=losses_by_iteration(first.logged, first.plan, arm.overlap),
         plan=first.plan,
@@ -167,7 +159,7 @@ def _layout(entry: str | Mapping[str, Any]) -> str:
     return entry if isinstance(entry, str) else str(entry["layout"])
 
 
-def _in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
+def in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
     """Return the responses that all ranks made in one iteration, in the order of their ids."""
     rows = {sample_id: tokens for part in made for sample_id, tokens in part.items()}
     return [rows[sample_id] for sample_id in sorted(rows)]
@@ -175,18 +167,14 @@ def _in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
 
 def make_prompts(work: Workload) -> Any:
     """Return prompts of random letters for eight iterations."""
-    from benchmarks.workload import random_texts
-    from lightning_realloc import PromptDataModule
+    from benchmarks.workload import random_prompts
 
-    rows = [{"prompt": text} for text in random_texts(work.num_prompts * 8, length=work.prompt_tokens, seed=1)]
-    return PromptDataModule(rows, batch_size=work.num_prompts)
+    return random_prompts(work.num_prompts * 8, length=work.prompt_tokens, batch_size=work.num_prompts)
 
 
 def make_module(work: Workload, noted: Readings) -> Any:
     """Return PPO on four random Llamas, which notes responses and scores."""
-    from transformers import LlamaConfig
-
-    from benchmarks.workload import byte_tokenizer
+    from benchmarks.workload import byte_tokenizer, llama_config, stable_adam
     from lightning_realloc import PPO, SamplingParams
 
     class Recorded(PPO):
@@ -200,18 +188,10 @@ def make_module(work: Workload, noted: Readings) -> Any:
             noted.scores.append(samples.tensor("scores").tolist())
             return super().summarize(samples)
 
-    config = LlamaConfig(
-        vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=work.intermediate_size,
-        num_hidden_layers=work.num_layers, num_attention_heads=work.num_heads,
-        num_key_value_heads=work.num_kv_heads, max_position_embeddings=512, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    config, optimizer = llama_config(work), stable_adam(work.learning_rate)
     sampling = SamplingParams(max_new_tokens=work.new_tokens, ignore_eos=True)
 
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=work.learning_rate, eps=ADAM_EPS, weight_decay=0.0, fused=True)
-
-    return Recorded(config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=adam)
+    return Recorded(config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=optimizer)
 
 
 def _make_meter(arm: Arm, work: Workload, switching: Any) -> Any:

@@ -14,11 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
-import os
 import sys
-import time
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,7 +26,7 @@ from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
 from benchmarks.plan_data import PROMPT_TOKENS, RESPONSE_TOKENS, DataTurn, move_data
 from benchmarks.plan_memory import PeakBytes, compare_peaks
 from benchmarks.plan_turn import CALLS, WORLD_SIZE, Arm, Plan, Readings, Turn, Workload, make_module, run_arm
-from benchmarks.ranks import answers_of_ranks, outlasts
+from benchmarks.ranks import answers_of_ranks, turns_within
 
 FASTER_THAN_STATIC = 4.0
 TOLERANCE = 1e-5
@@ -66,12 +62,7 @@ TINY = Workload(
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Run every turn of every arm on this rank; rank 0 sends them on."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    begin = time.monotonic()
-    for number in range(options.turns):
-        if number and outlasts(begin, number, options.limit_s):
-            break
+    for _ in turns_within(options.turns, options.limit_s):
         for arm in ARMS:
             turn = run_arm(arm, workload(options))
             gc.collect()
@@ -179,7 +170,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="models of 100,000 weights, for a quick look")
     parser.add_argument("--limit-s", type=float, default=800.0, help="fewer turns if they would last longer")
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     report = BenchmarkReport("plans", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
     turns: defaultdict[str, list[Turn]] = defaultdict(list)
     others: dict[str, Any] = {}

@@ -15,8 +15,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from benchmarks.harness import be_quiet
+
 LEAVE_S = 60.0
-"""How long ranks may take to end once they have nothing more to say."""
+"""Seconds that ranks have to exit after they closed their pipes."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> Iterator[Any]:
@@ -30,6 +33,7 @@ def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> 
     """
     from torch.distributed import TCPStore
 
+    os.environ |= _ENVIRONMENT  # before ranks start: torch reads the number of threads when it is imported
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     # Here, as torchrun has it: a port that were looked for, and left to rank 0, could be another's until it listens.
@@ -52,17 +56,35 @@ def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> 
         raise RuntimeError(f"ranks {failed} of {world_size} ended with an error, which is printed above")
 
 
-def outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
-    """Return whether one more turn would end after the limit, on the slowest rank's clock. Collective.
+def turns_within(num_turns: int, limit_s: float) -> Iterator[int]:
+    """Yield the numbers of turns, until the next turn would exceed the limit on any rank. Collective.
 
-    ``begin`` is this rank's ``time.monotonic()`` when the first turn began.
+    The next turn is expected to take as long as the mean of the turns before it.
     """
+    begin = time.monotonic()
+    for number in range(num_turns):
+        if number and max_over_ranks((time.monotonic() - begin) * (number + 1) / number - limit_s) > 0:
+            return
+        yield number
+
+
+def max_over_ranks(value: float) -> float:
+    """Return the largest of all ranks' values. Collective."""
     import torch
     import torch.distributed as dist
 
-    spent = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent) * (turns_done + 1) / turns_done > limit_s
+    largest = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return all ranks' values by rank. Collective."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _answers(receiving: Connection, ranks: Sequence[BaseProcess]) -> Iterator[Any]:
@@ -82,13 +104,12 @@ def _answers(receiving: Connection, ranks: Sequence[BaseProcess]) -> Iterator[An
 def _be_rank(
     rank: int, world_size: int, port: int, work: Callable[..., None], args: tuple[Any, ...], answers: Connection
 ) -> None:
-    import torch
     import torch.distributed as dist
 
     # As torchrun would set it, for a Trainer too.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    torch.set_num_threads(1)
+    be_quiet()
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     work(rank, *args, answers)
     dist.barrier()

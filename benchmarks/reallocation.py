@@ -15,10 +15,8 @@ time, the least of the turns (fewer turns, for all arms of a row, where the mach
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.ranks import answers_of_ranks, max_over_ranks, turns_within
 from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
@@ -224,7 +222,6 @@ def _split(whole: Tensor, params: list[ParamSpec]) -> Iterator[tuple[ParamSpec, 
 
 def work(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Measure every pair on this rank; rank 0 sends the rows."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     layouts = {text: ModelLayout(llama(options.blocks), Layout.parse(text)) for text in options.layouts}
     meshes = {text: _make_mesh(layout.layout) for text, layout in layouts.items()}
     groups = {text: _make_group(layout.layout, rank) for text, layout in layouts.items()}
@@ -277,9 +274,7 @@ def measure(
     arms: dict[str, Arm] = {"push": push.run, "direct": direct.run, "floor": floor}
     arms |= {"full": gather_by_full_tensor(row), "layer": gather_per_layer(row)}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(repeats):
-        if turn and _everybody_max(time.monotonic() - start) * (turn + 1) / turn > budget_s:
-            break
+    for _ in turns_within(repeats, budget_s - (time.monotonic() - start)):
         for name, arm in arms.items():
             seconds[name].append(_time(arm))
     same = same and all(torch.equal(push.target_tensors[name], tensor) for name, tensor in wanted.items())
@@ -293,8 +288,8 @@ def measure(
         "full/push": round(least["full"] / least["push"], 1),
         "full/direct": round(least["full"] / least["direct"], 2),
         "over_floor": round(least["direct"] / least["floor"], 2),
-        "extra_mb": round(_everybody_max(direct.staging_bytes) / 1e6, 1),
-        "exact": minimal and _everybody_max(0.0 if same else 1.0) == 0.0,
+        "extra_mb": round(max_over_ranks(direct.staging_bytes) / 1e6, 1),
+        "exact": minimal and max_over_ranks(0.0 if same else 1.0) == 0.0,
         "turns": len(seconds["push"]),
     }
 
@@ -305,13 +300,7 @@ def _time(arm: Arm) -> float:
     start = time.perf_counter()
     with torch.no_grad():
         arm()
-    return _everybody_max(time.perf_counter() - start)
-
-
-def _everybody_max(value: float) -> float:
-    tensor = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return float(tensor)
+    return max_over_ranks(time.perf_counter() - start)
 
 
 def _make_mesh(layout: Layout) -> DeviceMesh:
@@ -344,8 +333,6 @@ def _make_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
 def main() -> int:
     """Start the ranks, print each row as it comes, and then the table."""
     options = _parse()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     report = BenchmarkReport(
         "reallocation",
         settings={"dtype": options.dtype, "parameters": llama(options.blocks).num_elements, "repeats": options.repeats},

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,11 +22,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.ranks import answers_of_ranks, max_over_ranks
 
 WORLD_SIZE = 2
 ARMS = ("shares", "joined")
@@ -87,10 +84,10 @@ def run_calls(work: Workload) -> dict[tuple[str, str], Turn]:
     turns = {}
     for call, run in (("infer", infer), ("train", train)):
         arms = {arm: partial(run, arm) for arm in ARMS}
-        peaks = {arm: _over_ranks(_peak_bytes(once)) for arm, once in arms.items()}  # and warms up
+        peaks = {arm: max_over_ranks(_peak_bytes(once)) for arm, once in arms.items()}  # and warms up
         seconds = interleave(arms, repeats=work.repeats)
         for arm in ARMS:
-            slowest = tuple(map(_over_ranks, seconds[arm]))
+            slowest = tuple(map(max_over_ranks, seconds[arm]))
             logprobs = tuple(said[call, arm][packed.response_mask].tolist())
             turns[call, arm] = Turn(peak_bytes=int(peaks[arm]), seconds=slowest, logprobs=logprobs)
     return turns
@@ -160,13 +157,6 @@ def _peak_bytes(run: Callable[[], object]) -> int:
     return meter.take_peak() - before
 
 
-def _over_ranks(value: float) -> float:
-    """Return the largest of the ranks' values. Collective."""
-    most = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return float(most)
-
-
 def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None:
     """Add a row for each call, and the targets."""
     for call in CALLS:
@@ -185,7 +175,6 @@ def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None
 
 def work_on(rank: int, work: Workload, answers: Connection) -> None:
     """Do every call on this rank; rank 0 sends what they took."""
-    warnings.simplefilter("ignore")
     turns = run_calls(work)
     if rank == 0:
         answers.send(turns)
@@ -197,7 +186,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a vocabulary of 2,000, for a quick look")
     options: argparse.Namespace = parser.parse_args(arguments)
     work = TINY if options.tiny else Workload()
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     report = BenchmarkReport("shared_heads", settings={"world_size": WORLD_SIZE} | asdict(work))
     (turns,) = answers_of_ranks(work_on, work, world_size=WORLD_SIZE)
     fill(report, turns)

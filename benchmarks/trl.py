@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import logging
 import multiprocessing
 import os
 import resource
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
+from benchmarks.harness import BenchmarkReport, be_quiet, make_parser, paired_ratio
 
 ARMS = ("trl", "realloc")
 TARGET_RATIO = 1.5
@@ -97,21 +95,11 @@ class GroupTimer:
 
 def save_model(work: Workload, folder: str) -> int:
     """Write the random model and its tokenizer, which both arms load, and return its number of weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from benchmarks.workload import random_model
 
-    from benchmarks.workload import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    config = AutoConfig.for_model(
-        work.architecture, vocab_size=len(tokenizer), hidden_size=work.hidden_size,
-        intermediate_size=3 * work.hidden_size, num_hidden_layers=work.num_layers,
-        num_attention_heads=work.num_heads, num_key_value_heads=max(1, work.num_heads // 2),
-        max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model, tokenizer = random_model(
+        work.architecture, hidden_size=work.hidden_size, num_layers=work.num_layers, num_heads=work.num_heads, seed=0
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -121,8 +109,8 @@ def train_with_realloc(work: Workload, folder: str) -> Turn:
     """Train with ``Trainer(strategy="realloc")`` on one device."""
     import lightning as L
 
-    from benchmarks.workload import random_texts, share_of_vowels
-    from lightning_realloc import GRPO, PromptDataModule, SamplingParams
+    from benchmarks.workload import make_trainer, random_prompts, share_of_vowels
+    from lightning_realloc import GRPO, SamplingParams
 
     watch = GroupTimer()
     rewards: list[float] = []
@@ -142,13 +130,10 @@ def train_with_realloc(work: Workload, folder: str) -> Turn:
     module = GRPO(
         folder, share_of_vowels, sampling=sampling, kl_coef=work.kl_coef, learning_rate=work.learning_rate, seed=0
     )
-    rows = [{"prompt": text} for text in random_texts(256, length=work.prompt_tokens, seed=1)]
-    trainer = L.Trainer(
-        strategy="realloc", accelerator="cpu", devices=1, max_steps=work.warmup + work.steps, callbacks=[Clock()],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        log_every_n_steps=1,
-    )  # fmt: skip
-    trainer.fit(module, PromptDataModule(rows, batch_size=work.num_prompts))
+    trainer = make_trainer(
+        strategy="realloc", max_steps=work.warmup + work.steps, callbacks=[Clock()], log_every_n_steps=1
+    )
+    trainer.fit(module, random_prompts(256, length=work.prompt_tokens, batch_size=work.num_prompts))
     return watch.turn(rewards, lengths)
 
 
@@ -205,11 +190,7 @@ def train_with_trl(work: Workload, folder: str) -> Turn:
 
 def serve(arm: str, work: Workload, folder: str, connection: Connection) -> None:
     """Train one arm each time something comes through ``connection``, until it is closed; send what each took."""
-    import torch
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    be_quiet()
     train = {"realloc": train_with_realloc, "trl": train_with_trl}[arm]
     while True:
         try:
