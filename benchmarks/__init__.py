@@ -1,1 +1,1 @@
-"""Every number that the documents claim comes from one of these scripts: ``python -m benchmarks.<name>``."""
+"""Scripts that measure the figures in the documentation: ``python -m benchmarks.<name>``."""

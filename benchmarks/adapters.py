@@ -1,10 +1,15 @@
-"""What do adapters over a frozen base move and hold, and are their losses those of merged weights?
+"""Bytes that LoRA and DoRA move and hold, and their losses next to those of merged weights.
 
-GRPO with a random Qwen3 on two ranks, trained sharded, generating and scored in whole copies. Arms: "whole" trains
-every weight and has a reference of its own; "lora" and "dora" train adapters, whose reference is their base; "lora, no
-reference" shows what that reference adds. Weights are counted as they lie in memory: home replicas and copies.
+GRPO trains a random Qwen3 on two CPU ranks, sharded; it generates and scores with whole replicas. The table has the
+bytes moved in the first and in later iterations, and the bytes of weights on each rank. Arms:
 
-The losses are of SFT, on one rank: each beside that of a plain model with the adapters merged into its weights.
+- whole: trains all weights, with a separate reference.
+- lora, dora: train adapters; the base is the reference.
+- lora, no reference: shows the cost of that reference.
+
+Losses are those of SFT on one rank, compared with a plain model that has the adapters merged into its weights.
+
+Run ``python -m benchmarks.adapters``.
 """
 
 from __future__ import annotations
@@ -40,14 +45,14 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The model and one iteration's samples."""
+    """Sizes of the model, and samples of an iteration."""
 
     hidden_size: int = 384
     intermediate_size: int = 1024
     num_layers: int = 8
     vocabulary: int = 8192
     rank: int = 8
-    """Of the adapters."""
+    """Rank of the adapters."""
     num_prompts: int = 4
     new_tokens: int = 8
     iterations: int = 3
@@ -58,20 +63,20 @@ TINY = Workload(hidden_size=64, intermediate_size=128, num_layers=2, vocabulary=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one arm moved and held, of all ranks together."""
+    """Bytes that one arm moved and held."""
 
     trained_bytes: int
-    """Of what is trained, in the dtype that it travels in."""
+    """Bytes of all trained weights, in the dtype in which they move."""
     moved: tuple[int, ...]
-    """Bytes of each iteration."""
+    """Bytes moved in each iteration, by all ranks."""
     held: tuple[int, ...]
     """Bytes of weights on each rank."""
     home: tuple[int, ...]
-    """The part of them that home replicas take."""
+    """Bytes of weights of home replicas on each rank."""
 
 
 def run_arm(name: str, precision: str, work: Workload) -> Turn:
-    """Train on this rank, with the other one, and return what both moved and held."""
+    """Train with the other rank, and return the bytes of both. Collective."""
     from benchmarks.workload import byte_tokenizer, make_trainer, random_prompts, share_of_vowels
     from lightning_realloc import GRPO, ReallocStrategy, SamplingParams
 
@@ -101,7 +106,7 @@ def _without_reference() -> dict[str, Any]:
 
 
 def _bytes_of_weights(pool: Any, *, copies: bool = True) -> int:
-    """Return what replicas' weights take on this rank; a tensor that two replicas have counts once."""
+    """Return the bytes of the replicas' weights on this rank; a tensor that two replicas share counts once."""
     from lightning_realloc.runtime.parallel.shards import local_tensors
 
     calls = [call.name for call in pool.dataflow.model_calls]
@@ -115,7 +120,7 @@ def _meter() -> Any:
     from lightning_realloc.callbacks import PhaseCallback
 
     class Meter(PhaseCallback):
-        """Adds up what moves in every iteration."""
+        """Sums the moved bytes of each iteration."""
 
         def __init__(self) -> None:
             self.sizes: defaultdict[int, int] = defaultdict(int)
@@ -137,7 +142,7 @@ def _config(work: Workload) -> Any:
 
 
 def losses_apart(work: Workload) -> list[tuple[float, float, float]]:
-    """Train adapters by SFT on this process; return each step's loss, that of merged full weights, the base's."""
+    """Train adapters by SFT; return the losses of each step with adapters, with merged weights and of the base."""
     from benchmarks.workload import byte_tokenizer, make_trainer, random_texts
     from lightning_realloc import SFT, ReallocStrategy, SFTDataModule
     from lightning_realloc.runtime.model.adapter_layers import adapters_disabled, merge_permanently
@@ -174,8 +179,8 @@ def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None
             later_over_trained=round(later / turn.trained_bytes, 4), home=max(turn.home), held=max(turn.held),
         )  # fmt: skip
         if name != "whole":
-            what = f"{name}, {precision}: bytes of an iteration after the first over the adapters'"
-            report.require_at_most(what, later / turn.trained_bytes, 1.01)
+            name_of_target = f"{name}, {precision}: bytes of an iteration after the first over the adapters'"
+            report.require_at_most(name_of_target, later / turn.trained_bytes, 1.01)
     for precision in {precision for _, precision in turns}:
         shared, alone = turns["lora", precision], turns["lora, no reference", precision]
         report.require_at_most(
@@ -188,7 +193,7 @@ def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None
 
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Run every arm on this rank; rank 0 sends them on."""
+    """Run all arms on this rank; rank 0 sends the results."""
     for precision in PRECISIONS:
         for name in ARMS:
             turn = run_arm(name, precision, workload(options))
@@ -198,7 +203,7 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
 
 
 def compare_losses(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Compare losses on the only rank."""
+    """Compare losses on one rank."""
     answers.send(losses_apart(workload(options)))
 
 

@@ -1,7 +1,4 @@
-"""What the benchmark of tuning runs on each rank: a tuned run, an untuned one, and one in which plans take turns.
-
-Which settings there are, and what their figures must be, is said in `benchmarks.autotune`.
-"""
+"""Runs of `benchmarks.autotune` on each rank: a tuned run, an untuned run, and a run in which plans take turns."""
 
 from __future__ import annotations
 
@@ -15,57 +12,57 @@ from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
 from benchmarks.ranks import gather_from_ranks
 
 COUNTED = 3
-"""Iterations of a block that count, behind one that does not."""
+"""Measured iterations of a block, after one that is not measured."""
 EPOCH = 240
-"""Iterations; more than any run has, and the same for all, which see the same prompts in the same order."""
+"""Batches of the data, more than any run takes. All runs see the same prompts in the same order."""
 AFTER_COMMIT = 4
-"""Iterations with which a tuned run ends: the first one under the committed plan is part of what tuning costs."""
+"""Iterations after the commit, since the first one under the committed plan is part of the cost of tuning."""
 WORTH_ANOTHER_LOOK = 1.5
-"""Times the fastest plan's seconds: what is slower after the first round is not measured again."""
+"""Slowness in the first round, relative to the fastest plan, above which a plan is not measured again."""
 ROLES = ("actor", "critic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Models and lengths."""
+    """Sizes of models and lengths of responses."""
 
     name: str
     work: Workload
     share_of_stops: float = 0.0
-    """Of the vocabulary: tokens that end a response. 0: all responses are as long as the longest."""
+    """Share of the vocabulary whose tokens end a response. 0: all responses have the maximum length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What a tuned run left."""
+    """Result of a tuned run."""
 
     start: Mapping[str, Any]
     committed: Mapping[str, Any]
     start_s: float
-    """Of an iteration, as the tuner measured it."""
+    """Seconds of an iteration under the start plan, measured by the tuner."""
     committed_s: float
     costs: Mapping[str, float]
     trials: Sequence[Mapping[str, Any]]
-    """Plans, with their predicted seconds and those of iterations that counted; the start first."""
+    """Tried plans with their predicted and measured seconds, the start plan first."""
     num_tried: int
     iterations: int
     losses: Mapping[tuple[str, int], float]
     scores: Sequence[Sequence[float]]
-    """The reward model's, of every iteration."""
+    """Scores of the reward model in each iteration."""
 
 
 @dataclass(slots=True)
 class Log:
-    """What every iteration logged, and under which plan."""
+    """Logged metrics and plans of all iterations."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     num_ranks: list[dict[str, int]] = field(default_factory=list)
-    """Of each role's training."""
+    """Role -> number of ranks that train it, for each iteration."""
 
     def losses(self) -> dict[tuple[str, int], float]:
-        """Return role and iteration -> loss, where it is sure which iteration a loss is of.
+        """Return (role, iteration) -> loss, where the iteration of a loss is certain.
 
-        A loss that not all ranks know at once is logged one iteration later, and not at all across a change of plans.
+        A loss that some ranks learn late is logged one iteration later, and not at all if the plan changes.
         """
         found = {}
         for at, metrics in enumerate(self.metrics):
@@ -78,7 +75,7 @@ class Log:
 
 
 def make_run(setting: Setting, plan: Any, callbacks: Sequence[Any], max_steps: int) -> tuple[Any, Any, Any, Readings]:
-    """Return a Trainer, a module, its data, and where scores are noted."""
+    """Return a Trainer, a module, its data, and the record of scores."""
     from benchmarks.workload import make_trainer, random_prompts
     from lightning_realloc import ReallocStrategy, SamplingParams
 
@@ -90,7 +87,7 @@ def make_run(setting: Setting, plan: Any, callbacks: Sequence[Any], max_steps: i
         module.sampling = SamplingParams(max_new_tokens=work.new_tokens, stop_token_ids=stops)
     strategy = ReallocStrategy(plan=plan)
     trainer = make_trainer(strategy=strategy, callbacks=list(callbacks), max_steps=max_steps, max_epochs=-1)
-    # One epoch: with the last iteration of each, losses that are known late would be logged twice or not at all.
+    # One epoch: at the end of an epoch, late losses would be logged twice or not at all.
     prompts = random_prompts(work.num_prompts * EPOCH, length=work.prompt_tokens, batch_size=work.num_prompts)
     return trainer, module, prompts, noted
 
@@ -113,7 +110,7 @@ def make_recorder(log: Log) -> Any:
 
 
 def tune(setting: Setting, start: Any, *, iterations: int, settings: Mapping[str, Any]) -> Tuned:
-    """Train with a tuner that reckons with ``iterations``, until it commits a plan. Collective."""
+    """Train with a tuner that expects ``iterations``, until it commits a plan. Collective."""
     from lightning.pytorch.callbacks import Callback
 
     from lightning_realloc import AutoTuner
@@ -147,9 +144,9 @@ def train_untuned(setting: Setting, plan: Any, iterations: int) -> tuple[dict[tu
 
 
 def take_turns(setting: Setting, plans: Sequence[Mapping[str, Any]], *, rounds: int) -> list[list[float]]:
-    """Return seconds of iterations under each plan, which take turns in one run. Collective.
+    """Return seconds of iterations under each plan, with the plans in turns in one run. Collective.
 
-    A plan that is clearly slower in the first round is left out of the others.
+    Later rounds leave out plans that were much slower in the first one.
     """
     from lightning.pytorch.callbacks import Callback
 
@@ -194,7 +191,7 @@ def take_turns(setting: Setting, plans: Sequence[Mapping[str, Any]], *, rounds: 
 
 
 def tiny(setting: Setting) -> Setting:
-    """Return a setting of models that take no time, for a quick look."""
+    """Return a setting with tiny models, for a quick look."""
     work = replace(
         setting.work, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, vocabulary=512,
         new_tokens=min(8, setting.work.new_tokens),

@@ -1,8 +1,10 @@
-"""What do compiled blocks cost and bring? SFT of a random Qwen3 on one CPU rank, with and without `compile`.
+"""SFT of a random Qwen3 on one CPU rank, with and without ``TrainOptions(compile=...)``.
 
-The first compiled iteration has nothing in inductor's cache on disk; what it takes beyond one that is not compiled is
-compiling. A second run in a process of its own finds that cache. Later iterations of both arms are compared turn by
-turn, and their losses one by one.
+A first compiled run starts with an empty inductor cache on disk; a second run, in a new process, finds it filled. The
+table has the seconds of the first iteration of each run, the median seconds of later iterations, and the largest
+difference of losses.
+
+Run ``python -m benchmarks.compiled``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from benchmarks.ranks import answers_of_ranks
 
 PRECISIONS = ("32-true", "bf16-mixed")
 LOSSES_APART = {"32-true": 1e-4, "bf16-mixed": 1e-2}
-"""At most: compiled blocks round otherwise, and a few steps of training carry that on."""
+"""Precision -> largest allowed difference of losses. Compiled blocks round differently, and training amplifies it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,12 @@ class Fit:
     """One run of training."""
 
     seconds: tuple[float, ...]
-    """Of each iteration."""
+    """Seconds of each iteration."""
     losses: tuple[float, ...]
 
 
 class Watch(Callback):
-    """Times iterations, and keeps their losses."""
+    """Keeps the seconds and the loss of each iteration."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -61,17 +63,17 @@ class Watch(Callback):
         self._begin = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Begin."""
+        """Start the clock."""
         self._begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Count an iteration."""
+        """Keep the seconds and the loss."""
         self.seconds.append(time.perf_counter() - self._begin)
         self.losses.append(float(trainer.logged_metrics["actor/loss"]))
 
 
 def fit(backend: str | None, precision: str, work: Workload) -> Fit:
-    """Train on the only rank."""
+    """Train on one rank."""
     from transformers import Qwen3Config
 
     from benchmarks.workload import byte_tokenizer, make_trainer, random_texts
@@ -95,7 +97,7 @@ def fit(backend: str | None, precision: str, work: Workload) -> Fit:
 
 
 def fill(report: BenchmarkReport, precision: str, plain: Sequence[Fit], compiled: Sequence[Fit]) -> None:
-    """Add a row: the first compiled fit began with an empty cache, the second one in another process."""
+    """Add a row. The first compiled fit started with an empty cache, the second one in another process."""
     later = [[second for one in fits for second in one.seconds[1:]] for fits in (plain, compiled)]
     apart = max(
         abs(ours - theirs)
@@ -111,7 +113,7 @@ def fill(report: BenchmarkReport, precision: str, plain: Sequence[Fit], compiled
 
 
 def work_on(rank: int, precision: str, backend: str, work: Workload, answers: Connection) -> None:
-    """Train without and with compiled blocks, and send both."""
+    """Train without and with compiled blocks, and send both results."""
     answers.send((fit(None, precision, work), fit(backend, precision, work)))
 
 
@@ -119,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run both arms twice in each precision, each time in a process of its own, and report."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--tiny", action="store_true", help="a model of two small blocks, for a quick look")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
     options: argparse.Namespace = parser.parse_args(arguments)
     work = TINY if options.tiny else Workload()
     report = BenchmarkReport("compiled", settings={"backend": options.backend} | asdict(work))

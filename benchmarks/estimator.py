@@ -1,11 +1,13 @@
-"""How far are estimates from what calls and iterations take, on ranks whose passes were measured for a few seconds?
+"""Estimates from a profile, next to measured calls, iterations and peak memory.
 
-Four ranks measure blocks of small models once, as the AutoTuner does. Then PPO's four models run under random plans:
-every call on ranks, degrees and micro-batches of its own, none of which was measured as a whole. Calls are timed one
-after the other, so that each is alone; whole iterations with the overlap that a run has. Peak bytes are compared as in
-`benchmarks.plans`, in iterations of short responses, under three plans.
+Four CPU ranks profile blocks of small models once, as the AutoTuner does. Then PPO's four models run under random
+plans, with ranks, degrees and micro-batches of its own for every call. Calls are timed one at a time, iterations with
+overlap. The table has the median error, the 90th percentile and the bias of predictions. Peak bytes are compared under
+three plans, in iterations with short responses.
 
-A host that does something else meanwhile shifts both sides: what is said of accuracy holds for an idle one.
+Errors are those of an idle host: other load shifts both sides.
+
+Run ``python -m benchmarks.estimator``.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ FEWEST_CALLS, FEWEST_PLANS = 40, 20
 
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Measure every workload on this rank; rank 0 sends what came out."""
+    """Measure all workloads on this rank; rank 0 sends the results."""
     for name, work in workloads(options).items():
         profile = None
         for overlap in ("none", "iterations"):
@@ -78,7 +80,7 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
 
 
 def workloads(options: argparse.Namespace) -> dict[str, Workload]:
-    """Return what is run."""
+    """Return the workloads to run."""
     if options.tiny:
         return {"tiny": TINY}
     return {name: work for name, work in WORKLOADS.items() if options.only in (None, name)}
@@ -88,7 +90,7 @@ def workloads(options: argparse.Namespace) -> dict[str, Workload]:
 
 
 def report_on(answers: Sequence[tuple[str, str, Any]], options: argparse.Namespace) -> BenchmarkReport:
-    """Return one row for each kind of call and workload, and the targets over all of them."""
+    """Return a report with a row for each kind of call and workload, and the targets over all of them."""
     report = BenchmarkReport("estimator", seeds=(options.seed,), settings={"plans": options.plans})
     ranked: list[float] = []
     calls: list[CallPoint] = []
@@ -117,7 +119,7 @@ def report_on(answers: Sequence[tuple[str, str, Any]], options: argparse.Namespa
 
 
 def distinct_calls(turn: Turn) -> list[CallPoint]:
-    """Return a workload's points, those of one call under one plan as their mean."""
+    """Return the points of a workload; points of one call under one plan become their mean."""
     groups: dict[tuple[str, str, int | None], list[CallPoint]] = {}
     for plan in turn.plans:
         for point in plan.calls:
@@ -129,12 +131,12 @@ def distinct_calls(turn: Turn) -> list[CallPoint]:
 
 
 def relative_error(point: CallPoint) -> float:
-    """Return how far a prediction is off, as a share of what was measured."""
+    """Return the error of a prediction relative to the measurement."""
     return abs(point.predicted_s / point.measured_s - 1)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies."""
+    """Return the value below which this share of the values lies."""
     return float(np.quantile(values, share))
 
 
@@ -185,16 +187,16 @@ def add_peaks(report: BenchmarkReport, name: str, plan: str, peaks: Sequence[Pea
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
-    parser = make_parser(__doc__.split("\n")[0])
+    parser = make_parser(__doc__ or "")
     parser.add_argument(
         "--plans",
         type=int,
         default=10,
         help="random plans of each workload whose calls are timed alone; twice as many run with overlap",
     )
-    parser.add_argument("--only", choices=tuple(WORKLOADS), help="one workload")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it works")
+    parser.add_argument("--only", choices=tuple(WORKLOADS), help="workload to run; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the plans")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, for a quick look")
     options = parser.parse_args(arguments)
     answers, begin = [], time.monotonic()
     for answer in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):

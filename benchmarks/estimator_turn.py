@@ -1,7 +1,4 @@
-"""One workload of the benchmark of estimates: a run whose plan changes at random, each plan priced and then timed.
-
-What is compared, and what must come out, is said in `benchmarks.estimator`.
-"""
+"""One workload of `benchmarks.estimator`: a run under random plans, which are priced and then timed."""
 
 from __future__ import annotations
 
@@ -17,48 +14,48 @@ from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
 from benchmarks.ranks import gather_from_ranks
 
 UNCOUNTED, COUNTED = 1, 2
-"""Iterations of a plan: copies are made, then times are taken."""
+"""Iterations of a plan: one that makes replicas, then timed ones."""
 WARM_UP_PLANS = 1
-"""Plans that run before the first one is timed: optimizers make their state, libraries load."""
+"""Plans before the first timed one, under which optimizers make their state and libraries load."""
 SHARE_OF_SHARDED_GENERATION = 0.15
-"""Of the plans: it takes ten times as long as the rest of the iteration."""
+"""Share of plans with sharded generation, which takes ten times as long as the rest of the iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPoint:
-    """One call under one layout."""
+    """Predicted and measured seconds of one call under one layout."""
 
     call: str
     layout: str
     micro_batch_tokens: int | None
     predicted_s: float
     measured_s: float
-    """Of the slowest rank that takes part, waiting left out, in the faster one of the iterations: as in a profile."""
+    """Seconds of the slowest rank, without waiting, in the faster of the timed iterations, as in a profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
-    """One plan."""
+    """Predicted and measured seconds of an iteration under one plan."""
 
     predicted_s: float
     measured_s: float
-    """Of an iteration."""
+    """Seconds of an iteration."""
     calls: tuple[CallPoint, ...]
 
 
 @dataclass(slots=True)
 class Turn:
-    """What one workload gave."""
+    """Measurements of one workload."""
 
     profile_s: float = 0.0
-    """What measuring the passes took."""
+    """Seconds of the profile."""
     crowding: Mapping[int, Any] = field(default_factory=dict)
-    """Tensor-parallel degree -> (busy ranks, how many times longer)."""
+    """Tensor-parallel degree -> (busy ranks, factor of seconds)."""
     plans: list[PlanPoint] = field(default_factory=list)
 
 
 def random_plans(strategy: Any, seed: int) -> Iterator[Any]:
-    """Yield legal plans without end: every call on ranks, degrees and micro-batches of its own."""
+    """Yield random legal plans without end, with ranks, degrees and micro-batches of its own for every call."""
     from lightning_realloc import ExecutionPlan, Layout
     from lightning_realloc.dataflow.execution_plan import CallPlan
     from lightning_realloc.errors import ReallocError
@@ -89,9 +86,9 @@ def random_plans(strategy: Any, seed: int) -> Iterator[Any]:
 
 
 def measure(work: Workload, *, num_plans: int, seed: int, overlap: Literal["iterations", "none"], profile: Any) -> Any:
-    """Run ``num_plans`` random plans on this rank, with the three others; return a `Turn`, and the profile used.
+    """Run ``num_plans`` random plans, and return a `Turn` and the used profile. Collective.
 
-    The profile is measured when ``profile`` is None, before the first plan.
+    If ``profile`` is None, it is measured before the first plan.
     """
     from benchmarks.workload import make_trainer, random_prompts
     from lightning_realloc import ParameterReallocation, ReallocStrategy
@@ -110,7 +107,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
     from lightning_realloc.tuning.shapes.lengths import Lengths
 
     class Meter(PhaseCallback):
-        """Changes the plan, prices it, and times its iterations."""
+        """Changes the plan, prices it and times its iterations."""
 
         def __init__(self) -> None:
             self.turn, self.profile = Turn(), profile
@@ -164,7 +161,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
 def _plan_point(
     plan: Any, flow: Any, prices: Any, overlap: Any, parts: Sequence[tuple[float, Sequence[Mapping[str, float]]]]
 ) -> PlanPoint:
-    """Return a plan's point; ``parts`` are every rank's seconds of all iterations, and those of calls in each."""
+    """Return the point of a plan; ``parts`` has each rank's seconds of all iterations, and of calls in each."""
     from lightning_realloc.tuning.timeline.simulator import simulate
 
     calls = tuple(

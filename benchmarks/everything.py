@@ -1,13 +1,17 @@
-"""Does GRPO learn the same with everything on as with everything off, and in fewer seconds?
+"""GRPO with drafting and sample rebalancing, next to GRPO without: equality and seconds.
 
-On: tokens are drafted from earlier responses, as many as pay, and samples move between ranks while they are generated.
-Off: one token a step, and every sample stays. Both arms train the same model from the same seeds for the same epochs,
-with ratios to the trained model's own log-probabilities (``ratio_to="proximal"``); they take turns. Compared are every
-token and reward of every iteration and every bit of the trained weights. The model learnt a predictable text first, as
-in `speculative_models`; lengths are ragged because responses end at a few of its tokens.
+- on: tokens are drafted from earlier responses at the adaptive depth, and samples move between generating ranks.
+- off: neither.
 
-A draw can tip: a step of other shapes rounds logits in their last bits, and where a random number falls between two
-tokens that closely, another one is drawn. The table says where that first happened, and the exit code is 1.
+Both arms train the same model with the same seeds for the same epochs, and take turns. Ratios are those to the trained
+model's own log-probabilities (``ratio_to="proximal"``). The comparison covers all tokens and rewards, and every bit of
+the trained weights. The model first learns predictable text, as in `speculative_models`. A few tokens end a response,
+so lengths differ.
+
+A step of another shape rounds the last bits of logits differently. If a random number lies that close between two
+tokens, another token is drawn. The table then has the place of the first difference, and the exit code is 1.
+
+Run ``python -m benchmarks.everything``.
 """
 
 from __future__ import annotations
@@ -41,23 +45,23 @@ ARMS: Mapping[str, Mapping[str, bool]] = {OFF: {"drafts": False, "moves": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One run, whatever its arm."""
+    """Settings of a run, equal in both arms."""
 
     recipe: str = "3m"
     warm_up_steps: int = 120
     num_prompts: int = 12
-    """They come again in every epoch."""
+    """Prompts, which repeat in every epoch."""
     prompts_per_iteration: int = 4
-    """Over all ranks."""
+    """Prompts per iteration, over all ranks."""
     group_size: int = 4
     epochs: int = 4
     prompt_tokens: int = 16
     new_tokens: int = 192
-    """At most, of a response."""
+    """Longest response, in tokens."""
     slots: int = 4
-    """Responses that run at a time, of a rank."""
+    """Responses that run at a time on a rank."""
     ends: int = 2
-    """Tokens of the vocabulary that end a response."""
+    """Number of tokens that end a response."""
     steps_per_iteration: int = 2
     learning_rate: float = 1e-4
     ratio_to: str = "proximal"
@@ -65,7 +69,7 @@ class Workload:
 
     @property
     def iterations(self) -> int:
-        """Of a run."""
+        """Iterations of a run."""
         return self.epochs * (self.num_prompts // self.prompts_per_iteration)
 
 
@@ -74,26 +78,26 @@ QUICK = Workload(recipe="draft", warm_up_steps=20, num_prompts=4, epochs=2, prom
 
 @dataclass(slots=True)
 class Readings:
-    """What one rank noted of a run."""
+    """Measurements of one rank in a run."""
 
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of every iteration, the same on all ranks."""
+    """Mean reward of each iteration, the same on all ranks."""
     tokens: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
-    """Of every iteration: sample id -> the response that was asked of this rank."""
+    """Responses of this rank by sample id, for each iteration."""
     seconds: list[float] = field(default_factory=list)
-    """Of every iteration, from a moment at which all ranks begin."""
+    """Seconds of each iteration, from a common start of all ranks."""
     generate_s: list[float] = field(default_factory=list)
     moved: int = 0
     accepted: int = 0
     generated: int = 0
     row_steps: int = 0
     weights: str = ""
-    """Digest of the trained actor's weights; of the first rank alone."""
+    """Digest of the trained actor's weights; used from the first rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What all ranks noted together."""
+    """Measurements of all ranks in a run."""
 
     rewards: tuple[float, ...]
     tokens: tuple[Mapping[int, tuple[int, ...]], ...]
@@ -106,12 +110,12 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were drawn."""
+        """Drawn tokens of all iterations."""
         return sum(len(response) for iteration in self.tokens for response in iteration.values())
 
 
 def compare(run: Run, other: Run) -> str | None:
-    """Return the first difference of two runs, in tokens, rewards, weights; None: they are the same bit for bit."""
+    """Return the first difference of two runs in tokens, rewards or weights; None if all bits are equal."""
     iterations = zip(run.tokens, other.tokens, run.rewards, other.rewards, strict=True)
     for number, (tokens, others, reward, other_reward) in enumerate(iterations, start=1):
         for sample_id in sorted(tokens):
@@ -123,7 +127,7 @@ def compare(run: Run, other: Run) -> str | None:
 
 
 def merge(ranks: Sequence[Readings]) -> Run:
-    """Return all ranks' readings as one; ranks in tensor parallelism noted the same samples."""
+    """Combine the measurements of all ranks; ranks in tensor parallelism have the same samples."""
     first = ranks[0]
     tokens = tuple(
         {sample_id: response for rank in ranks for sample_id, response in rank.tokens[number].items()}
@@ -141,7 +145,7 @@ def merge(ranks: Sequence[Readings]) -> Run:
 
 
 def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
-    """Train a copy of the model on this rank and the others, and return what all noted."""
+    """Train a copy of the model, and return the measurements of all ranks. Collective."""
     from lightning_realloc.batch.ragged import Ragged
     from lightning_realloc.batch.samples import Samples
     from lightning_realloc.data.loader import BatchLoader
@@ -160,7 +164,7 @@ def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
 
 
 def fit(module: Any, data: Any, noted: Readings, calls: Mapping[str, Any], *, epochs: int) -> Run:
-    """Train on all ranks by the plan's calls; return what all noted."""
+    """Train under a plan with these calls; return the measurements of all ranks. Collective."""
     from benchmarks.workload import make_trainer
     from lightning_realloc import ReallocStrategy
 
@@ -172,7 +176,7 @@ def fit(module: Any, data: Any, noted: Readings, calls: Mapping[str, Any], *, ep
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:
-    """Return what stands for every bit of the weights."""
+    """Return a digest of every bit of the weights."""
     sha = hashlib.sha256()
     for name in sorted(weights):
         sha.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
@@ -185,7 +189,7 @@ def small_tokens(completion_ids: Sequence[Sequence[int]], **columns: object) -> 
 
 
 def make_module(model: PreTrainedModel, work: Workload, noted: Readings, *, drafts: bool, moves: bool) -> Any:
-    """Return GRPO on the model, which notes what it rolls out."""
+    """Return GRPO on the model, which records its rollouts."""
     from benchmarks.workload import byte_tokenizer
     from lightning_realloc import SamplingParams, TrainOptions
 
@@ -199,7 +203,7 @@ def make_module(model: PreTrainedModel, work: Workload, noted: Readings, *, draf
 
 
 def recorded_grpo(noted: Readings, *, drafts: bool, moves: bool) -> Callable[..., Any]:
-    """Return what makes GRPO of an arm, which notes what it rolls out."""
+    """Return a constructor of an arm's GRPO, which records its rollouts."""
     from lightning_realloc import GRPO, Speculation
 
     class Recorded(GRPO):
@@ -216,11 +220,11 @@ def recorded_grpo(noted: Readings, *, drafts: bool, moves: bool) -> Callable[...
 
 
 def make_meter(noted: Readings) -> Any:
-    """Return a callback that notes rewards and seconds."""
+    """Return a callback that records rewards and seconds."""
     from lightning.pytorch.callbacks import Callback
 
     class Meter(Callback):
-        """Takes the time of every iteration."""
+        """Measures every iteration."""
 
         def on_train_batch_start(self, *args: Any) -> None:
             dist.barrier()
@@ -237,7 +241,7 @@ def make_meter(noted: Readings) -> Any:
 
 
 def work_on(rank: int, work: Workload, turns: int, answers: Connection) -> None:
-    """Run every turn of both arms on this rank; the first one sends them on."""
+    """Run all turns of both arms on this rank; the first rank sends the results."""
     recipe = replace(RECIPES[work.recipe], steps=work.warm_up_steps, draft_blocks=None)
     model, _ = train(recipe, seed=work.seed)  # the same on every rank
     for arm in ARMS:  # loads kernels
@@ -246,7 +250,7 @@ def work_on(rank: int, work: Workload, turns: int, answers: Connection) -> None:
 
 
 def take_turns(rank: int, run: Callable[[str], Run], turns: int, answers: Connection) -> None:
-    """Run both arms in turn, each as often; the first rank sends on what came of it."""
+    """Run both arms in turns; the first rank sends the results."""
     for turn in range(turns):
         for arm in (OFF, ON) if turn % 2 == 0 else (ON, OFF):
             made = run(arm)
@@ -256,7 +260,7 @@ def take_turns(rank: int, run: Callable[[str], Run], turns: int, answers: Connec
 
 
 def collect(report: BenchmarkReport, answers: Iterable[tuple[str, Run]], *, ranks: int) -> None:
-    """Take both arms' runs as they come, and report on them."""
+    """Collect the runs of both arms as they arrive, and report on them."""
     runs: defaultdict[str, list[Run]] = defaultdict(list)
     for arm, run in answers:
         runs[arm].append(run)
@@ -286,13 +290,13 @@ def fill(report: BenchmarkReport, runs: Mapping[str, Sequence[Run]], *, ranks: i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both arms in turn, on one rank and on two; return 1 where they are not the same."""
+    """Run both arms in turns on each number of ranks; return 1 if they differ."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=2, help="runs of each arm, the arms taking turns")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each arm, in turns")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--quick", action="store_true", help="a model of 100,000 weights and few iterations")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, prompts, order and sampling")
-    parser.add_argument("--ratio-to", choices=("proximal", "behaviour"), default="proximal", help="see GRPO")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, prompts, order and sampling")
+    parser.add_argument("--ratio-to", choices=("proximal", "behaviour"), default="proximal", help="GRPO's ratio_to")
     options = parser.parse_args(arguments)
     work = replace(QUICK if options.quick else Workload(), seed=options.seed, ratio_to=options.ratio_to)
     report = BenchmarkReport("everything", seeds=(options.seed,), settings=asdict(work))
@@ -302,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def conclude(report: BenchmarkReport, options: argparse.Namespace) -> int:
-    """Print the report; return the exit code: 1 where the arms are not the same, too."""
+    """Print the report; return the exit code, which is also 1 if the arms differ."""
     unequal = any(EQUAL in target.name and not target.met for target in report.targets)
     return max(report.finish(options), int(unequal))
 

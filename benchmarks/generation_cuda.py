@@ -1,7 +1,10 @@
-"""Tokens per second of `GenerationEngine` on one GPU beside Hugging Face's `generate`, with CUDA graphs and without.
+"""Tokens per second of `GenerationEngine` on one GPU, with and without CUDA graphs, and of `generate`.
 
-The workload is that of `generation`: every arm draws the same number of tokens for the same prompts, and response
-lengths are geometric (mean 64, at most 256). Models have random weights in bfloat16. Wall time, the arms in turn.
+The workload is that of `benchmarks.generation`: all arms draw the same number of tokens for the same prompts. Response
+lengths are geometric (mean 64, at most 256). Models have random weights in bfloat16. Seconds are wall time; arms take
+turns.
+
+Run ``python -m benchmarks.generation_cuda``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ VOCABULARY = 128256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama."""
+    """Shape of a Llama."""
 
     hidden_size: int
     intermediate_size: int
@@ -43,7 +46,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model and number of samples that run at a time, and the ratio to reach."""
+    """One model, its batch size and the ratio to reach."""
 
     model: str
     batch: int
@@ -97,7 +100,7 @@ def measure(case: Case, model: PreTrainedModel, report: BenchmarkReport, seed: i
     runs.update({name: arm_of(engine) for name, engine in engines.items()})
     total = sum(work.lengths)
     arms = {name: checked(_finished(run), total) for name, run in runs.items()}
-    # Kernels are loaded; graphs are captured, those of shapes that come once per call in the second one.
+    # The first round loads kernels and captures graphs; the second one captures shapes that occur once per call.
     for warm_up in (arms, {name: arms[name] for name in engines}):
         interleave(warm_up, repeats=1, clock=time.perf_counter)
     seconds = interleave(arms, repeats=case.repeats, clock=time.perf_counter)
@@ -115,7 +118,7 @@ def measure(case: Case, model: PreTrainedModel, report: BenchmarkReport, seed: i
 
 
 def _finished(run: Callable[[], int]) -> Callable[[], int]:
-    """Return ``run`` up to the end of its last kernel."""
+    """Return ``run`` with a wait for its last kernel."""
 
     def finished() -> int:
         made = run()
@@ -128,8 +131,8 @@ def _finished(run: Callable[[], int]) -> Callable[[], int]:
 def main() -> int:
     """Run the benchmark; return the process's exit code."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and sampling")
-    parser.add_argument("--repeats", type=int, help="turns of each arm, instead of each case's own")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts, lengths and sampling")
+    parser.add_argument("--repeats", type=int, help="turns of each arm; default: that of each case")
     parser.add_argument("--only", default="", help="run the cases whose name contains this text")
     options = parser.parse_args()
     report = BenchmarkReport("generation_cuda", seeds=(options.seed,))

@@ -1,7 +1,7 @@
-"""What every benchmark shares: its options, its clock, its table, its JSON and its exit code.
+"""Options, clock, tables, JSON and exit code that all benchmarks share.
 
-A benchmark module measures and fills a `BenchmarkReport`; this module prints and writes it. Both arms of a ratio are
-timed by `interleave`, in turn and in one process, so that a busy machine slows them alike.
+A benchmark measures and fills a `BenchmarkReport`; this module prints and writes it. `interleave` times all arms of a
+ratio in turns in one process, so that load on the machine slows them equally.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Target:
 
     name: str
     value: float
-    """What was measured."""
+    """Measured value."""
     target: float
-    """What was to be reached."""
+    """Value to reach."""
     met: bool
 
 
 @dataclass(slots=True)
 class BenchmarkReport:
-    """Rows and targets of one benchmark run, with what is needed to read them later."""
+    """Rows and targets of one benchmark run, with its machine, versions, seeds and settings."""
 
     name: str
     seeds: tuple[int, ...] = (0,)
@@ -51,7 +51,7 @@ class BenchmarkReport:
     started_s: float = field(default_factory=time.monotonic)
 
     def add_row(self, **cells: Any) -> None:
-        """Append one row of the table; its columns are the keys, in the order in which rows first bring them."""
+        """Append one row of the table. Its columns are the keys, in the order in which rows first have them."""
         self.rows.append(cells)
 
     def require_at_least(self, name: str, value: float, target: float) -> None:
@@ -77,13 +77,13 @@ class BenchmarkReport:
         }
 
     def write(self, path: Path | None) -> None:
-        """Write what there is so far as JSON; a path of None: nothing is written."""
+        """Write the report so far as JSON; does nothing if ``path`` is None."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
 
     def finish(self, options: argparse.Namespace) -> int:
-        """Print the tables, write the JSON that ``--json`` asks for, and return the process's exit code."""
+        """Print the tables, write the JSON for ``--json``, and return the exit code of the process."""
         console = Console(width=None if os.isatty(1) else 160)
         console.print(_rows_table(self.name, self.rows))
         if self.targets:
@@ -96,8 +96,9 @@ class BenchmarkReport:
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the two options that every benchmark has; a benchmark adds its own."""
-    parser = argparse.ArgumentParser(description=description)
+    """Return a parser with the two options of every benchmark."""
+    raw = argparse.RawDescriptionHelpFormatter  # keeps lists and paragraphs
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write rows, targets, machine and versions here")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     return parser
@@ -115,9 +116,9 @@ def be_quiet() -> None:
 def interleave(
     arms: Mapping[str, Callable[[], object]], *, repeats: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, list[float]]:
-    """Return each arm's seconds, ``repeats`` of them, the arms taking turns.
+    """Return ``repeats`` measured seconds of each arm, with the arms in turns.
 
-    ``clock`` is process CPU time by default: on a shared machine wall time says more about the neighbours.
+    The default ``clock`` is CPU time of the process: wall time on a shared machine depends on other processes.
     """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(repeats):
@@ -129,7 +130,7 @@ def interleave(
 
 
 def paired_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Return the median over turns of slow/fast: the two measurements of a ratio were made next to each other."""
+    """Return the median of slow/fast over the turns, since both measurements of a turn have the same load."""
     return median(s / f for s, f in zip(slow, fast, strict=True))
 
 
@@ -155,7 +156,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide the figures."""
+    """Return the versions of Python and of the packages that affect the figures."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,12 +1,14 @@
-"""What does one GRPO iteration cost on four ranks when every call has its own layout, and when all share one?
+"""One GRPO iteration on four CPU ranks, with a layout for every call and with one layout for all calls.
 
-The same random Llama, prompts and seeds in every arm: `realloc` trains under FSDP and generates from whole or
-tensor-parallel copies; the others keep one layout, with and without gathering it once for a whole generation. Each
-turn of an arm is a Trainer of its own in the same four processes: a warm-up iteration with short responses, then
-measured ones.
+The arms "realloc" train under FSDP and generate from whole or tensor-parallel replicas. The other arms keep one layout,
+with and without gathering its weights once for a whole generation. All arms have the same random Llama, prompts and
+seeds. Each turn has a Trainer of its own in the same four processes: a warm-up iteration with short responses, then
+measured iterations. The table has wall seconds by call and CPU-seconds.
 
-Memory is what lives on a rank between iterations, and what a generation needs on top and gives back: bytes of live
-tensors, those in memory that the ranks share divided among them. Activations, alike in all arms, are left out.
+Memory is the bytes of live tensors on a rank: between iterations, and in addition during generation. Memory that ranks
+share is divided among them. Activations, alike in all arms, are left out.
+
+Run ``python -m benchmarks.iteration``.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ WORLD_SIZE = 4
 CALLS = ("actor.generate", "reference.infer", "actor.train")
 FASTER_THAN_STATIC = 4.0
 DP4_BYTES = 15 << 30
-"""What whole copies of weights, gradients, Adam's moments and a reference take on four ranks, while being made too."""
+"""Bytes of dp4 on four ranks, with its construction: weights, gradients, Adam's moments and a reference."""
 LOSS_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to lay the calls out."""
+    """Layout of each call in one arm."""
 
     name: str
     layouts: tuple[str, str, str]
-    """Of `CALLS`."""
+    """Layouts, in the order of `CALLS`."""
     gathers_once: bool = False
-    """Whether sharded weights are gathered for the whole of a generation."""
+    """Whether sharded weights stay gathered during a whole generation."""
 
     @property
     def plan(self) -> dict[str, dict[str, str]]:
@@ -64,7 +66,7 @@ STATIC = "fsdp4"
 ARMS = (
     Arm(STATIC, ("fsdp4", "fsdp4", "fsdp4")),
     Arm("fsdp4 unshard()", ("fsdp4", "fsdp4", "fsdp4"), gathers_once=True),
-    # Sharding over one rank gathers too: a copy of every weight in every step, unless that is done once.
+    # FSDP over one rank gathers too: it copies every weight in every step, unless the copy is made once.
     Arm("dp4", ("dp4", "dp4", "dp4"), gathers_once=True),
     Arm("realloc dp4", ("dp4", "dp4", "fsdp4")),
     Arm("realloc dp2.tp2", ("dp2.tp2", "dp2.tp2", "fsdp4")),
@@ -73,7 +75,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The model and one iteration's samples; 100 million weights by default."""
+    """Sizes of the model, 100 million weights by default, and samples of an iteration."""
 
     hidden_size: int = 768
     intermediate_size: int = 2048
@@ -89,7 +91,7 @@ class Workload:
     """Length of the first iteration's responses."""
     learning_rate: float = 1e-5
     measured: int = 1
-    """Iterations after the first one."""
+    """Measured iterations, after a warm-up iteration."""
 
 
 TINY = Workload(
@@ -99,20 +101,20 @@ TINY = Workload(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one turn of one arm measured, all ranks together."""
+    """Measurements of one turn of one arm, over all ranks."""
 
     seconds: float
-    """Of an iteration, median; from when all ranks begin to when the last one ends."""
+    """Median wall seconds of an iteration: all ranks begin together, the last one ends it."""
     cpu_s: float
-    """CPU time of an iteration, all ranks."""
+    """CPU-seconds of an iteration, over all ranks."""
     seconds_per_call: Mapping[str, float]
-    """Of the slowest rank, reallocation included."""
+    """Call -> seconds of its slowest rank, with reallocation."""
     switch_s: float
-    """Reallocation alone, all calls of an iteration."""
+    """Seconds of reallocation in an iteration, over all calls."""
     lasting_bytes: int
-    """Live tensors between iterations; the rank with most."""
+    """Bytes of live tensors between iterations, on the rank with most."""
     passing_bytes: int
-    """What generation needs besides; the rank with most."""
+    """Additional bytes during generation, on the rank with most."""
     rollouts: tuple[Any, ...]
     """Response token ids of every iteration."""
     losses: tuple[float, ...]
@@ -121,7 +123,7 @@ class Turn:
 
     @property
     def peak_bytes(self) -> int:
-        """Live tensors of a rank at its fullest."""
+        """Peak bytes of live tensors on a rank."""
         return self.lasting_bytes + self.passing_bytes
 
 
@@ -129,12 +131,12 @@ class Turn:
 
 
 def share_of_even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Reward the share of tokens with an even id: a rule for responses that are no text."""
+    """Reward the share of tokens with an even id, a rule for responses that are not text."""
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 def run_arm(arm: Arm, work: Workload) -> Turn:
-    """Train one Trainer's iterations on this rank, with the three others, and return what all measured."""
+    """Train with a new Trainer, and return the measurements of all ranks. Collective."""
     from benchmarks.workload import make_trainer, random_prompts
     from lightning_realloc import ParameterReallocation, ReallocStrategy
 
@@ -151,7 +153,7 @@ def run_arm(arm: Arm, work: Workload) -> Turn:
 
 @dataclass(slots=True)
 class Readings:
-    """What one rank noted."""
+    """Measurements of one rank."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -166,7 +168,7 @@ class Readings:
 
 
 def merge(parts: Sequence[Readings]) -> Turn:
-    """Return all ranks' readings as one; the first iteration only counts for what was computed."""
+    """Combine the measurements of all ranks. Times leave out the first iteration, responses and losses do not."""
     slowest = [max(values) for values in zip(*(part.seconds for part in parts), strict=True)]
     calls: defaultdict[str, list[float]] = defaultdict(list)
     for ranks in zip(*(part.calls for part in parts), strict=True):
@@ -210,7 +212,7 @@ def _make_meter(work: Workload) -> Any:
     from lightning_realloc import PhaseCallback
 
     class Meter(PhaseCallback):
-        """Takes times of every iteration, memory around the first one's generation and after it."""
+        """Measures the time of each iteration, and the memory of the first one."""
 
         def __init__(self) -> None:
             self.noted = Readings()
@@ -253,7 +255,7 @@ def _make_gathering() -> Any:
     from lightning_realloc import PhaseCallback
 
     class GatherForGeneration(PhaseCallback):
-        """Keeps sharded weights gathered from a generation's beginning to its end: FSDP2's own way to generate."""
+        """Keeps sharded weights gathered during a generation, FSDP2's own way to generate."""
 
         def on_phase_start(self, trainer: Any, module: Any, phase: str) -> None:
             if phase == "actor.generate":
@@ -280,7 +282,7 @@ def _make_gathering() -> Any:
 
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Run every turn of every arm on this rank; rank 0 sends them on."""
+    """Run all turns of all arms on this rank; rank 0 sends the results."""
     chosen = [arm for arm in ARMS if arm.name in options.arms]
     for _ in turns_within(options.turns, options.limit_s):
         for arm in chosen:
@@ -318,7 +320,7 @@ def fill(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]]) -> None:
 
 
 def compare(turn: Turn, reference: Turn) -> dict[str, float]:
-    """Return the share of equal responses, and how far losses (absolutely) and gradient norms (relatively) differ."""
+    """Return the share of equal responses, and the differences of losses (absolute) and gradient norms (relative)."""
     pairs = [
         (mine, theirs)
         for ours, others in zip(turn.rollouts, reference.rollouts, strict=True)
@@ -332,7 +334,7 @@ def compare(turn: Turn, reference: Turn) -> dict[str, float]:
 
 
 def judge(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]]) -> None:
-    """Add the targets, for the fastest of the arms that reallocate."""
+    """Add the targets for the fastest arm that reallocates."""
     moving = {arm: made for arm, made in turns.items() if arm.moves}
     resting = {arm: made for arm, made in turns.items() if not arm.moves}
     static = next((arm for arm in resting if arm.name == STATIC), None)
@@ -358,18 +360,22 @@ def _seconds(turns: Sequence[Turn]) -> float:
 
 
 def _ratio(slow: Sequence[Turn], fast: Sequence[Turn]) -> float:
-    """Return the median over turns of slow/fast, each turn's arms having run next to each other."""
+    """Return the median of slow/fast over the turns."""
     return median(s.seconds / f.seconds for s, f in zip(slow, fast, strict=True))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run every arm in turn and report."""
+    """Run all arms in turns and report."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=2, help="turns that each arm has")
-    parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS], metavar="ARM", help="by name")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each arm")
+    parser.add_argument(
+        "--arms", nargs="+", default=[arm.name for arm in ARMS], metavar="ARM", help="names of the arms to run"
+    )
     parser.add_argument("--new-tokens", type=int, default=Workload().new_tokens, help="length of the responses")
     parser.add_argument("--tiny", action="store_true", help="a model of 100,000 weights, for a quick look")
-    parser.add_argument("--limit-s", type=float, default=700.0, help="fewer turns if they would last longer")
+    parser.add_argument(
+        "--limit-s", type=float, default=700.0, help="seconds for all turns; there are fewer turns if needed"
+    )
     options = parser.parse_args(arguments)
     available = available_bytes(Path("/proc/meminfo").read_text().splitlines())
     if "dp4" in options.arms and not options.tiny and available < DP4_BYTES:

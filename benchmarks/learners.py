@@ -1,12 +1,15 @@
-"""Does every algorithm learn what it can learn in seconds, with its defaults? One tiny task each, several seeds.
+"""Learning check of every algorithm on a tiny task, with default settings.
 
-A model that writes random letters learns to write vowels: from rewards, pairs, labels, demonstrations or a teacher that
-writes them already. Classifiers learn to tell vowels. Not left at their defaults: the learning rate, since defaults are
-for weights that are worth keeping; lengths, batches, seeds; and what makes a published variant of GRPO what it is. A
-policy learns from the same number of responses in every step, however many of them answer one prompt.
+A model that writes random letters learns to write vowels: from rewards, pairs, labels, demonstrations or a teacher.
+Classifiers learn to recognise vowels. The table has each algorithm's score before and after, and targets for the mean
+over the seeds.
 
-Beside TRL: `python -m benchmarks.learning`. Whether formulas are right is for tests to say; this says whether what they
-make of them gets anywhere.
+These settings are not defaults: the learning rate, since defaults suit pretrained weights; lengths, batches and seeds;
+and the settings of published variants. Every policy learns from the same number of responses a step, however many of
+them answer one prompt. Tests check the formulas; this benchmark checks that training with them improves the score.
+`benchmarks.learning` compares with TRL.
+
+Run ``python -m benchmarks.learners``.
 """
 
 from __future__ import annotations
@@ -29,25 +32,26 @@ from benchmarks.workload import make_trainer, share_of_vowels
 
 LEARNING_RATE = 1e-3
 PREFERENCE_RATE = 2e-4
-"""Of what is learnt from given pairs and labels by a policy: at the other one a few pairs are learnt by heart."""
+"""Learning rate of policies that learn from given pairs and labels. With the other rate they memorise a few pairs."""
 LAST_STEPS = 5
-"""Whose mean is a policy's final score."""
+"""Last steps whose mean is the final score of a policy."""
 LEAST_REWARD, LEAST_ACCURACY, MOST_NATS, MOST_DIVERGENCE = 0.4, 0.7, 2.2, 0.1
-"""It begins with a reward of 0.2, an accuracy of a half at most, 3.3 nats a letter, a divergence of 0.3 (js) to 2."""
+"""Targets. Before training the reward is 0.2, accuracies at most 0.5, the loss 3.3 nats a letter, and divergences 0.3
+(js) to 2."""
 _HELD_OUT = "val/"
 _GRADIENTS = ("actor/grad_norm", "reward/grad_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much every learner gets."""
+    """Amount of data and training for each learner."""
 
     task: Task
     steps: int
     responses: int
-    """Of a policy's step."""
+    """Responses per step of a policy."""
     rows: int
-    """Of a step of the others: pairs, labels, demonstrations."""
+    """Rows per step of the other learners: pairs, labels or demonstrations."""
     num_held_out: int
 
 
@@ -64,19 +68,19 @@ QUICK = Size(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """One algorithm, and what shows that it learns."""
+    """One algorithm, with its score and target."""
 
     make: Callable[[str, Size, int], tuple[Any, Any]]
-    """Folder of the model, size, seed -> module, data."""
+    """Function of the model's folder, the size and the seed that returns a module and its data."""
     metric: str
-    """Its score: of training steps, or, where it begins with ``val/``, of held-out rows before and after."""
+    """Metric of the score: per step, or with ``val/`` on held-out rows before and after training."""
     reach: float
-    """What the mean of all seeds must come to."""
+    """Score that the mean of all seeds must reach."""
     falls: bool = False
-    """Whether it is better when it is lower."""
+    """Whether lower scores are better."""
 
 
-# --- what is learnt from ----------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(size: Size, seed: int, row: Callable[[random.Random], dict[str, Any]], per_step: int) -> list[dict[str, Any]]:
@@ -100,7 +104,7 @@ def _judged(task: Task, rng: random.Random) -> dict[str, Any]:
 
 
 def _steps(task: Task, rng: random.Random) -> dict[str, Any]:
-    """Return three steps of two letters; the right ones end in a vowel."""
+    """Return three steps of two letters; right steps end in a vowel."""
     labels = [rng.random() < 0.5 for _ in range(3)]
     ends = [rng.choice("aeiou" if label else "bcdfghjklmnpqrstvwxyz") for label in labels]
     return {
@@ -193,7 +197,7 @@ def _from_rows() -> dict[str, Learner]:
         return Learner(make=partial(_given, name, **settings), metric=f"{_HELD_OUT}{metric}", reach=reach, falls=falls)
 
     needed = {"exo_pair": {"label_smoothing": 1e-3}, "robust": {"label_smoothing": 0.1}}
-    needed |= {"discopop": {"discopop_tau": 0.2}}  # with less it begins uphill: docs/preferences.md
+    needed |= {"discopop": {"discopop_tau": 0.2}}  # with a smaller one the loss first rises: docs/preferences.md
     pairwise = {
         f"DPO, {loss}": learner("DPO", "accuracy", LEAST_ACCURACY, loss=loss, **needed.get(loss, {}))
         for loss in get_args(PairLossName)
@@ -211,7 +215,7 @@ def _from_rows() -> dict[str, Learner]:
 
 
 def learners() -> dict[str, Learner]:
-    """Return every algorithm by its name, with the settings that make it what it is."""
+    """Return all algorithms by name, with the settings that define them."""
     return {**_policies(), **_from_teachers(), **_from_rows()}
 
 
@@ -220,30 +224,30 @@ def learners() -> dict[str, Learner]:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How one run went."""
+    """Scores, gradients and time of one run."""
 
     scores: tuple[float, ...]
-    """Of every step, or of held-out rows before and after."""
+    """Scores of all steps, or of held-out rows before and after."""
     gradients: tuple[float, ...]
-    """Norms of every step, before they are clipped."""
+    """Gradient norms of all steps, before clipping."""
     divergences: tuple[float, ...]
-    """Of every step, in nats per response, where rewards are lowered by them."""
+    """Divergences of all steps in nats per response; empty where rewards do not subtract them."""
     seconds: float
     """Wall time of the fit."""
 
     @property
     def first(self) -> float:
-        """The score before anything is learnt."""
+        """Score before training."""
         return self.scores[0]
 
     @property
     def final(self) -> float:
-        """The mean of the last steps', or the one after all."""
+        """Mean score of the last steps, or the score after training."""
         return fmean(self.scores[-LAST_STEPS:]) if len(self.scores) > 2 else self.scores[-1]
 
     @property
     def divergence(self) -> float:
-        """The mean of the last steps, 0 where there is none."""
+        """Mean divergence of the last steps; 0 if there is none."""
         return fmean(self.divergences[-LAST_STEPS:] or (0.0,))
 
 
@@ -260,7 +264,7 @@ def run(learner: Learner, folder: str, size: Size, seed: int) -> Course:
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             metrics = trainer.callback_metrics
             if trainer.global_step == len(gradients):
-                return  # a round of DAPO's that asked for more
+                return  # a round of DAPO that sampled again, without a step
             gradients.extend(float(metrics[name]) for name in _GRADIENTS if name in metrics)
             divergences.extend(float(metrics[name]) for name in ("kl_k1",) if name in metrics)
             if learner.metric in metrics:
@@ -282,7 +286,7 @@ def run(learner: Learner, folder: str, size: Size, seed: int) -> Course:
 
 
 def save_teacher(folder: str, size: Size, seed: int) -> None:
-    """Write beside the model one that writes vowels, for others to learn from."""
+    """Write a teacher that writes vowels to ``folder + "-teacher"``."""
     from lightning_realloc import SaveHuggingFace
 
     module, data = _given("SFT", folder, size, seed)
@@ -307,11 +311,11 @@ def fill(report: BenchmarkReport, courses: Mapping[str, Sequence[Course]], known
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all; return 1 where one does not get there."""
+    """Run all learners; return 1 if one misses its target."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of weights, data and sampling")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="algorithms whose names contain one of these")
-    parser.add_argument("--quick", action="store_true", help="one seed and two steps, without targets: does it run?")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of weights, data and sampling")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run algorithms whose names contain one of these")
+    parser.add_argument("--quick", action="store_true", help="one seed and two steps without targets, for a quick look")
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     size, seeds = (QUICK, options.seeds[:1]) if options.quick else (FULL, options.seeds)
@@ -333,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def learn(known: Mapping[str, Learner], size: Size, seeds: Sequence[int]) -> dict[str, list[Course]]:
-    """Return by name how each learner's runs went, one per seed."""
+    """Return the runs of each learner by name, one per seed."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,9 +1,11 @@
-"""Does a run learn as much here as under TRL, and in how much less time? One tiny task per family, several seeds.
+"""CPU-seconds to the same score with this package and with TRL, on a tiny task for GRPO and for DPO.
 
-GRPO writes letters and is rewarded for vowels; DPO learns the same from pairs. Both arms begin from the same folder,
-see the same rows in the same order with the same settings, in processes of one thread each, and take turns. Seconds are
-CPU time of the whole process from the first step's beginning: on a shared machine wall time, which is in the JSON
-too, says more about the neighbours.
+GRPO writes letters and is rewarded for vowels; DPO learns the same from pairs. Both arms start from the same folder,
+and see the same rows in the same order with the same settings. They take turns in processes of one thread each, with
+several seeds. The table has final scores, CPU-seconds to the target score and seconds per step. CPU time is that of the
+whole process, from the start of the first step; the JSON has wall time too.
+
+Run ``python -m benchmarks.learning``; it needs TRL.
 """
 
 from __future__ import annotations
@@ -23,33 +25,34 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.learning_arms import ARMS, Curve, quieten, run
+from benchmarks.learning_arms import ARMS, Curve, prepare_process, run
 from benchmarks.learning_task import FAMILIES, QUICK, Task, save_model
 
 LARGEST_SHARE = 2 / 3
-"""Of TRL's seconds, to the same score."""
+"""Largest ratio of our seconds to TRL's, to the same score."""
 NEVER = 99.0
-"""Stands for the ratio of a run that did not get there."""
+"""Ratio of a run that does not reach the score."""
 LEAST_NOISE = 0.01
-"""Two final scores closer than this are taken for equal, however little seeds differ."""
+"""Least noise of final scores: a smaller difference counts as none, even if seeds differ less."""
 
 Curves = Mapping[str, Sequence[Curve]]
 """Arm -> its curves, one per seed."""
 
 
 def take_turns(task: Task, families: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, Curve]]:
-    """Yield (family, arm, curve) as runs end; which arm comes first changes with every seed."""
+    """Yield (family, arm, curve) as runs end. The arm that comes first alternates between seeds."""
     context = multiprocessing.get_context("spawn")
     few = replace(task, grpo_steps=2, dpo_steps=2, num_held_out=2)
     with ExitStack() as stack:
         root = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-learning-"))
         arms = {
-            arm: stack.enter_context(ProcessPoolExecutor(1, mp_context=context, initializer=quieten)) for arm in ARMS
+            arm: stack.enter_context(ProcessPoolExecutor(1, mp_context=context, initializer=prepare_process))
+            for arm in ARMS
         }
         for number, seed in enumerate(seeds):
             folder = os.path.join(root, str(seed))
             arms[ARMS[1]].submit(save_model, task, folder, seed=seed).result()
-            if number == 0:  # loads libraries and kernels
+            if number == 0:  # the first run loads libraries and kernels
                 for arm, process in arms.items():
                     for family in families:
                         process.submit(run, arm, family, few, folder, seed).result()
@@ -59,10 +62,10 @@ def take_turns(task: Task, families: Sequence[str], seeds: Sequence[int]) -> Ite
 
 
 def paired_shares(curves: Curves, score: float, *, window: int) -> list[float]:
-    """Return our seconds to a score over TRL's, seed by seed.
+    """Return our seconds to a score over TRL's for each seed.
 
-    Where we never reach it, it is ``NEVER``. Where TRL alone never does, all its seconds count, which is less than it
-    would have needed.
+    If our run never reaches it, the ratio is ``NEVER``. If only TRL's run never does, all its seconds count, which
+    favours TRL.
     """
     shares = []
     for theirs, ours in zip(*(curves[arm] for arm in ARMS), strict=True):
@@ -73,13 +76,13 @@ def paired_shares(curves: Curves, score: float, *, window: int) -> list[float]:
 
 
 def noise(curves: Curves) -> float:
-    """Return twice the standard error of the difference of the two arms' mean final scores, at least a hundredth."""
+    """Return twice the standard error of the difference of both arms' mean final scores, at least a hundredth."""
     errors = [stdev([curve.final for curve in runs]) ** 2 / len(runs) for runs in curves.values()]
     return max(LEAST_NOISE, 2 * math.sqrt(sum(errors)))
 
 
 def fill(report: BenchmarkReport, task: Task, family: str, curves: Curves) -> None:
-    """Add a row for each arm, and, of several seeds, the targets."""
+    """Add a row for each arm, and the targets if there are several seeds."""
     score, window = task.score_to_reach(family), task.window
     for arm, runs in curves.items():
         finals, reached = [c.final for c in runs], [c.seconds_to(score, window=window) for c in runs]
@@ -95,18 +98,20 @@ def fill(report: BenchmarkReport, task: Task, family: str, curves: Curves) -> No
     if len(curves[ARMS[0]]) < 2:
         return
     theirs, ours = (fmean(curve.final for curve in curves[arm]) for arm in ARMS)
-    report.require_at_least(f"{family}: final score, beside TRL's less noise", ours, theirs - noise(curves))
+    report.require_at_least(f"{family}: final score, against TRL's less noise", ours, theirs - noise(curves))
     shares = paired_shares(curves, score, window=window)
     report.require_at_most(f"{family}: seconds to {score}, over TRL's", median(shares), LARGEST_SHARE)
     report.require_at_least(f"{family}: runs that reach {score}", fmean(share < NEVER for share in shares), 1.0)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both arms in turn; return 1 where a target is missed."""
+    """Run both arms in turns; return 1 if a target is missed."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights, data and sampling")
-    parser.add_argument("--families", choices=FAMILIES, nargs="+", default=list(FAMILIES), help="what to run")
-    parser.add_argument("--quick", action="store_true", help="one seed and three steps, without targets: does it run?")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of weights, data and sampling")
+    parser.add_argument("--families", choices=FAMILIES, nargs="+", default=list(FAMILIES), help="families to run")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and three steps without targets, for a quick look"
+    )
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("trl") is None:
         sys.stderr.write("this benchmark compares with TRL, which is not installed: pip install -e '.[bench]'\n")

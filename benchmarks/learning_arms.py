@@ -1,7 +1,11 @@
-"""One run of GRPO or DPO, here or under TRL: both from the same folder and rows, with the same settings.
+"""One run of GRPO or DPO with this package or with TRL, from the same folder and rows with the same settings.
 
-What the settings do not fix is TRL's default, but for: a constant learning rate, rows in their order, the mean over
-each response's tokens and then over responses (TRL's newer default divides otherwise), no recomputed activations.
+Settings that are not fixed here are TRL's defaults, with these exceptions:
+
+- a constant learning rate,
+- rows in their order,
+- the mean over each response's tokens and then over responses,
+- no recomputed activations.
 """
 
 from __future__ import annotations
@@ -15,31 +19,31 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.harness import be_quiet
-from benchmarks.learning_task import Task, held_out_accuracy, rows_of
+from benchmarks.learning_task import Task, draw_rows, held_out_accuracy
 from benchmarks.workload import make_trainer, share_of_vowels
 
 ARMS = ("trl", "realloc")
 SCORES = {"grpo": ("reward", "reward"), "dpo": ("rewards/accuracies", "actor/accuracy")}
-"""Family -> the name under which each arm logs a step's score."""
+"""Family -> names of a step's score in TRL's log and in ours."""
 LAST_STEPS = 5
-"""Whose mean reward is a run's final one."""
+"""Last steps whose mean reward is the final score of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How one run learnt."""
+    """Scores and times of one run."""
 
     scores: tuple[float, ...]
-    """Of each step: mean reward, or the share of its pairs told right before it."""
+    """Score of each step: mean reward, or share of its pairs judged right before the step."""
     cpu_s: tuple[float, ...]
-    """At each step's end: CPU time of the process since the first step began."""
+    """CPU time of the process at the end of each step, from the start of the first step."""
     wall_s: tuple[float, ...]
     """The same in wall time."""
     final: float
     """Mean reward of the last steps, or accuracy on held-out pairs."""
 
     def seconds_to(self, score: float, *, window: int) -> float | None:
-        """Return the CPU time at which the mean of ``window`` steps first reached ``score``, None for never."""
+        """Return the CPU time when the mean of ``window`` steps first reached ``score``; None if it never did."""
         for end in range(window, len(self.scores) + 1):
             if fmean(self.scores[end - window : end]) >= score:
                 return self.cpu_s[end - 1]
@@ -47,28 +51,28 @@ class Curve:
 
 
 class Diary:
-    """Keeps scores and times while an arm trains."""
+    """Keeps the scores and times of a run."""
 
     def __init__(self) -> None:
         self.scores: list[float] = []
         self.times: list[tuple[float, float]] = []
 
     def begin(self) -> None:
-        """Note the beginning of the first step."""
+        """Record the start of the first step."""
         self._began = time.process_time(), time.perf_counter()
 
     def step(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         self.times.append((time.process_time() - self._began[0], time.perf_counter() - self._began[1]))
 
     def curve(self, final: float | None) -> Curve:
-        """Return the curve; without ``final`` it is the mean of the last scores."""
+        """Return the curve; if ``final`` is None, it is the mean of the last scores."""
         cpu_s, wall_s = zip(*self.times, strict=True)
         assert len(self.scores) == len(cpu_s), f"{len(self.scores)} scores of {len(cpu_s)} steps"
         return Curve(tuple(self.scores), cpu_s, wall_s, fmean(self.scores[-LAST_STEPS:]) if final is None else final)
 
 
-def quieten() -> None:
+def prepare_process() -> None:
     """Prepare a process for its runs."""
     import datasets
     import transformers
@@ -113,7 +117,7 @@ def train_with_realloc(family: str, task: Task, folder: str, seed: int) -> Curve
 def _parts(family: str, task: Task, folder: str, seed: int) -> tuple[Any, Any]:
     from lightning_realloc import DPO, GRPO, PreferenceDataModule, PromptDataModule, SamplingParams
 
-    rows = rows_of(task, family, seed)
+    rows = draw_rows(task, family, seed)
     if family == "dpo":
         module = DPO(folder, beta=task.beta, learning_rate=task.dpo_learning_rate, seed=seed)
         return module, PreferenceDataModule(rows, batch_size=task.num_pairs, shuffle=False)
@@ -165,7 +169,7 @@ def _trl_trainer(family: str, task: Task, folder: str, seed: int, clock: Any) ->
     parts: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         "processing_class": AutoTokenizer.from_pretrained(folder),
-        "train_dataset": Dataset.from_list(rows_of(task, family, seed)),
+        "train_dataset": Dataset.from_list(draw_rows(task, family, seed)),
         "callbacks": [clock],
     }
     if family == "dpo":

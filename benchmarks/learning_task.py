@@ -1,7 +1,7 @@
-"""What do both arms of the learning benchmark learn? Letters to write more vowels, from rewards or from pairs.
+"""Task of `benchmarks.learning`: write more vowels, learnt from rewards or from pairs.
 
-A model of a million weights first learns in a few seconds to write random letters, and to stop after any of them: so
-responses are of many lengths, as they are where anybody trains, and a fifth of their letters are vowels.
+A model of a million weights first learns in a few seconds to write random letters and to stop after any of them. So
+responses have many lengths, as in practice, and a fifth of their letters are vowels.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Task:
     num_heads: int = 4
     warm_up_steps: int = 60
     prompt_lengths: tuple[int, int] = (8, 32)
-    """The fewest and the most letters, a colon behind them not counted."""
+    """Least and most letters of a prompt, without the colon after them."""
     mean_response: int = 16
-    """Letters of a response that ends by itself; its length is geometric."""
+    """Mean letters of a response that ends by itself; lengths are geometric."""
     new_tokens: int = 64
-    """The most of a response."""
+    """Longest response, in tokens."""
 
     grpo_steps: int = 24
     num_prompts: int = 8
-    """Per step."""
+    """Prompts per step."""
     group_size: int = 8
     kl_coef: float = 0.04
     grpo_learning_rate: float = 1e-3
@@ -46,24 +46,24 @@ class Task:
 
     dpo_steps: int = 30
     num_pairs: int = 24
-    """Per step."""
+    """Pairs per step."""
     beta: float = 0.1
     dpo_learning_rate: float = 1e-3
     accuracy_to_reach: float = 0.8
     least_margin: float = 0.25
-    """By how much the chosen response's share of vowels is larger, at least."""
+    """Least difference between the shares of vowels of the chosen and the rejected response."""
     num_held_out: int = 256
-    """Pairs."""
+    """Held-out pairs."""
 
     window: int = 3
-    """Steps whose mean must reach what is to be reached."""
+    """Steps over which the score is averaged before it is compared with the target."""
 
     def num_steps(self, family: str) -> int:
         """Return the optimizer steps of a run."""
         return self.grpo_steps if family == "grpo" else self.dpo_steps
 
     def score_to_reach(self, family: str) -> float:
-        """Return the mean reward, or the accuracy on the pairs of a step, at which a run's clock is read."""
+        """Return the mean reward or the accuracy at which the seconds of a run are read."""
         return self.reward_to_reach if family == "grpo" else self.accuracy_to_reach
 
 
@@ -77,12 +77,12 @@ QUICK = Task(
 
 
 def prompt(task: Task, rng: random.Random) -> str:
-    """Return random letters with a colon behind them."""
+    """Return random letters, followed by a colon."""
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*task.prompt_lengths))) + ":"
 
 
 def response(task: Task, rng: random.Random) -> str:
-    """Return at least one random letter, and after each of them no further one with the same probability."""
+    """Return random letters; the response ends after each of them with the same probability."""
     length = 1
     while length < task.new_tokens - 1 and rng.random() > 1 / task.mean_response:
         length += 1
@@ -90,7 +90,7 @@ def response(task: Task, rng: random.Random) -> str:
 
 
 def pair(task: Task, rng: random.Random) -> dict[str, str]:
-    """Return two responses to one prompt, the one with the larger share of vowels chosen."""
+    """Return two responses to one prompt; the chosen one has the larger share of vowels."""
     while True:
         first, second = response(task, rng), response(task, rng)
         shares = share_of_vowels([first, second])
@@ -99,8 +99,8 @@ def pair(task: Task, rng: random.Random) -> dict[str, str]:
             return {"prompt": prompt(task, rng), "chosen": chosen, "rejected": rejected}
 
 
-def rows_of(task: Task, family: str, seed: int) -> list[dict[str, str]]:
-    """Return what one run learns from, in its order, each row once."""
+def draw_rows(task: Task, family: str, seed: int) -> list[dict[str, str]]:
+    """Return the rows of one run in their order; no row repeats."""
     rng = random.Random(f"{family} {seed}")
     if family == "grpo":
         return [{"prompt": prompt(task, rng)} for _ in range(task.grpo_steps * task.num_prompts)]
@@ -108,7 +108,7 @@ def rows_of(task: Task, family: str, seed: int) -> list[dict[str, str]]:
 
 
 def held_out(task: Task) -> list[dict[str, str]]:
-    """Return pairs that no run learns from."""
+    """Return pairs that are in no run."""
     rng = random.Random("held out")
     return [pair(task, rng) for _ in range(task.num_held_out)]
 
@@ -117,7 +117,7 @@ def held_out(task: Task) -> list[dict[str, str]]:
 
 
 def save_model(task: Task, folder: str, *, seed: int) -> int:
-    """Write the model from which every run of this seed begins, with its tokenizer; return its number of weights."""
+    """Write the start model of all runs of this seed, with its tokenizer; return its number of weights."""
     model, tokenizer = random_model(
         "qwen2", hidden_size=task.hidden_size, num_layers=task.num_layers, num_heads=task.num_heads, seed=seed
     )
@@ -138,9 +138,9 @@ def _learn_to_write(model: Any, tokenizer: Any, task: Task, rng: random.Random) 
 
 
 def response_logprobs(model: Any, tokenizer: Any, texts: Sequence[tuple[str, str]]) -> list[Tensor]:
-    """Return the log-probabilities of each response's tokens, its end included, as plain padded transformers has them.
+    """Return the log-probabilities of each response's tokens and its end, by padded transformers.
 
-    No arm's code: what either of them trained is judged by this.
+    Both arms are judged by this function, which uses no arm's code.
     """
     ids = [tokenizer(text)["input_ids"] for pair in texts for text in pair]
     prompts, answers = ids[0::2], [[*answer, tokenizer.eos_token_id] for answer in ids[1::2]]
@@ -155,7 +155,7 @@ def response_logprobs(model: Any, tokenizer: Any, texts: Sequence[tuple[str, str
 
 @torch.no_grad()
 def held_out_accuracy(task: Task, folder: str, weights: Mapping[str, Tensor]) -> float:
-    """Return the share of held-out pairs whose chosen response gained more likelihood than the other one."""
+    """Return the share of held-out pairs whose chosen response gained more likelihood than the rejected one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""How much memory do the tensors of a rank take? Counted from what is alive, not from what a layout should need."""
+"""Bytes of the live tensors of a rank, counted in the process rather than computed from layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def live_bytes(*, num_sharing: int) -> int:
-    """Return the bytes of all tensors that are alive in this process; memory that ranks share is divided among them."""
+    """Return the bytes of all live tensors of this process; memory that ranks share is divided by ``num_sharing``."""
     gc.collect()
     found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
     found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
@@ -34,7 +34,7 @@ def shared_ranges(maps: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def available_bytes(meminfo: Sequence[str]) -> int:
-    """Return the memory that programs can have without swapping, from the lines of ``/proc/meminfo``."""
+    """Return the memory available without swapping, from the lines of ``/proc/meminfo``."""
     return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
 
 

@@ -1,18 +1,18 @@
-"""Measure the gain of moving samples between data-parallel ranks while they generate.
+"""Makespan of generation with and without moving samples between data-parallel ranks.
 
-Three engines on the same weights in every rank take turns: no sample moves, queued samples move (the default), or all
-may move. Every turn has new prompts and lengths. No engine knows the lengths: a sample ends where only the stop rule
-knows, as if by its end token. The makespan lasts from the moment at which all ranks begin until the last one finishes,
-in wall seconds.
+Three engines with the same weights in every rank take turns: no sample moves, queued samples move (the default), or all
+may move. Every turn has new prompts and lengths. Engines do not know the lengths: only the stop rule does, as if by end
+tokens. The makespan is wall seconds, from a common start until the last rank finishes.
 
-Device "cpu": every rank computes on a core of its own. Device "waiting": a small model whose forwards sleep as long as
-an accelerator would take, while the core is free. Everything else is real: ranks, rounds, messages, keys and values.
+- Device "cpu": every rank computes on a core of its own.
+- Device "waiting": the forwards of a small model sleep as long as an accelerator would take, while the core is free.
+  Everything else is real: ranks, rounds, messages, keys and values.
 
-The lower bound is a perfect division: the decoding seconds of all ranks without moves divided by the ranks, or the
-longest sample alone, whichever is longer.
+The lower bound is a perfect division of the decoding seconds without moves among the ranks, or the longest sample
+alone, whichever is longer. One turn in float64 compares tokens. In float32, rounding in another batch changes a draw
+now and then; such responses are counted too.
 
-Tokens are compared in a turn in float64. In float32 the rounding of another batch tips a draw now and then, as that of
-any batch does; such responses are counted too.
+Run ``python -m benchmarks.migration``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MOVING: tuple[MovableSamples, ...] = ("queued", "all")
 ARMS = (STAYING, *MOVING)
 """Samples that move."""
 _NUM_EXACT = 1
-"""Turns in float64. In float32 a draw may fall on the other side of two tokens' border, once in some 10,000."""
+"""Turns in float64. In float32, rounding changes about one draw in 10,000."""
 FASTER_ON_SKEWED, SLOWER_ON_EVEN = 1.15, 0.98
 
 
@@ -319,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=5, help="turns of each case, all arms in each")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--only", help="run the cases whose name contains this text")
-    parser.add_argument("--device", choices=(CPU.name, WAITING.name), help="run on this one alone")
+    parser.add_argument("--device", choices=(CPU.name, WAITING.name), help="device to run on; default: both")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

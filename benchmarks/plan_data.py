@@ -1,7 +1,7 @@
-"""How fast does one iteration's data get from the ranks that make it to those that work on it?
+"""Seconds to send one iteration's data from the ranks that make it to the ranks that need it.
 
-512 samples of 2,048 tokens walk through PPO's calls under a plan: what the calls would make is made up, and how it
-travels is the strategy's own way. Beside it the floor: the same bytes between the same ranks, a message for each pair.
+512 samples of 2,048 tokens pass through PPO's calls under a plan, with made-up results, by the strategy's own exchange.
+The floor is one message of the same bytes for each pair of ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ PER_TOKEN = ("behaviour_logprobs", "ref_logprobs", "values", "advantages", "retu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataTurn:
-    """What moving one iteration's data took, all ranks together."""
+    """Cost of moving one iteration's data, over all ranks."""
 
     seconds: float
-    """Of the slowest rank: sending, and waiting for what it needs."""
+    """Seconds of the slowest rank, sending and waiting."""
     floor_s: float
-    """The same bytes, one message for each pair of ranks."""
+    """Seconds of one message for each pair of ranks with the same bytes."""
     bytes_sent: int
     bytes_minimum: int
-    """What ranks work on and did not make, each datum once."""
+    """Bytes that ranks needed and did not make, each datum once."""
 
 
 class CountingMailbox(Mailbox):
-    """Counts the bytes of rows that it sends to each rank."""
+    """Counts the bytes of rows sent to each rank."""
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup) -> None:
         super().__init__(rank, world_size, group)
@@ -61,12 +61,12 @@ class CountingMailbox(Mailbox):
 def move_data(
     calls: Sequence[ModelFunctionCall], plan: Mapping[str, Any], *, num_samples: int = 512, turns: int = 5
 ) -> DataTurn:
-    """Walk through the calls ``turns`` times on this rank, with the others; return the medians. Collective."""
+    """Pass through the calls ``turns`` times, and return the medians. Collective."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     walk = _Walk(calls, ExecutionPlan.from_mapping(plan), num_samples)
     mailbox = CountingMailbox(rank, world_size, dist.new_group(backend="gloo"))
     seconds, floor_s = [], []
-    for run in range(turns + 1):  # the first one connects the ranks
+    for run in range(turns + 1):  # the first pass connects the ranks
         mailbox.sent.clear()
         dist.barrier()
         walk.take(mailbox, run)
@@ -85,20 +85,20 @@ def move_data(
 
 @dataclass(slots=True)
 class _Walk:
-    """One rank's way through the calls, with made-up results."""
+    """Pass of one rank through the calls, with made-up results."""
 
     calls: Sequence[ModelFunctionCall]
     plan: ExecutionPlan
     num_samples: int
     seconds: float = 0.0
-    """Spent on data in the last walk."""
+    """Seconds spent on data in the last pass."""
     _made: dict[str, set[int]] = field(default_factory=dict)
-    """Column -> the samples of which this rank made it."""
+    """Column -> ids of the samples that this rank made."""
     _used: dict[str, set[int]] = field(default_factory=dict)
     _row_bytes: dict[str, int] = field(default_factory=dict)
 
     def take(self, mailbox: Mailbox, run: int) -> None:
-        """Walk through all calls once."""
+        """Pass through all calls once."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         places = {
             call.name: CallPlacement(
@@ -125,7 +125,7 @@ class _Walk:
             self.seconds += time.perf_counter() - begin
 
     def bytes_needed(self) -> int:
-        """Return the bytes of what this rank worked on in the last walk and had not made."""
+        """Return the bytes that this rank needed in the last pass and had not made."""
         return sum(len(ids - self._made.get(name, set())) * self._row_bytes[name] for name, ids in self._used.items())
 
     def _make(self, call: ModelFunctionCall, rows: Samples | None) -> Samples | None:
@@ -146,7 +146,7 @@ class _Walk:
 
     def _note(self, noted: dict[str, set[int]], rows: Samples) -> None:
         for name, column in rows.columns.items():
-            if isinstance(column, Ragged):  # of a value per sample every rank hears at once
+            if isinstance(column, Ragged):  # all ranks receive values per sample at once
                 noted.setdefault(name, set()).update(rows.ids.tolist())
                 self._row_bytes[name] = column.values.nbytes // len(rows)
 
@@ -157,7 +157,7 @@ def _prompts(count: int) -> Samples:
 
 
 def _send_at_once(sent: Mapping[int, int], world_size: int, rank: int) -> float:
-    """Return the seconds until this rank has sent and received what it did in the walk, as plain messages."""
+    """Return the seconds of this rank's traffic in the last pass, as plain messages."""
     sizes = [torch.zeros(world_size, dtype=torch.int64) for _ in range(world_size)]
     dist.all_gather(sizes, torch.tensor([sent.get(other, 0) for other in range(world_size)]))
     outgoing = {other: torch.zeros(sent[other], dtype=torch.uint8) for other in sent if sent[other]}

@@ -1,6 +1,6 @@
-"""How far is the memory that a plan was predicted to take from what it takes?
+"""Predicted and measured peak bytes of a plan.
 
-Measured by looking at every operation, which slows a run down: so with short responses, and apart from the times.
+The measurement observes every operation, which slows a run. So it is a separate run with short responses.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ RESPONSE_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class PeakBytes:
-    """One rank's peak over the calls of an iteration and the ways between them."""
+    """Peak of one rank over the calls of an iteration and the transitions between them."""
 
     predicted: int
     measured: int
 
     @property
     def error(self) -> float:
-        """How much more was predicted, as a share of what was measured."""
+        """Predicted over measured bytes, minus 1."""
         return self.predicted / self.measured - 1
 
 
 def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
-    """Train for two iterations, the second with all copies in place; return every rank's peaks. Collective."""
+    """Train for two iterations, the second with all replicas in place; return the peaks of all ranks. Collective."""
     from benchmarks.workload import make_trainer
     from lightning_realloc import MemoryMonitor, ReallocStrategy
     from lightning_realloc.runtime.measure.memory_stats import StorageMeter
@@ -38,7 +38,7 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
 
     work = replace(work, new_tokens=min(work.new_tokens, RESPONSE_TOKENS))
     gc.collect()
-    standing = StorageMeter()  # what other turns left behind
+    standing = StorageMeter()  # tensors left over from other turns
     standing.start()
     standing.stop()
     monitor = MemoryMonitor()

@@ -1,7 +1,4 @@
-"""One turn of one arm of the benchmark of plans: train four models for a few iterations, and note what they cost.
-
-Which arms there are, and what their figures must be, is said in `benchmarks.plans`.
-"""
+"""One turn of one arm of `benchmarks.plans`: train four models for a few iterations and measure them."""
 
 from __future__ import annotations
 
@@ -21,25 +18,25 @@ CALLS = {
     "actor.generate": "generate", "reference.infer": "reference", "reward.infer": "reward", "critic.infer": "values",
     "actor.train": "actor", "critic.train": "critic",
 }  # fmt: skip
-"""Call -> its column."""
+"""Call -> its column of the table."""
 
 Plan = Literal["static", "heuristic"] | Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to run the calls."""
+    """Plan and overlap of one arm."""
 
     name: str
     plan: Plan = field(hash=False)
     overlap: Literal["iterations", "none"]
     measured: int = 3
-    """Iterations after the first one."""
+    """Measured iterations, after a warm-up iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The four models and one iteration's samples; 52 million weights each by default."""
+    """Sizes of the four models, 52 million weights each by default, and samples of an iteration."""
 
     hidden_size: int = 512
     intermediate_size: int = 1408
@@ -57,20 +54,20 @@ class Workload:
 
 @dataclass(slots=True)
 class Readings:
-    """What one rank noted."""
+    """Measurements of one rank."""
 
     span_s: float = 0.0
-    """Of all measured iterations together."""
+    """Wall seconds of all measured iterations together."""
     cpu_s: float = 0.0
     idle_s: float = 0.0
     calls: dict[str, float] = field(default_factory=dict)
-    """Call -> seconds over the measured iterations; only of calls that this rank takes part in."""
+    """Call -> seconds over the measured iterations, for calls in which this rank takes part."""
     bytes_moved: int = 0
-    """By all ranks, in the measured iterations."""
+    """Bytes moved by all ranks in the measured iterations."""
     bytes_minimum: int = 0
     peak_bytes: int = 0
     rollouts: list[dict[int, list[int]]] = field(default_factory=list)
-    """Sample id -> response, of every iteration."""
+    """Responses by sample id, for each iteration."""
     scores: list[list[float]] = field(default_factory=list)
     logged: list[dict[str, float]] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
@@ -79,32 +76,32 @@ class Readings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one turn of one arm measured, all ranks together; times are of one iteration."""
+    """Measurements of one turn of one arm, over all ranks; times are per iteration."""
 
     seconds: float
-    """Of the slowest rank."""
+    """Wall seconds of the slowest rank."""
     cpu_s: float
-    """All ranks."""
+    """CPU-seconds of all ranks."""
     seconds_per_call: Mapping[str, float]
-    """Of the slowest rank that takes part, waiting left out, reallocation included."""
+    """Call -> seconds of its slowest rank, with reallocation and without waiting."""
     idle_shares: tuple[float, ...]
-    """Of each rank."""
+    """Idle share of each rank."""
     bytes_moved: int
     bytes_minimum: int
     peak_bytes: tuple[int, ...]
-    """Of each rank."""
+    """Peak bytes of each rank."""
     rollouts: tuple[Any, ...]
-    """Response token ids of every iteration, in the order of sample ids."""
+    """Token ids of the responses in each iteration, in the order of sample ids."""
     scores: tuple[Any, ...]
-    """The reward model's, of every iteration."""
+    """Scores of the reward model in each iteration."""
     losses: Mapping[tuple[str, int], float]
-    """Role and iteration -> loss, where it was logged."""
+    """(role, iteration) -> loss, where it was logged."""
     plan: Mapping[str, Any]
     num_weights: Mapping[str, int]
 
 
 def run_arm(arm: Arm, work: Workload) -> Turn:
-    """Train one Trainer's iterations on this rank, with the three others, and return what all measured."""
+    """Train with a new Trainer, and return the measurements of all ranks. Collective."""
     from benchmarks.workload import make_trainer
     from lightning_realloc import ParameterReallocation, ReallocStrategy
 
@@ -117,7 +114,7 @@ def run_arm(arm: Arm, work: Workload) -> Turn:
 
 
 def merge(parts: Sequence[Readings], arm: Arm) -> Turn:
-    """Return all ranks' readings as one."""
+    """Combine the measurements of all ranks."""
     first, number = parts[0], arm.measured
     return Turn(
         seconds=max(part.span_s for part in parts) / number,
@@ -138,10 +135,10 @@ def merge(parts: Sequence[Readings], arm: Arm) -> Turn:
 def losses_by_iteration(
     logged: Sequence[Mapping[str, float]], plan: Mapping[str, Any], overlap: str
 ) -> dict[tuple[str, int], float]:
-    """Return role and iteration -> loss.
+    """Return (role, iteration) -> loss.
 
-    Where iterations overlap, a loss of which not all ranks know at once is logged one iteration later, and the last
-    iteration, which waits for its own, logs that instead: the one before it is not known.
+    If iterations overlap, a loss that some ranks learn late is logged one iteration later. The last iteration waits for
+    its own loss and logs that instead, so the loss before it is missing.
     """
     from lightning_realloc import Layout
 
@@ -160,7 +157,7 @@ def _layout(entry: str | Mapping[str, Any]) -> str:
 
 
 def in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
-    """Return the responses that all ranks made in one iteration, in the order of their ids."""
+    """Return the responses of all ranks in one iteration, in the order of their ids."""
     rows = {sample_id: tokens for part in made for sample_id, tokens in part.items()}
     return [rows[sample_id] for sample_id in sorted(rows)]
 
@@ -173,7 +170,7 @@ def make_prompts(work: Workload) -> Any:
 
 
 def make_module(work: Workload, noted: Readings) -> Any:
-    """Return PPO on four random Llamas, which notes responses and scores."""
+    """Return PPO with four random Llamas, which records responses and scores."""
     from benchmarks.workload import byte_tokenizer, llama_config, stable_adam
     from lightning_realloc import PPO, SamplingParams
 
@@ -198,7 +195,7 @@ def _make_meter(arm: Arm, work: Workload, switching: Any) -> Any:
     from lightning_realloc import PhaseCallback
 
     class Meter(PhaseCallback):
-        """Weighs the first iteration, and takes the times of the others together."""
+        """Measures the memory of the first iteration, and the time of the others together."""
 
         def __init__(self) -> None:
             self.noted = Readings()
@@ -208,7 +205,7 @@ def _make_meter(arm: Arm, work: Workload, switching: Any) -> Any:
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
                 self._weigh()
-                dist.barrier()  # the measured iterations begin; between them nobody waits for all
+                dist.barrier()  # ranks begin the measured iterations together; no barrier follows
                 self._before = self._totals(trainer)
             self._weighs = batch_idx == 0
             self.noted.rollouts.append({})

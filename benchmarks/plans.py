@@ -1,13 +1,21 @@
-"""What does one PPO iteration with four models cost on four ranks, under different execution plans?
+"""One PPO iteration with four models on four CPU ranks, under different execution plans.
 
-The same random Llamas, prompts and seeds in every arm: every call sharded over all ranks, one after the other; the
-heuristic's plan; a plan made by hand, whose calls run side by side; and that plan with one call at a time. Each turn of
-an arm is a Trainer of its own in the same four processes: a warm-up iteration with short responses, then measured ones,
-from when all ranks begin the first to when the last rank ends the last, since iterations may overlap.
+All arms have the same random Llamas, prompts and seeds:
 
-Lasting memory is live tensors, those that the ranks share divided among them, at the fullest of the moments between
-calls; the peak, with activations and gathered weights, is measured apart, in iterations of short responses, beside what
-was predicted. Idle is what `idle_share` means, of each rank by itself.
+- static: every call is sharded over all ranks, one after the other.
+- heuristic: the heuristic's plan.
+- overlapping: a plan by hand, whose calls run at the same time on different ranks.
+- in turn: the same plan with one call at a time.
+
+Each turn has a Trainer of its own in the same four processes: a warm-up iteration with short responses, then measured
+iterations. Since iterations may overlap, the measurement starts when all ranks begin the first one and ends when the
+last rank ends the last one. *Idle* is the metric `idle_share` of each rank.
+
+Lasting memory is the bytes of live tensors at the fullest moment between calls; memory that ranks share is divided
+among them. The peak, with activations and gathered weights, is predicted and measured in a separate run with short
+responses.
+
+Run ``python -m benchmarks.plans``.
 """
 
 from __future__ import annotations
@@ -32,10 +40,10 @@ FASTER_THAN_STATIC = 4.0
 TOLERANCE = 1e-5
 PEAK_TOLERANCE = 0.1
 NUM_SAMPLES = 512
-"""Of the batch whose way between the ranks is timed."""
+"""Samples of the batch whose exchange between ranks is timed."""
 
-# All ranks generate; then the reference reads on one half of them while reward model and critic do on the other, and
-# the actor learns on one half while the critic does on the other.
+# All ranks generate. Then the reference runs on one half of the ranks, reward model and critic on the other half. The
+# actor trains on one half, the critic on the other.
 BY_HAND: Plan = {"calls": {
     "actor.generate": "dp2.tp2@0-3",
     "reference.infer": "dp2@0-1",
@@ -47,7 +55,7 @@ BY_HAND: Plan = {"calls": {
 
 STATIC, HEURISTIC, OVERLAPPING, IN_TURN = "static", "heuristic", "overlapping", "in turn"
 ARMS = (
-    Arm(STATIC, "static", "none", measured=1),  # slow, and every iteration like the others
+    Arm(STATIC, "static", "none", measured=1),  # slow, and all its iterations are alike
     Arm(HEURISTIC, "heuristic", "iterations"),
     Arm(OVERLAPPING, BY_HAND, "iterations"),
     Arm(IN_TURN, BY_HAND, "none"),
@@ -61,7 +69,7 @@ TINY = Workload(
 
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Run every turn of every arm on this rank; rank 0 sends them on."""
+    """Run all turns of all arms on this rank; rank 0 sends the results."""
     for _ in turns_within(options.turns, options.limit_s):
         for arm in ARMS:
             turn = run_arm(arm, workload(options))
@@ -88,7 +96,7 @@ def workload(options: argparse.Namespace) -> Workload:
 def fill(
     report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]], peaks: Mapping[str, Sequence[PeakBytes]]
 ) -> None:
-    """Add a row for each arm; bytes in megabytes (10^6)."""
+    """Add a row for each arm, with bytes in megabytes (10^6)."""
     for arm, made in turns.items():
         first = made[0]
         idle = [median(shares) for shares in zip(*(turn.idle_shares for turn in made), strict=True)]
@@ -110,7 +118,7 @@ def fill(
 
 
 def compare(turn: Turn, other: Turn) -> dict[str, float]:
-    """Return the share of equal responses, and how far scores and losses differ, in iterations that both have."""
+    """Return the share of equal responses, and the differences of scores and losses, in iterations of both arms."""
     tokens = _paired(turn.rollouts, other.rollouts)
     scores = _paired(turn.scores, other.scores)
     both = turn.losses.keys() & other.losses.keys()
@@ -122,13 +130,13 @@ def compare(turn: Turn, other: Turn) -> dict[str, float]:
 
 
 def _paired(ours: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return two arms' values of the same samples, of as many iterations as both have."""
+    """Return pairs of values of the same sample, for the iterations of both arms."""
     iterations = zip(ours, theirs, strict=False)
     return [pair for one, other in iterations for pair in zip(one, other, strict=True)]
 
 
 def fill_data(report: BenchmarkReport, moved: DataTurn, num_samples: int) -> None:
-    """Add a row for moving one iteration's data."""
+    """Add a row for the exchange of one iteration's data."""
     report.add_row(
         arm=f"data of {num_samples} x {PROMPT_TOKENS + RESPONSE_TOKENS} tokens",
         seconds=round(moved.seconds, 4),
@@ -147,9 +155,9 @@ def judge(
     cpu_s = {arm: [turn.cpu_s for turn in made] for arm, made in turns.items()}
     idle = {arm: median(fmean(turn.idle_shares) for turn in made) for arm, made in turns.items()}
     best = min((arm for arm in turns if arm != STATIC), key=lambda arm: median(seconds[arm]))
-    for what, values in (("seconds", seconds), ("CPU seconds", cpu_s)):
+    for clock, values in (("seconds", seconds), ("CPU seconds", cpu_s)):
         ratio = paired_ratio(values[STATIC], values[best])
-        report.require_at_least(f"{what} of {STATIC} over {best}", ratio, FASTER_THAN_STATIC)
+        report.require_at_least(f"{clock} of {STATIC} over {best}", ratio, FASTER_THAN_STATIC)
     shorter = paired_ratio(seconds[OVERLAPPING], seconds[IN_TURN])
     report.require_at_most(f"seconds of {OVERLAPPING} over {IN_TURN}", shorter, 1.0)
     report.require_at_most(f"idle share of {OVERLAPPING} over {IN_TURN}", idle[OVERLAPPING] / idle[IN_TURN], 1.0)
@@ -163,12 +171,14 @@ def judge(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run every arm in turn and report."""
+    """Run all arms in turns and report."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=2, help="turns that each arm has")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each arm")
     parser.add_argument("--new-tokens", type=int, default=Workload().new_tokens, help="length of the responses")
     parser.add_argument("--tiny", action="store_true", help="models of 100,000 weights, for a quick look")
-    parser.add_argument("--limit-s", type=float, default=800.0, help="fewer turns if they would last longer")
+    parser.add_argument(
+        "--limit-s", type=float, default=800.0, help="seconds for all turns; there are fewer turns if needed"
+    )
     options = parser.parse_args(arguments)
     report = BenchmarkReport("plans", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
     turns: defaultdict[str, list[Turn]] = defaultdict(list)

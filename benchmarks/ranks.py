@@ -1,7 +1,6 @@
-"""Starting a benchmark's ranks on this host, and hearing from them while they work.
+"""Start the ranks of a benchmark on this host, and receive their results while they work.
 
-Processes of their own rather than a launcher's: the figures are for ranks that do nothing else, and the process that
-prints them is none.
+Ranks are separate processes, so that nothing else runs in them. The process that prints the figures is not a rank.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_
 
 
 def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> Iterator[Any]:
-    """Run ``work(rank, *args, answers)`` on every rank of one gloo group; yield what they send, as it comes.
+    """Run ``work(rank, *args, answers)`` on all ranks of a gloo group, and yield the results as they arrive.
 
-    ``work`` and its arguments can be pickled, ``answers`` is the end of a pipe to send through. Whatever is left of the
-    ranks when the iteration ends is ended with it.
+    ``work`` and its arguments must be picklable; ``answers`` is the sending end of a pipe. Ranks that still run when
+    the iteration ends are killed.
 
     Raises:
-        RuntimeError: when a rank fails; the others, which may wait for it, are ended.
+        RuntimeError: if a rank fails; the other ranks, which may wait for it, are killed.
     """
     from torch.distributed import TCPStore
 
     os.environ |= _ENVIRONMENT  # before ranks start: torch reads the number of threads when it is imported
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    # Here, as torchrun has it: a port that were looked for, and left to rank 0, could be another's until it listens.
+    # The store lives in this process, as under torchrun: another process could take a free port before rank 0 listens.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         context.Process(target=_be_rank, args=(rank, world_size, store.port, work, args, sending))
@@ -88,7 +87,7 @@ def gather_from_ranks(value: Any) -> list[Any]:
 
 
 def _answers(receiving: Connection, ranks: Sequence[BaseProcess]) -> Iterator[Any]:
-    """Yield answers until one rank has failed, or all have closed their ends and left."""
+    """Yield results until a rank has failed, or all ranks have closed their pipes and exited."""
     while not any(process.exitcode for process in ranks):
         wait([receiving, *(process.sentinel for process in ranks if process.exitcode is None)])
         while receiving.poll():
@@ -106,7 +105,7 @@ def _be_rank(
 ) -> None:
     import torch.distributed as dist
 
-    # As torchrun would set it, for a Trainer too.
+    # The variables that torchrun sets; Trainer reads them.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     be_quiet()

@@ -1,19 +1,21 @@
-"""How close does the estimator come to the iteration times that ReaL's authors measured, on machines nobody here has?
+"""Predicted iteration times next to those that ReaL's authors published, for machines that were not at hand.
 
 Seconds per PPO iteration are decoded from a figure of ReaL's documentation (Mei et al., arXiv:2406.14088, version 1;
-`docs/source/images/vws.svg` of openpsi-project/ReaLHF; error of decoding up to 0.5 %): actor and reference of the size
-that a column names, critic and reward of 7B, fp16, gradient checkpointing, four PPO minibatches, prompts of 128 tokens,
-responses forced to g tokens, 131,072 tokens an iteration, A800 nodes of eight.
+`docs/source/images/vws.svg` of openpsi-project/ReaLHF). Decoding errs by up to 0.5 %. Actor and reference have the size
+in a column's name, critic and reward 7B. The runs have fp16, gradient checkpointing, four PPO minibatches and 131,072
+tokens an iteration, on A800 nodes of eight. Prompts have 128 tokens, responses are forced to g tokens.
 
-- `baseline`: one layout for all calls, tp 8, as many stages as nodes, no replicas.
-- `searched`: what ReaL's search chose. Which plan that was for each cell is not published; here it is the pattern that
+- `baseline`: one layout for all calls, tp 8, a pipeline stage per node, no replicas.
+- `searched`: the plan of ReaL's search. The plan of each cell is not published. The prediction uses the pattern that
   its documentation calls near-optimal and installs without a search. These cells have no target.
-- `found`: what this package's search chooses, checkpointing as they did. Nobody measured it; its predicted gain over
-  the predicted baseline is compared with the gain that they measured for their search.
+- `found`: the plan of this package's search, with their checkpointing. It was not measured. Its predicted gain over the
+  predicted baseline is compared with the gain that they measured for their search.
 
-Two constants are fitted, to the 7B column's baseline alone: what a collective costs the host in a decoding step (their
-engine ran without CUDA graphs), from how the column grows with g, and the share of peak flops that large matrix
-products reach, from its level. The rest is the a800-80g preset. Everything else is predicted.
+Two constants are fitted, both to the baseline of the 7B column. The host's cost of a collective in a decoding step
+follows from the column's growth with g; their engine ran without CUDA graphs. The share of peak flops in large matrix
+products follows from its level. All other constants are the a800-80g preset.
+
+Run ``python -m benchmarks.real_figures``.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ CELL_TOLERANCE = 0.3
 MEDIAN_TOLERANCE = 0.2
 MOST_SEARCH_S = 10.0
 EVALUATIONS = 20_000
-"""Of each cell's search, which ends by these alone: the same plans on every machine."""
+"""Evaluations of each cell's search. No clock ends a search, so plans are the same on every machine."""
 
 FLOW = Dataflow(
     (
@@ -84,7 +86,7 @@ class Column:
     model: str
     nodes: int
     training_nodes: int
-    """Of which the searched plan trains the actor; the critic is trained on the others."""
+    """Nodes on which the searched plan trains the actor; the critic is trained on the others."""
     cells: tuple[Cell, ...]
 
 
@@ -112,13 +114,13 @@ def estimator(column: Column, response_tokens: int, efficiency: Efficiency) -> R
 
 
 def baseline_plan(column: Column) -> ExecutionPlan:
-    """Return ReaL's baseline: a stage per node, tp inside."""
+    """Return ReaL's baseline: a pipeline stage per node, tensor parallelism inside."""
     layout = f"pp{column.nodes}.tp8"
     return _plan(dict.fromkeys((call.name for call in FLOW.model_calls), layout))
 
 
 def searched_plan(column: Column) -> ExecutionPlan:
-    """Return the pattern that ReaL documents as what its search finds, for so many nodes."""
+    """Return the pattern of searched plans in ReaL's documentation, for this number of nodes."""
     nodes, devices = column.nodes, 8 * column.nodes
     if nodes == 1:
         return _plan(
@@ -141,7 +143,8 @@ def searched_plan(column: Column) -> ExecutionPlan:
 
 
 def _plan(layouts: dict[str, str]) -> ExecutionPlan:
-    """Return a plan with ReaL's micro-batches: without a pipeline one, else one a stage, and two in training."""
+    """Return a plan with ReaL's micro-batches: one without a pipeline, else one per stage, and two per stage in
+    training."""
     calls = []
     for name, text in layouts.items():
         layout, trains = Layout.parse(text), FLOW.call(name).kind == "train"
@@ -177,7 +180,7 @@ def fit() -> Efficiency:
         return -sum(predict(column, cell.response_tokens, candidate) for cell in column.cells)
 
     wanted = -sum(cell.baseline for cell in column.cells)
-    for _ in range(2):  # the two hardly depend on each other
+    for _ in range(2):  # the two constants hardly depend on each other
         launch = _bisect(slope, long.baseline - short.baseline, 0.0, 1e-2)
         efficiency = replace(efficiency, collective_launch_s=launch)
         efficiency = replace(efficiency, matmul_share=_bisect(level, wanted, 0.05, 1.0))
@@ -185,7 +188,7 @@ def fit() -> Efficiency:
 
 
 def _bisect(function: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Return where a growing function has a value, or the nearer end."""
+    """Return the argument at which a growing function has a value, or the nearer end."""
     for _ in range(25):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < wanted else (low, middle)
@@ -193,7 +196,7 @@ def _bisect(function: Callable[[float], float], wanted: float, low: float, high:
 
 
 def find_plan(column: Column, response_tokens: int, efficiency: Efficiency, evaluations: int) -> SearchResult:
-    """Search a plan for one cell, one that fits by the forecast of every rank."""
+    """Search a plan for one cell that fits by the memory forecast of every rank."""
     prices = estimator(column, response_tokens, efficiency)
     task = PlanningTask(
         dataflow=FLOW, roles=prices.roles, cluster=prices.cluster, settings=SETTINGS, workload=prices.tokens.workload,
@@ -204,10 +207,10 @@ def find_plan(column: Column, response_tokens: int, efficiency: Efficiency, eval
 
 
 def compare_gains(report: BenchmarkReport, efficiency: Efficiency, evaluations: int) -> None:
-    """Search every cell, and require of the predicted gain what was measured of ReaL's search.
+    """Search every cell, and require that the predicted gain reaches the measured gain of ReaL's search.
 
-    ``careful_gain`` is the measured baseline over what was found, made longer by as much as the worst of the
-    ``searched`` cells was predicted too short.
+    ``careful_gain`` is the measured baseline over the found plan's seconds. These are first lengthened by the largest
+    factor by which a ``searched`` cell was predicted too short.
     """
     pattern = {(column.name, cell): predict(column, cell.response_tokens, efficiency, "searched")
                for column in COLUMNS for cell in column.cells}  # fmt: skip
@@ -235,7 +238,7 @@ def compare_gains(report: BenchmarkReport, efficiency: Efficiency, evaluations: 
 def main(argv: list[str] | None = None) -> int:
     """Fit, predict and compare."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="of each cell's search; 0 for none")
+    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="evaluations of each search; 0: no search")
     options: argparse.Namespace = parser.parse_args(argv)
     report = BenchmarkReport("seconds of an iteration, measured by ReaL's authors")
     efficiency = fit()

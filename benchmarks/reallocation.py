@@ -1,15 +1,17 @@
-"""Seconds and bytes to bring 254M parameters from one layout into another, beside gathering them whole.
+"""Seconds and bytes of moving 254M parameters between layouts, next to gathering whole parameters.
 
-Four ranks on this host, the shapes of a Llama (width 1,024, 16 blocks, vocabulary 32,000), fp32 sources into bf16 (or
-fp32) targets, every ordered pair of six layouts. The arms of a row take turns; a figure is the slowest rank's wall
-time, the least of the turns (fewer turns, for all arms of a row, where the machine is busy and time runs out).
+Four CPU ranks hold the parameters of a Llama (width 1,024, 16 blocks, vocabulary 32,000). fp32 sources become bf16 or
+fp32 targets, for every ordered pair of six layouts. A figure is the wall time of the slowest rank, the least of several
+turns. A row has fewer turns if time runs out. Arms take turns:
 
 - push, direct: `Reallocation` through shared memory and point to point.
-- full: every parameter as a DTensor, cast, gathered whole by `full_tensor()`, then sliced. Ranks that hold no
-  part of the source get the whole parameter by a broadcast, as trainers with separate generation ranks do it.
-- layer: each block's shards in one all-gather, cast first, put together and sliced; broadcast as above.
-- floor: the same bytes with nothing to pack or to cast: one all_to_all_single over ready buffers (in parts of at most
-  128 MB), and one flat copy of what stays on the rank.
+- full: `full_tensor()` of every parameter, cast first, then sliced. Ranks without any part of the source get whole
+  parameters by a broadcast, as in trainers with separate generation ranks.
+- layer: one all-gather per block, cast first, then sliced; broadcast as above.
+- floor: the same bytes by all_to_all_single between ready buffers of at most 128 MB, without packing or casting. The
+  bytes that stay on a rank are one flat copy.
+
+Run ``python -m benchmarks.reallocation``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ Arm = Callable[[], object]
 
 
 def llama(num_blocks: int = BLOCKS) -> ModelSpec:
-    """The parameters of a Llama with untied embeddings: 254M with 16 blocks."""
+    """Return the parameters of a Llama with untied embeddings: 254M with 16 blocks."""
     columns, rows = TensorParallelCut(0), TensorParallelCut(1)
     query, keys = TensorParallelCut(0, HEADS), TensorParallelCut(0, KV_HEADS, replicate_units=True)
     shapes = {
@@ -77,14 +79,14 @@ def llama(num_blocks: int = BLOCKS) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the arms of one pair of layouts share on this rank."""
+    """Inputs that the arms of one pair of layouts share on this rank."""
 
     source: ModelLayout
     held: Mapping[str, Tensor]
     mesh: DeviceMesh
-    """The source's, its axes in the order of the cuts."""
+    """Mesh of the source, with its axes in the order of the cuts."""
     gathering: dist.ProcessGroup | None
-    """The ranks that hold one replica of the source with this one."""
+    """Group of ranks that hold one replica of the source with this rank; None outside the source."""
     target: ModelLayout
     wanted: Mapping[str, Tensor]
     """This rank's target tensors, which the gathering arms fill."""
@@ -97,11 +99,11 @@ class Row:
 
     @property
     def must_broadcast(self) -> bool:
-        """Whether some target rank holds nothing of the source."""
+        """Whether a target rank holds no part of the source."""
         return not set(self.target.layout.ranks) <= set(self.source.layout.ranks)
 
     def spread(self, full: Tensor) -> None:
-        """Bring a whole tensor from the source's first rank to every rank."""
+        """Broadcast a whole tensor from the source's first rank if any rank needs it."""
         if self.must_broadcast:
             dist.broadcast(full, self.source.layout.ranks[0])
 
@@ -113,7 +115,7 @@ class Row:
 
 
 def gather_by_full_tensor(row: Row) -> Arm:
-    """One `full_tensor()` per parameter, cast first, then sliced."""
+    """Return the arm with one `full_tensor()` per parameter, cast first, then sliced."""
     sources = {}
     for param in row.source.model.params:
         if row.rank in row.source.layout:
@@ -136,7 +138,7 @@ def gather_by_full_tensor(row: Row) -> Arm:
 
 
 def gather_per_layer(row: Row) -> Arm:
-    """One all-gather per block, cast first; whole parameters are put together and sliced."""
+    """Return the arm with one all-gather per block, cast first; whole parameters are assembled and sliced."""
     layers: dict[tuple[str, int | None], list[ParamSpec]] = {}
     for param in row.source.model.params:
         layers.setdefault((param.section, param.block), []).append(param)
@@ -166,7 +168,7 @@ def gather_per_layer(row: Row) -> Arm:
 
 
 def move_raw(row: Row, plan: ReallocationPlan) -> Arm:
-    """The plan's bytes from ready buffers into ready buffers, and one flat copy of what stays."""
+    """Return the arm that moves the plan's bytes between ready buffers, and copies the bytes that stay."""
     sent, received = [0] * WORLD_SIZE, [0] * WORLD_SIZE
     traffic = [route for family in plan.families for route in family.moves()]
     for route, weight in traffic:
@@ -221,7 +223,7 @@ def _split(whole: Tensor, params: list[ParamSpec]) -> Iterator[tuple[ParamSpec, 
 
 
 def work(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Measure every pair on this rank; rank 0 sends the rows."""
+    """Measure all pairs on this rank; rank 0 sends the rows."""
     layouts = {text: ModelLayout(llama(options.blocks), Layout.parse(text)) for text in options.layouts}
     meshes = {text: _make_mesh(layout.layout) for text, layout in layouts.items()}
     groups = {text: _make_group(layout.layout, rank) for text, layout in layouts.items()}
@@ -242,7 +244,7 @@ def work(rank: int, options: argparse.Namespace, answers: Connection) -> None:
 
 
 def make_weights(layout: ModelLayout, rank: int) -> dict[str, Tensor]:
-    """Random fp32 tensors, equal wherever the layout says that ranks hold the same."""
+    """Return random fp32 tensors, equal on ranks that hold the same region."""
     tensors = {}
     for name in layout.names(rank):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{layout.pieces(name, rank)}".encode()))
@@ -260,7 +262,7 @@ def measure(
     budget_s: float,
     repeats: int,
 ) -> dict[str, Any]:
-    """Return one row's figures; another turn is taken only when it is likely to end within ``budget_s``."""
+    """Return the figures of one row; turns stop before ``budget_s`` is exceeded."""
     start = time.monotonic()
     common: dict[str, Any] = {"rank": dist.get_rank(), "world_size": WORLD_SIZE, "dtype": dtype, "device": "cpu"}
     push, direct = (Reallocation(source, held, target, transport=name, **common) for name in ("push", "direct"))
@@ -295,7 +297,7 @@ def measure(
 
 
 def _time(arm: Arm) -> float:
-    """Seconds of the slowest rank, from when all ranks are there."""
+    """Return the seconds of the slowest rank, from a barrier on."""
     dist.barrier()
     start = time.perf_counter()
     with torch.no_grad():
@@ -311,7 +313,7 @@ def _make_mesh(layout: Layout) -> DeviceMesh:
 
 
 def _mesh_axes(layout: Layout) -> tuple[str, ...]:
-    """The axes of more than one rank, in the order in which they cut."""
+    """Return the axes with more than one rank, in the order in which they cut."""
     return tuple(axis for axis in ("dp", "tp", "fsdp") if getattr(layout.dims, axis) > 1)
 
 
@@ -327,11 +329,11 @@ def _make_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
     return mine
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- main -------------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Start the ranks, print each row as it comes, and then the table."""
+    """Start the ranks, print each row as it arrives, and then the table."""
     options = _parse()
     report = BenchmarkReport(
         "reallocation",
@@ -360,11 +362,13 @@ def _judge(report: BenchmarkReport, dtype: str) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the target")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of every arm; the least counts")
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of the model; fewer for a quick look")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the target")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each arm; the fastest one counts")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="blocks of the model; fewer for a quick look")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="LAYOUT", help="all ordered pairs of these")
-    parser.add_argument("--limit-s", type=float, default=780.0, help="rows take fewer turns to end about then")
+    parser.add_argument(
+        "--limit-s", type=float, default=780.0, help="approximate seconds of the run; rows take fewer turns to keep it"
+    )
     return parser.parse_args()
 
 

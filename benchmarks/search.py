@@ -1,12 +1,16 @@
-"""Benchmark the plan search for optimality and speed, with a toy estimator and without devices.
+"""Plan search: distance from the best plan, and speed, with a toy estimator and without devices.
 
-(a) In spaces small enough to try all plans, the search finds the best plan in each of 50 seeded instances. (b) For PPO
-of a 70B and a 7B model on 128 devices, ten seconds come within 2 % of the best plan of a longer search. (c) 1,024
-devices take one minute, one core and 2 GiB. (d) Plain Metropolis-Hastings with the same problem and seconds finds no
-better plan.
+Parts:
+
+- (a) In spaces small enough to try all plans, the search must find the best plan in each of 50 seeded instances.
+- (b) For PPO of a 70B and a 7B model on 128 devices, ten seconds must come within 2 % of a longer search.
+- (c) A search for 1,024 devices must take at most one minute of one core and 2 GiB.
+- (d) Plain Metropolis-Hastings with the same problem and seconds must not find a better plan.
 
 Seconds of searches are CPU seconds of one process with one thread, since wall time on a shared machine depends on other
 processes. The results hold for the estimators used here.
+
+Run ``python -m benchmarks.search``.
 """
 
 from __future__ import annotations
@@ -256,7 +260,7 @@ def run_large(report: BenchmarkReport, options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts and report."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--parts", default="abcd", help="which of a, b, c and d to run")
+    parser.add_argument("--parts", default="abcd", help="letters of the parts to run")
     parser.add_argument("--instances", type=int, default=50, help="small spaces of (a)")
     parser.add_argument("--seeds", type=int, default=3, help="short searches of (b) and (d)")
     parser.add_argument("--long-s", type=float, default=60.0, help="seconds of the long search of (b); 600 in full")

@@ -75,7 +75,7 @@ def metropolis_hastings(problem: Problem, rng: random.Random, progress: SearchPr
 
 
 def _rank_sets(problem: Problem) -> list[RankSet]:
-    """Return parts of nodes, and runs of whole nodes: the device meshes of the paper."""
+    """Return parts of nodes and runs of whole nodes, the device meshes of the paper."""
     nodes = problem.cluster.num_nodes
     runs = [
         node_run(problem.cluster, first, count)

@@ -1,12 +1,15 @@
-"""What does it save that each tensor-parallel rank keeps its share of the logits?
+"""Memory and CPU time of log-probabilities with sharded and with gathered logits, under tensor parallelism.
 
-A random Llama of one block, cut by two CPU ranks over gloo, reads packed responses: for their log-probabilities
-(infer), and for the gradients of log-probabilities and entropies (train). Arms: "shares" as the package does it;
-"joined" has the head hand on all logits to every rank. Arms take turns, and say the same of the tokens.
+A random Llama of one block on two CPU ranks reads packed responses. *Infer* computes log-probabilities, *train* the
+gradients of log-probabilities and entropies. Arms take turns:
 
-Bytes are the peak of live tensors beyond those that were alive before, the weights among them: in training, gradients
-of the weights count. They are watched in a pass apart, since watching is slow. Seconds are the processor's, of the rank
-that spent more, waiting left out.
+- shares: each rank keeps its shard of the logits, as the package does.
+- joined: the head gathers all logits on every rank.
+
+Bytes are the peak of live tensors minus those alive before the call, from a separate pass, since observing is slow. In
+training they include the gradients of the weights. Seconds are CPU time of the slower rank, without waiting.
+
+Run ``python -m benchmarks.shared_heads``.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ ARMS = ("shares", "joined")
 CALLS = ("infer", "train")
 TOLERANCE = 1e-5
 LEAST_BYTES = {"infer": 3.0, "train": 1.7}
-"""Joined over shares, at least."""
+"""Call -> least ratio of bytes, joined over shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The model and what it reads."""
+    """Sizes of the model and of its input."""
 
     vocabulary: int = 32_000
     hidden_size: int = 256
@@ -52,18 +55,18 @@ TINY = Workload(vocabulary=2_000, hidden_size=32, num_sequences=4, prompt_length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one call took in one arm, on all ranks."""
+    """Cost of one call in one arm, over all ranks."""
 
     peak_bytes: int
-    """Of the rank that needed most."""
+    """Peak bytes of the rank that needs most."""
     seconds: tuple[float, ...]
-    """Of each repeat, on the rank that spent most."""
+    """CPU-seconds of each repeat, of the slowest rank."""
     logprobs: tuple[float, ...]
-    """Of the response's tokens."""
+    """Log-probabilities of the response tokens."""
 
 
 def run_calls(work: Workload) -> dict[tuple[str, str], Turn]:
-    """Do every call in every arm on this rank, with the other one; return by call and arm what both took."""
+    """Run all calls in all arms, and return (call, arm) -> cost. Collective."""
     from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
     model, packed = _model(work), _packed(work)
@@ -84,7 +87,7 @@ def run_calls(work: Workload) -> dict[tuple[str, str], Turn]:
     turns = {}
     for call, run in (("infer", infer), ("train", train)):
         arms = {arm: partial(run, arm) for arm in ARMS}
-        peaks = {arm: max_over_ranks(_peak_bytes(once)) for arm, once in arms.items()}  # and warms up
+        peaks = {arm: max_over_ranks(_peak_bytes(once)) for arm, once in arms.items()}  # this also warms up
         seconds = interleave(arms, repeats=work.repeats)
         for arm in ARMS:
             slowest = tuple(map(max_over_ranks, seconds[arm]))
@@ -129,7 +132,7 @@ def _packed(work: Workload) -> Any:
 
 @contextlib.contextmanager
 def _arm(model: nn.Module, arm: str) -> Iterator[None]:
-    """Join the head's logits as soon as they are there, or leave them in shares."""
+    """Gather the head's logits in arm "joined"; leave them sharded in the other arm."""
     from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
 
     def join(_module: nn.Module, _inputs: object, logits: VocabParallelLogits) -> Tensor:
@@ -174,7 +177,7 @@ def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None
 
 
 def work_on(rank: int, work: Workload, answers: Connection) -> None:
-    """Do every call on this rank; rank 0 sends what they took."""
+    """Run all calls on this rank; rank 0 sends the results."""
     turns = run_calls(work)
     if rank == 0:
         answers.send(turns)

@@ -1,8 +1,8 @@
-"""Arms that run side by side in one process, a slice of each at a time.
+"""Run the arms of a benchmark in one process, in turns of a few milliseconds each.
 
-A shared machine gets slower and faster within seconds, as other work comes and goes. Two runs of half a second that do
-the same, one after the other, then differ by 4 % (standard deviation of 20 pairs); in 24 slices that take turns they
-differ by 2.5 %. Seconds are those of the processor that an arm's own thread used: waiting for a slice costs nothing.
+The speed of a shared machine changes within seconds. Two equal runs of half a second, one after the other, differ by 4
+% (standard deviation of 20 pairs). In 24 slices that take turns, they differ by 2.5 %. Seconds are CPU time of an arm's
+own thread, so waiting for a slice costs nothing.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import torch
 from lightning_realloc.runtime.measure.host_memory import TRIM_THRESHOLD, keep_freed_memory, set_malloc
 
 NUM_SLICES = 24
-"""Of one run. With many more of them, what an arm's first step finds in the caches would be all that is measured: 24
-cost 3 % in all arms."""
+"""Slices of one run. The first step of a slice finds cold caches: with 24 slices this costs 3 % in all arms, with more
+slices it would dominate."""
 _FIRST_SLICE_S = math.inf
-"""An arm's first run is one slice: how long it takes is not known, and engines would learn from steps with cold caches
-what steps take."""
+"""Length of an arm's first run, which is one slice. Its duration is not known yet, and engines would learn wrong step
+times from steps with cold caches."""
 _MMAP_MAX, _ARENA_MAX = -4, -8
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
 
 
 class SlicedArms:
-    """Runs arms in slices, each arm in a thread of its own; arms call `give_way` wherever a slice may end.
+    """Runs each arm in its own thread, one slice at a time; arms call `give_way` where a slice may end.
 
-    Slices are shares of what an arm's last run took: slow and fast arms get over at the same time. Behind another arm's
-    slice the caches are cold, so arms that are to be compared must give way at the same places.
+    A slice is a share of an arm's last run, so slow and fast arms finish at the same time. Caches are cold after
+    another arm's slice, so arms that are compared must give way at the same places.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Start a thread for each arm. They last: libraries keep what they prepared by thread."""
+        """Start a thread for each arm. Threads stay alive, since libraries keep prepared state per thread."""
         num_threads = torch.get_num_threads()
         self._threads = {name: ThreadPoolExecutor(1, name, torch.set_num_threads, (num_threads,)) for name in names}
         self._slice_s = dict.fromkeys(names, _FIRST_SLICE_S)
         self._order: deque[str] = deque()
-        """Arms that are not over; the slice is the first one's."""
+        """Arms that have not finished; the first one runs."""
         self._changed = threading.Condition()
         self._own = threading.local()
 
@@ -56,14 +56,14 @@ class SlicedArms:
             thread.shutdown()
 
     def give_way(self) -> None:
-        """Let the other arms have their slices first, where the calling one's is over; for arms that `run` runs."""
+        """Let the other arms run if the slice of the calling arm has ended. Only for arms that `run` started."""
         name = self._own.name
         if time.thread_time() >= self._own.slice_end_s and len(self._order) > 1:
             with self._changed:
                 self._order.rotate(-1)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._order[0] == name)
-            self._own.slice_end_s += self._slice_s[name]  # or what steps go beyond would add up, and arms end apart
+            self._own.slice_end_s += self._slice_s[name]  # overruns must not add up
 
     def run(self, arms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Run all arms, each once; return the CPU-seconds of each."""
@@ -88,15 +88,14 @@ class SlicedArms:
 
 
 def keep_memory(num_bytes: int) -> None:
-    """Let all threads take memory from one heap of so many bytes at least, which keeps what they free.
+    """Let all threads allocate from one heap of at least ``num_bytes``, which keeps freed memory.
 
-    A rank of the strategy keeps what it frees. Threads have a heap each, which goes back at the end of a run or does
-    not, as its blocks happen to lie: arms that do the same differed by up to 4 %, in page faults alone. The heap is
-    touched now, and has to hold what all arms take at a time, or the last one makes room for all others. Where the C
-    library is not glibc, nothing is done.
+    A rank of the strategy keeps the memory it frees. By default each thread has a heap, and whether it is returned
+    after a run depends on its blocks. Equal arms differed by up to 4 % through page faults alone. The heap is touched
+    now and must hold the memory of all arms at once. Does nothing without glibc.
     """
     if keep_freed_memory():
         set_malloc(_ARENA_MAX, 1)
         set_malloc(_MMAP_MAX, 0)
-        set_malloc(TRIM_THRESHOLD, -1)  # what all arms free may be more than a rank does
+        set_malloc(TRIM_THRESHOLD, -1)  # all arms together may free more than one rank does
         torch.zeros(num_bytes, dtype=torch.uint8)

@@ -1,14 +1,14 @@
-"""CPU-seconds of generation with drafted tokens: fixed depths, and the depth chosen in every step, beside none.
+"""CPU-seconds of generation with drafted tokens: adaptive depth, fixed depths, and no drafts.
 
-Text, models and how these learnt it are in `speculative_models`. A model whose own first blocks draft learns with a
-second loss, read off behind those blocks and added to the first; models that were never trained so have blocks that
-hardly draft at all, and the figures of "blocks" are not theirs.
+Text and models are those of `speculative_models`. The first blocks of a target learn to draft by a second loss. Models
+without this training have blocks that hardly draft, so the figures of "blocks" do not hold for them.
 
-A cell is a model, a batch size and a drafter. Its arms run in one process, a slice of each at a time (see `slices`), by
-CPU time of one thread each, which is the clock of their engines as well. Every turn has a seed of its own, and in a
-turn every arm has to draw the same tokens. Engines are warm, as they are from the second iteration of a training run
-on: before the first turn each arm generated once, in which the controller measures costs. History holds one earlier
-response to every prompt, drawn with another seed.
+A cell is a model, a batch size and a drafter. Its arms run in one process, a slice of each at a time (see `slices`), on
+one thread each. Seconds, and the clock of the engines, are CPU time of that thread. Every turn has its own seed, and
+all arms of a turn must draw the same tokens. Each arm generates once before the first turn, in which the controller
+measures costs. History holds one earlier response to every prompt, drawn with another seed.
+
+Run ``python -m benchmarks.speculative``.
 """
 
 from __future__ import annotations
@@ -48,49 +48,49 @@ NONE = "0"
 OVER_BEST_FIXED = 0.97
 OVER_NONE = 0.98
 WITH_A_GOOD_DRAFTER = {1: 1.8, 4: 1.3}
-"""By batch: times faster than no speculation, with the best drafter."""
+"""Batch size -> least speed-up over no speculation, with the best drafter."""
 PLANNER_SHARE = 0.01
 _HEAP_BYTES = 3 << 30
-"""More than all arms of a cell take at a time."""
+"""Heap size, larger than the memory of all arms of a cell."""
 _MOST_DIFFERING = 0.05
-"""Share of responses that rounding may change: a product of other shapes may round a draw to a neighbouring token."""
+"""Share of responses that rounding may change: products of other shapes round differently and can change a draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured."""
+    """Models, cells and turns to measure."""
 
     models: tuple[str, ...] = ("3m", "40m")
     batches: tuple[int, ...] = (1, 4, 16, 32)
     depths: tuple[int, ...] = (2, 4, 8)
-    """Besides 0."""
+    """Fixed depths, without 0."""
     new_tokens: int = LONGEST - PROMPT_TOKENS
     cell_s: float = 80.0
-    """CPU-seconds for which a cell takes turns, about."""
+    """Approximate CPU-seconds of a cell."""
     least_turns: int = 12
     most_turns: int = 20
     seed: int = 1
     temperature: float = 1.0
-    """Of sampling. At 5 and above no drafter predicts the text."""
+    """Temperature of sampling. At 5 and above no drafter predicts the text."""
 
     def with_turns(self, times: int) -> Settings:
-        """Return the same with so many times the turns of every cell."""
+        """Return settings with ``times`` as many turns in every cell."""
         turns = {name: times * getattr(self, name) for name in ("cell_s", "least_turns", "most_turns")}
         return replace(self, **turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A target, and a small model of the same text."""
+    """Target model, and a small model of the same text."""
 
     name: str
     target: PreTrainedModel
     draft: PreTrainedModel
     draft_blocks: int
-    """How many of the target's blocks learnt to draft."""
+    """Blocks of the target that learnt to draft."""
 
     def make_drafter(self, name: str) -> Drafter:
-        """Return a new drafter that knows nothing yet; ``name`` "0": one that drafts nothing."""
+        """Return a new drafter; ``name`` "0" returns one that drafts nothing."""
         if name == NONE:
             return Drafter()
         if name == "model":
@@ -103,7 +103,7 @@ class Models:
 
 
 class Arm:
-    """One engine, and what it made of each turn."""
+    """One engine, with its results in each turn."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class Arm:
         *,
         temperature: float = 1.0,
     ) -> None:
-        """Draft ``depth`` tokens ahead; None: as many as pay. Models are copied: one engine at a time may use them.
+        """Draft ``depth`` tokens ahead; None: the adaptive depth. Models are copied: one engine may use them.
 
-        ``give_way`` is called before every step, and nowhere else: arms that draft look at the clock more often than
-        others, and would get over with cold caches more often if other arms took turns there.
+        ``give_way`` is called only before each step. Arms that draft read the clock more often; with more such places
+        they would find cold caches more often than others.
         """
 
         def goes_on(has_work: bool) -> bool:
@@ -144,7 +144,7 @@ class Arm:
         )
 
     def take_turn(self, new_tokens: int, first_seed: int) -> None:
-        """Generate with the seed of the next turn and keep the outcome."""
+        """Generate with the seed of the next turn, and keep the result."""
         self.turns.append(tuple(self.generate(new_tokens, first_seed + len(self.turns))))
         self.stats.append(self._engine.stats)
 
@@ -155,14 +155,14 @@ class Arm:
 
 @dataclass(slots=True)
 class Cell:
-    """What one model, batch size and drafter came to."""
+    """Results of one model, batch size and drafter."""
 
     model: str
     batch: int
     drafter: str
     arms: dict[str, Arm] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By arm: CPU-seconds of each turn."""
+    """Arm -> CPU-seconds of each turn."""
 
     @property
     def name(self) -> str:
@@ -170,22 +170,22 @@ class Cell:
         return f"{self.model} B={self.batch} {self.drafter}"
 
     def over_none(self, arm: str) -> float:
-        """Return how many times faster an arm is than no speculation."""
+        """Return the speed-up of an arm over no speculation."""
         return paired_ratio(self.seconds[NONE], self.seconds[arm])
 
     def over_best_fixed(self) -> float:
-        """Return how many times faster the adaptive arm is than the fastest fixed depth, 0 among them."""
+        """Return the speed-up of the adaptive arm over the fastest fixed depth, including 0."""
         return min(paired_ratio(self.seconds[arm], self.seconds[ADAPTIVE]) for arm in self.arms if arm != ADAPTIVE)
 
     def share(self, arm: str, name: str) -> float:
-        """Return the share of an arm's seconds that one of the engine's counts of seconds is."""
+        """Return one of the engine's counts of seconds as a share of the arm's seconds."""
         return self.arms[arm].total(name) / sum(self.seconds[arm])
 
     def num_differing(self, arm: str) -> int:
-        """Return how many responses have other tokens than without speculation.
+        """Return the number of responses with other tokens than without speculation.
 
         Raises:
-            RuntimeError: where these are more than rounding explains.
+            RuntimeError: if there are more than rounding explains.
         """
         pairs = [pair for turns in zip(self.arms[NONE].turns, self.arms[arm].turns, strict=True)
                  for pair in zip(*turns, strict=True)]  # fmt: skip
@@ -193,13 +193,13 @@ class Cell:
         if differing > _MOST_DIFFERING * len(pairs):
             raise RuntimeError(
                 f"{self.name}: arm {arm} drew other tokens than no speculation in {differing} of {len(pairs)} "
-                f"responses; at most {_MOST_DIFFERING:.0%} are rounding's"
+                f"responses; rounding explains at most {_MOST_DIFFERING:.0%}"
             )
         return differing
 
 
 def measure(cell: Cell, models: Models, settings: Settings) -> None:
-    """Let the arms of a cell take turns, as many as fit its seconds."""
+    """Run the arms of a cell in turns, as many as fit its seconds."""
     text = markov_text(cell.batch, PROMPT_TOKENS, seed=10_000_000 + settings.seed)
     prompts = [tuple(row) for row in text.tolist()]
     depths: dict[str, int | None] = {NONE: 0, **{str(depth): depth for depth in settings.depths}, ADAPTIVE: None}
@@ -217,7 +217,7 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
         }
         cell.seconds = {name: [] for name in turns}
         gc.collect()
-        gc.freeze()  # or an arm that made more objects would go through all those of the models now and then
+        gc.freeze()  # so that collections of an arm's objects skip those of the models
         num_turns = 1
         while len(cell.seconds[NONE]) < num_turns:
             for name, seconds in sliced.run(turns).items():
@@ -229,21 +229,21 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
 def warm_up(
     cell: Cell, prompts: Sequence[Sequence[int]], earlier: Sequence[Completion], settings: Settings, sliced: SlicedArms
 ) -> None:
-    """Give every arm an earlier response to each prompt, and generate once with another seed.
+    """Pass an earlier response to each prompt to every arm, and generate once with another seed.
 
-    Those responses are no arm's of the cell: one that has run before, and not in its own thread, ran 1 % faster than
-    its likes.
+    The responses come from a separate engine. An arm that had already generated, outside its own thread, ran 1 %
+    faster.
     """
     for arm in cell.arms.values():
         remember(arm.drafter, prompts, earlier)
     sliced.run({name: lambda arm=arm: arm.generate(settings.new_tokens, settings.seed + 1)  # type: ignore[misc]
                 for name, arm in cell.arms.items()})  # fmt: skip
     for arm in cell.arms.values():
-        remember(arm.drafter, prompts, earlier)  # in place of those just made: history keeps one
+        remember(arm.drafter, prompts, earlier)  # replaces the responses of the warm-up: history keeps one
 
 
 def remember(drafter: Drafter, prompts: Sequence[Sequence[int]], responses: Sequence[Completion]) -> None:
-    """Tell a drafter of responses made elsewhere; one that has no use for them forgets them."""
+    """Pass responses made elsewhere to a drafter; drafters without history ignore them."""
     drafter.receive_news([(tuple(prompts[response.prompt_index]), response.token_ids) for response in responses])
 
 
@@ -268,7 +268,7 @@ def judge_cell(cell: Cell, report: BenchmarkReport) -> None:
 
 
 def judge(cells: Sequence[Cell], report: BenchmarkReport) -> None:
-    """Add the targets of all cells together: those of the best drafter, and the planner's."""
+    """Add the targets over all cells: those of the best drafter, and the planning share."""
     for model in dict.fromkeys(cell.model for cell in cells):
         for batch, target in WITH_A_GOOD_DRAFTER.items():
             ratios = {cell.drafter: cell.over_none(ADAPTIVE) for cell in cells
@@ -281,14 +281,14 @@ def judge(cells: Sequence[Cell], report: BenchmarkReport) -> None:
 
 
 def chosen_cells(settings: Settings, only: Sequence[str]) -> list[Cell]:
-    """Return the cells whose names contain one of ``only``, all if there are none, with nothing measured yet."""
+    """Return unmeasured cells whose names contain one of ``only``; all cells if it is empty."""
     cells = [Cell(model, batch, drafter)
              for model in settings.models for batch in settings.batches for drafter in DRAFTERS]  # fmt: skip
     return [cell for cell in cells if not only or any(text in cell.name for text in only)]
 
 
 def train_models(recipe: Recipe, report: BenchmarkReport) -> Models:
-    """Train a target and its draft model, and note how well they know the text."""
+    """Train a target and its draft model, and report their losses."""
     begin = time.process_time()
     target, loss = train(recipe)
     draft, draft_loss = train(RECIPES["draft"], seed=1)
@@ -308,7 +308,7 @@ def run(
     only: Sequence[str] = (),
     after_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
-    """Measure all cells, one model after the other; ``after_cell`` is called when a cell's figures are reported."""
+    """Measure all cells, one model after the other; ``after_cell`` is called after each cell's report."""
     cells = chosen_cells(settings, only)
     report.settings |= {each.name: getattr(settings, each.name) for each in fields(settings)}
     models: Models | None = None
@@ -327,12 +327,14 @@ def run(
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--seed", type=int, default=1, help="of prompts and sampling")
+    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and sampling")
     parser.add_argument(
         "--only", nargs="+", default=[], help='only cells whose name contains one of these: "3m B=4 history"; or "grpo"'
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling; 5: text that no drafter predicts")
-    parser.add_argument("--times", type=int, default=1, help="so many times the turns, for cells that are hard to tell")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="temperature of sampling; no drafter predicts the text at 5"
+    )
+    parser.add_argument("--times", type=int, default=1, help="multiple of the turns, for more precision")
     parser.add_argument("--quick", action="store_true", help="the small model, batches 1 and 4, few turns")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -345,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = BenchmarkReport("speculative", seeds=(options.seed,), settings={"clock": "CPU time of a thread"})
 
     def keep(cell: Cell) -> None:
-        """Print and write what a run that is ended later would lose: all cells take half an hour and more."""
+        """Print and write the results so far: all cells take half an hour or more, and a run may be stopped."""
         over_none, over_best = cell.over_none(ADAPTIVE), cell.over_best_fixed()
         print(f"{cell.name}: {over_none:.3f} over none, {over_best:.3f} over the best fixed depth", flush=True)
         report.write(options.json)

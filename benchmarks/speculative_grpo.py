@@ -1,6 +1,7 @@
-"""How many tokens a step does the history drafter get from a real policy, which learns between two epochs?
+"""Tokens per step of the history drafter for a policy that learns between two epochs.
 
-The demo's task and model, on one process: words to sort, GRPO at temperature 1, eight responses to each prompt.
+The task and model are those of the demo, on one process: words to sort, GRPO at temperature 1, eight responses to each
+prompt.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from examples import report as demo_report
 from lightning_realloc import GRPO, ReallocStrategy, Speculation
 
 TOKENS_PER_STEP = 1.5
-"""What drafts come to in every epoch but the first, where they are always as long as `ALWAYS`."""
+"""Least tokens per row and step with drafts of length `ALWAYS`, in every epoch but the first."""
 ALWAYS = 4
 DEPTHS = (0, None, ALWAYS)
-"""None, as many tokens as pay, and always four: a depth chosen for seconds does not aim at tokens per step."""
+"""Draft lengths: none, adaptive, and always four. The adaptive length minimises seconds rather than steps."""
 SETTINGS = demo.Settings(
     num_prompts=256, epochs=3, num_ranks=1, warm_up_layout="dp1", generate_layout="dp1", infer_layout="dp1",
     train_layout="dp1",
 )  # fmt: skip
-"""The demo's, with eight iterations an epoch, on one process."""
+"""Settings of the demo, with eight iterations an epoch on one process."""
 
 
 class TokensPerStep(Callback):
-    """Keeps what every iteration logged of drafting and of rewards."""
+    """Keeps the logged drafting rates, rewards and seconds of each iteration."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
         self.rewards: list[float] = []
         self.seconds: list[float] = []
-        """Wall seconds of generating."""
+        """Wall seconds of generation."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what was logged."""
+        """Keep the logged metrics."""
         self.rates.append(float(trainer.callback_metrics["tokens_per_step/actor.generate"]))
         self.rewards.append(float(trainer.callback_metrics["reward"]))
         self.seconds.append(float(trainer.callback_metrics["seconds/actor.generate"]))
 
 
 def measure_grpo(report: BenchmarkReport, settings: demo.Settings = SETTINGS) -> None:
-    """Train by the demo's GRPO with earlier responses as drafts, and add an epoch's tokens per row and step.
+    """Train with the demo's GRPO and drafts from earlier responses; add a row per depth and epoch.
 
-    One row per depth and epoch. The first epoch drafts by finished siblings and the sample's own text alone. The target
-    asks what drafts are worth, in the worst epoch but the first; whether to make them is the default depth's to choose,
-    by seconds, and the rows tell what it chose.
+    In the first epoch, drafts come only from finished responses of the same prompt and the sample's own text. The
+    target is for always-on drafts, in the worst epoch but the first. The adaptive depth decides by seconds whether to
+    draft.
     """
     demo_report.silence_hints()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

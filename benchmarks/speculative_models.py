@@ -1,8 +1,8 @@
-"""What the speculation benchmark generates: predictable text, and models that learnt it a moment ago.
+"""Predictable text for `benchmarks.speculative`, and models that learn it first.
 
-With random weights nothing can be foreseen, and a drafter is worth nothing. The text is a Markov chain of order 2 with
-an entropy of 0.27 nats a token. That is a policy quite sure of its words; for one that is less so, every figure of
-speculation is smaller.
+Text of random weights is unpredictable, so drafts of it are rejected. This text is a Markov chain of order 2 with an
+entropy of 0.27 nats a token, like a confident policy's. For a less confident policy every figure of speculation is
+smaller.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lightning_realloc.generation.speculative.draft_model import first_blocks
 
 VOCABULARY = 256
 CHANCES = (0.94, 0.04, 0.02)
-"""Of the three tokens that may follow."""
+"""Probabilities of the three tokens that may follow."""
 LONGEST = 128
-"""Tokens of a prompt and its response, and of a row of training text."""
+"""Tokens of a prompt with its response, and of a row of training text."""
 _FIRST_TOKEN = 3
 _NUM_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Shape of a Llama, and how it learns the text."""
+    """Shape of a Llama, and its training."""
 
     name: str
     hidden_size: int
@@ -38,7 +38,7 @@ class Recipe:
     rows_per_step: int
     learning_rate: float
     draft_blocks: int | None = None
-    """First blocks that learn to predict the text by themselves, too; None: only the whole model does."""
+    """First blocks that also learn to predict the text; None: only the whole model learns."""
 
 
 RECIPES = {
@@ -52,9 +52,9 @@ RECIPES = {
 
 
 def markov_text(num_rows: int, length: int, *, seed: int) -> Tensor:
-    """Return rows (num_rows, length) of token ids, each drawn by the token before it and the group of the one before.
+    """Return token ids (num_rows, length). The previous token and the group of the one before choose each token.
 
-    A group is a half of the vocabulary. Which three tokens may follow is the same for every ``seed``.
+    A group is half of the vocabulary. The three tokens that may follow are the same for every ``seed``.
     """
     table = torch.Generator().manual_seed(0)
     followers = torch.randint(_FIRST_TOKEN, VOCABULARY, (_NUM_GROUPS, VOCABULARY, len(CHANCES)), generator=table)
@@ -68,10 +68,10 @@ def markov_text(num_rows: int, length: int, *, seed: int) -> Tensor:
 
 
 def train(recipe: Recipe, *, seed: int = 0) -> tuple[PreTrainedModel, float]:
-    """Return a model in float32 that learnt the text, and its loss in nats a token at the last step.
+    """Return a float32 model that learnt the text, and its loss in nats a token at the last step.
 
-    The loss of the first ``recipe.draft_blocks`` blocks, read through the model's own last norm and head, is added to
-    the whole model's in every step: blocks that were never asked for a token cannot draft one.
+    Every step adds the loss of the first ``recipe.draft_blocks`` blocks, through the model's own last norm and head.
+    Without that loss the blocks cannot draft.
     """
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,

@@ -1,8 +1,10 @@
-"""How many sequences per CPU-second does GRPO train here, and how many under TRL, for one workload?
+"""Sequences per CPU-second of a GRPO step with this package and with TRL.
 
-Both train the same random model from the same folder, on the same prompts and reward, with the same numbers of
-sequences and tokens per step, in one process with one thread each. The two processes live side by side and take turns.
-CPU time is that of the whole process, from the first measured step's beginning to the last one's end.
+Both arms train the same random model from the same folder, on the same prompts and reward. A step has the same numbers
+of sequences and tokens. Each arm has its own process with one thread; the two processes take turns. CPU time is that of
+the whole process, from the start of the first measured step to the end of the last one.
+
+Run ``python -m benchmarks.trl``; it needs TRL.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ TARGET_RATIO = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained, and for how long."""
+    """Model, batch and number of steps."""
 
     architecture: str = "qwen2"
     hidden_size: int = 256
@@ -55,18 +57,18 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one arm's steps took."""
+    """Measurements of one turn of one arm."""
 
     cpu_s: float
-    """CPU time of the measured steps, all of them."""
+    """CPU time of all measured steps."""
     wall_s: float
     """Wall time of the same steps."""
     rewards: tuple[float, ...]
-    """Mean reward of every step, those of the warm-up included."""
+    """Mean reward of each step, with the warm-up."""
     new_tokens: float
-    """Mean response length: the arms must have drawn the same."""
+    """Mean response length, which must be the same in both arms."""
     peak_bytes: int
-    """The process's largest resident set so far."""
+    """Largest resident set of the process so far."""
 
 
 class GroupTimer:
@@ -76,15 +78,15 @@ class GroupTimer:
         self._begin = self._end = (0.0, 0.0)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the clocks."""
         self._begin = time.process_time(), time.perf_counter()
 
     def stop(self) -> None:
-        """End; may be called again later."""
+        """Stop the clocks; a later call moves the end."""
         self._end = time.process_time(), time.perf_counter()
 
     def turn(self, rewards: list[float], new_tokens: list[float]) -> Turn:
-        """Return what was measured, with what the steps were about."""
+        """Return the measured times, with rewards, lengths and peak memory."""
         cpu_s, wall_s = (end - begin for begin, end in zip(self._begin, self._end, strict=True))
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Turn(cpu_s, wall_s, tuple(rewards), sum(new_tokens) / len(new_tokens), peak_bytes)
@@ -94,7 +96,7 @@ class GroupTimer:
 
 
 def save_model(work: Workload, folder: str) -> int:
-    """Write the random model and its tokenizer, which both arms load, and return its number of weights."""
+    """Write the random model and its tokenizer for both arms; return its number of weights."""
     from benchmarks.workload import random_model
 
     model, tokenizer = random_model(
@@ -138,7 +140,7 @@ def train_with_realloc(work: Workload, folder: str) -> Turn:
 
 
 def train_with_trl(work: Workload, folder: str) -> Turn:
-    """Train with ``trl.GRPOTrainer``: its defaults, but for what the workload fixes."""
+    """Train with ``trl.GRPOTrainer``, with its defaults where the workload fixes nothing."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -189,7 +191,7 @@ def train_with_trl(work: Workload, folder: str) -> Turn:
 
 
 def serve(arm: str, work: Workload, folder: str, connection: Connection) -> None:
-    """Train one arm each time something comes through ``connection``, until it is closed; send what each took."""
+    """Train one arm for each message from ``connection`` until it is closed, and send the measurements."""
     be_quiet()
     train = {"realloc": train_with_realloc, "trl": train_with_trl}[arm]
     while True:
@@ -220,7 +222,7 @@ def _workers(work: Workload, folder: str) -> Iterator[dict[str, Connection]]:
 
 
 def take_turns(work: Workload, turns: int) -> dict[str, list[Turn]]:
-    """Return every arm's turns."""
+    """Return the turns of each arm."""
     measured: dict[str, list[Turn]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as folder:
         save_model(work, folder)
@@ -256,9 +258,9 @@ def fill(report: BenchmarkReport, work: Workload, measured: Mapping[str, list[Tu
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure both arms in turn and report."""
+    """Measure both arms in turns and report."""
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=3, help="turns that each arm has")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each arm")
     parser.add_argument("--steps", type=int, default=Workload().steps, help="measured steps in a turn")
     options: argparse.Namespace = parser.parse_args(arguments)
     if importlib.util.find_spec("trl") is None:

@@ -1,7 +1,7 @@
-"""vLLM beside the engine, in a process of its own: it pins other versions of torch and transformers than ours.
+"""Arm of `benchmarks.generation` that runs vLLM in its own process, with other versions of torch and transformers.
 
-The child measures its own CPU time around vLLM's calls, and its log-probabilities are compared with a forward of our
-model, so that both arms are known to run the same weights, after a hand-over too.
+The child measures its CPU time around vLLM's calls. Its log-probabilities are compared with a forward pass of the
+model, so both arms have the same weights, also after a hand-over.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
 class VllmUnavailableError(Exception):
-    """vLLM cannot be measured here, and why."""
+    """vLLM cannot run here; the message has the reason."""
 
 
 class VllmArm:
-    """A vLLM that holds a copy of a model; a context, at whose end its process is over."""
+    """vLLM with a copy of a model; a context manager, which ends the process."""
 
     def __init__(self, python: Path, model: PreTrainedModel, *, max_sequences: int) -> None:
-        """Start vLLM by its interpreter and wait until it is up.
+        """Start vLLM with its interpreter and wait until it is ready.
 
         Raises:
-            VllmUnavailableError: where there is no such interpreter, or vLLM does not come up.
+            VllmUnavailableError: if the interpreter does not exist or vLLM does not start.
         """
         self._model = model
         self._folder = TemporaryDirectory()
@@ -68,7 +68,7 @@ class VllmArm:
         return float(answer["cpu_s"])
 
     def hand_over(self) -> float:
-        """Give vLLM the model's weights of now; return its CPU-seconds from tensors in memory to the next prompt."""
+        """Send the model's current weights to vLLM; return the CPU-seconds of loading them from memory."""
         path = Path(self._folder.name) / "update" / "weights.safetensors"
         path.parent.mkdir(exist_ok=True)
         save_file({name: parameter.detach() for name, parameter in self._model.named_parameters()}, path)
@@ -76,18 +76,18 @@ class VllmArm:
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         assert self._child.stdin is not None and self._child.stdout is not None
-        with suppress(BrokenPipeError):  # its last words, if any, say why
+        with suppress(BrokenPipeError):  # the child's last line, if any, has the reason
             print(json.dumps(request), file=self._child.stdin, flush=True)
         line = self._child.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._exit_reason()}
         if "error" in answer:
             self._close()
             raise VllmUnavailableError(f"vLLM does not run: {answer['error']}")
         return answer
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         code, said = self._child.wait(), self._log.read_text().strip()
-        return f"it ended with {code}; the last that it said is {said.splitlines()[-1] if said else 'nothing'!r}"
+        return f"it ended with {code}; its last line of output is {said.splitlines()[-1] if said else 'nothing'!r}"
 
     def _close(self) -> None:
         self._child.communicate(timeout=60)

@@ -1,7 +1,7 @@
-"""vLLM on CPU, driven line by line over standard input: the far end of `vllm_arm`, run by vLLM's own interpreter.
+"""vLLM on CPU, controlled by one JSON object per line on standard input; the child process of `vllm_arm`.
 
-Nothing of this repository is imported. One JSON object per line comes in and one goes out; seconds are this process's
-CPU time around vLLM's own call. In process, one thread, no compilation: settings that vLLM runs with on CPU.
+vLLM's own interpreter runs this file, which imports nothing from this repository. Seconds are CPU time of this process
+around vLLM's calls. vLLM runs in this process with one thread and without compilation.
 """
 
 import json
@@ -19,7 +19,7 @@ os.environ.update(
 def main():
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints goes to standard error
+    os.dup2(2, 1)  # vLLM's own output goes to standard error
 
     def answer(**values):
         print(json.dumps(values), file=answers, flush=True)

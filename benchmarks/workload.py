@@ -1,4 +1,4 @@
-"""What do benchmarks train on? Nothing that has to be downloaded: a tokenizer of bytes, random models, random text."""
+"""Tokenizer, random models and random text for benchmarks, without downloads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ step."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte behind <pad>, <bos> and <eos>; ids beyond them decode to nothing."""
+    """Return a tokenizer with one token per byte after <pad>, <bos> and <eos>; larger ids decode to nothing."""
     tokens = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())]
     byte_level = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     byte_level.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -39,7 +39,7 @@ def random_texts(count: int, *, length: int, seed: int) -> list[str]:
 
 
 def share_of_vowels(completions: Sequence[str], **_: object) -> list[float]:
-    """Reward the share of vowels in a completion: a rule that a tiny policy climbs within a few steps."""
+    """Reward the share of vowels in a completion, which a tiny policy learns to raise within a few steps."""
     return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]
 
 

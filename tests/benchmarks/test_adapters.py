@@ -1,4 +1,4 @@
-"""Does the benchmark of adapters judge what it measured, and run at all?"""
+"""Targets of the benchmark of adapters, and tiny runs of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.workers import WorkerPool
 TURN = Turn(trained_bytes=100, moved=(1100, 100, 101), held=(500, 500), home=(200, 200))
 
 
-def test_what_moves_beyond_adapters_and_a_second_base_are_told() -> None:
+def test_moves_beyond_adapters_and_a_second_base_miss_targets() -> None:
     turns = {(name, precision): TURN for name in ARMS for precision in PRECISIONS}
     turns["lora", "bf16-mixed"] = replace(TURN, held=(501, 500), home=(100, 100))
     turns["dora", "32-true"] = replace(TURN, moved=(1100, 100, 103))
@@ -27,7 +27,7 @@ def test_what_moves_beyond_adapters_and_a_second_base_are_told() -> None:
 
 
 def run_tiny() -> tuple[Turn, Turn]:
-    """Run the judged arms."""
+    """Run the arms that have targets."""
     return run_arm("lora", "32-true", TINY), run_arm("lora, no reference", "bf16-mixed", TINY)
 
 

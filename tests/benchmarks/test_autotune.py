@@ -1,4 +1,4 @@
-"""Does the benchmark of tuning judge what it measures as it says?"""
+"""Targets and rows of the benchmark of tuning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOUND = Found(SETTINGS[0], {"fsdp4": RUN}, SECONDS, LOSSES, ((0.5,), (0.25,)))
 
 
 def targets(found: Found) -> dict[str, tuple[float, bool]]:
-    """Return the judgement on one setting."""
+    """Return the targets of one setting."""
     report = BenchmarkReport("autotune")
     judge(report, [found])
     return {target.name: (target.value, target.met) for target in report.targets}
@@ -33,8 +33,8 @@ def targets(found: Found) -> dict[str, tuple[float, bool]]:
 
 def test_a_good_cell_meets_every_target() -> None:
     assert targets(FOUND) == {
-        "speed beside the best static plan, worst cell": (1.5, True),
-        "speed beside the start, worst cell": (3.0, True),
+        "speed over the best static plan, worst cell": (1.5, True),
+        "speed over the start, worst cell": (3.0, True),
         "overhead in 200 iterations, worst cell": (pytest.approx(6 / 216), True),  # of 6 s + 5 x 3 s + 195 x 1 s
         "largest difference of losses and scores": (0.0, True),
     }
@@ -43,7 +43,7 @@ def test_a_good_cell_meets_every_target() -> None:
 
 def test_a_slow_costly_or_wrong_cell_is_found() -> None:
     slow = replace(FOUND, seconds=SECONDS | {key(MIXED): [1.6] * 3})
-    assert not targets(slow)["speed beside the best static plan, worst cell"][1]
+    assert not targets(slow)["speed over the best static plan, worst cell"][1]
     costly = replace(FOUND, tuned={"fsdp4": replace(RUN, costs={"search": 12.0})})
     assert not targets(costly)["overhead in 200 iterations, worst cell"][1]
     for other in ({"losses": LOSSES | {("actor", 0): 0.6}}, {"scores": ((0.6,),)}):
@@ -68,7 +68,7 @@ def test_a_loss_counts_for_the_iteration_it_is_of() -> None:
     assert {at: loss for (role, at), loss in losses.items() if role == "critic"} == {n: float(n) for n in range(6)}
 
 
-def test_rows_tell_plans_in_short() -> None:
+def test_rows_have_plans_as_short_text() -> None:
     assert describe(STATIC["dp4"]) == "dp4@0-3"
     assert describe(MIXED) == "dp4@0-3: generate, reference, reward, values, critic; fsdp2@0-1 8: actor"
     report = BenchmarkReport("autotune")

@@ -1,4 +1,4 @@
-"""Does the benchmark of compiled blocks judge what it measured, and run at all?"""
+"""Rows of the benchmark of compiled blocks, and a tiny run of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness import BenchmarkReport
 from tests.workers import WorkerPool
 
 
-def test_the_first_iteration_is_told_apart_and_losses_are_compared() -> None:
+def test_the_first_iteration_has_its_own_columns_and_losses_are_compared() -> None:
     plain = [Fit((2.0, 1.0, 1.0), (3.0, 2.0, 1.0))] * 2
     compiled = [Fit((30.0, 0.5, 0.5), (3.0, 2.0, 1.0)), Fit((5.0, 0.5, 1.0), (3.0, 2.0, 1.5))]
     report = BenchmarkReport("compiled")

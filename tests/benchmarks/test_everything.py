@@ -1,4 +1,4 @@
-"""Does the benchmark of everything on beside everything off compare what it says, and run at all?"""
+"""Comparison of both arms in `benchmarks.everything`, and a tiny run of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
     assert merge([first, second]) == RUN
 
 
-def test_what_ranks_in_tensor_parallelism_accepted_together_counts_once() -> None:
+def test_tokens_accepted_by_ranks_in_tensor_parallelism_count_once() -> None:
     ranks = [Readings([0.25], [{0: (5, 6), 1: (7,)}], [1.0], [0.5], accepted=2, weights="ab") for _ in range(2)]
     assert merge(ranks).accepted == 2
     ranks[1].tokens = [{2: (5, 6), 3: (7,)}]

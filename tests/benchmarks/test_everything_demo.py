@@ -1,4 +1,4 @@
-"""Does the demo's GRPO run in both arms, and is it the same in both, though ranks generate together?"""
+"""Tiny run of the demo with drafting and sample rebalancing, and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the benchmark of fused inference put its ranks' readings together, and run at all?"""
+"""Combined measurements of the benchmark of fused inference, and a tiny run of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_iteration_is_a_share_of_the_slowest_ranks_seconds() -> None:
     assert merge([first, second], 2) == expected
 
 
-def test_losses_count_by_their_size_and_missed_targets_are_told() -> None:
+def test_losses_differ_relatively_and_missed_targets_are_reported() -> None:
     near = replace(TURN, losses=(0.5 + 2**-20, 100.0 + 2**-17), seconds=5.0, hidden_s=1.0)
     assert loss_difference(near, TURN) == 2**-20  # of 0.5; of 100 it is 2**-17 / 100
     report = BenchmarkReport("fusion")
@@ -37,12 +37,14 @@ def test_losses_count_by_their_size_and_missed_targets_are_told() -> None:
 
 
 def run_tiny() -> tuple[Turn, Turn, Turn]:
-    """Run the judged arms."""
+    """Run the arms that have targets."""
     return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY), run_arm(FREEING, TINY)
 
 
 def test_a_tiny_run_hides_inference_and_learns_the_same(workers: WorkerPool) -> None:
-    for _ in range(6):  # on cores shared with others, the second rank may come to read only when all is generated
+    for _ in range(
+        6
+    ):  # on cores shared with others, the second rank may start to read only after all samples are generated
         whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
         assert whole.tokens == parts.tokens
         assert loss_difference(parts, whole) <= 1e-5

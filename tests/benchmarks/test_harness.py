@@ -1,4 +1,4 @@
-"""Do benchmarks time their arms in turn, and say honestly which targets they missed?"""
+"""Turns of arms, missed targets and JSON of a benchmark."""
 
 from __future__ import annotations
 

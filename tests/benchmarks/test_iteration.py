@@ -1,4 +1,4 @@
-"""Does the iteration benchmark put four ranks' readings together, and judge them, as it says?"""
+"""Combined measurements and targets of the iteration benchmark."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _judged(turns: dict[str, Turn]) -> dict[str, Any]:
     return {target.name: (target.value, target.met) for target in report.targets}
 
 
-def test_the_fastest_reallocating_arm_is_held_against_static_and_against_what_fits_its_memory() -> None:
+def test_the_fastest_reallocating_arm_is_compared_with_static_and_with_arms_that_fit_its_memory() -> None:
     targets = _judged(
         {
             "fsdp4": replace(TURN, seconds=40.0),

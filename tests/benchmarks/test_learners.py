@@ -1,4 +1,4 @@
-"""Does the benchmark of all algorithms know all of them, and judge their runs as it says?"""
+"""Learners of all algorithms, their scores and their targets."""
 
 from __future__ import annotations
 

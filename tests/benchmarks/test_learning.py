@@ -1,4 +1,4 @@
-"""Does the benchmark of learning judge curves as it says, and give both arms one task?"""
+"""Curves and targets of the learning benchmark, and equal data for both arms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from benchmarks import learning
 from benchmarks.harness import BenchmarkReport
 from benchmarks.learning_arms import Curve, run
-from benchmarks.learning_task import QUICK, Task, held_out, held_out_accuracy, response, rows_of, save_model
+from benchmarks.learning_task import QUICK, Task, draw_rows, held_out, held_out_accuracy, response, save_model
 from benchmarks.workload import share_of_vowels
 from tests.workers import WorkerPool
 
@@ -24,7 +24,7 @@ def curve(*scores: float, seconds: float = 1.0, final: float = 0.0) -> Curve:
     return Curve(scores, times, times, final)
 
 
-def test_the_clock_is_read_when_the_mean_of_a_window_is_high_enough() -> None:
+def test_seconds_are_read_when_the_mean_of_a_window_reaches_the_score() -> None:
     # Means of two: 0.45, 0.4, 0.6.
     assert curve(0.2, 0.7, 0.1, 1.1, seconds=2.0).seconds_to(0.6, window=2) == 8.0
     assert curve(0.2, 0.7, 0.1, 1.1).seconds_to(0.6, window=1) == 2.0
@@ -32,7 +32,7 @@ def test_the_clock_is_read_when_the_mean_of_a_window_is_high_enough() -> None:
     assert curve(0.9).seconds_to(0.5, window=2) is None
 
 
-def test_a_run_that_never_gets_there_is_a_miss_and_a_judge_that_never_does_counts_whole() -> None:
+def test_a_run_that_never_reaches_the_score_is_a_miss_and_all_seconds_of_trl_count_if_it_never_does() -> None:
     fast, slow, never = curve(0.5, 0.5), curve(0.5, 0.5, seconds=4.0), curve(0.1, 0.1, 0.1)
     curves = {"trl": [slow, fast, never, never], "realloc": [fast, never, fast, never]}
     assert learning.paired_shares(curves, 0.5, window=2) == [0.25, learning.NEVER, pytest.approx(2 / 3), learning.NEVER]
@@ -63,20 +63,20 @@ def test_one_seed_has_no_targets() -> None:
 
 def test_chosen_responses_have_more_vowels_and_nothing_held_out_is_learnt() -> None:
     task, rng = Task(), random.Random(0)
-    learnt, kept = rows_of(task, "dpo", 0), held_out(task)
+    learnt, kept = draw_rows(task, "dpo", 0), held_out(task)
     assert len(learnt) == 30 * 24 and len(kept) == 256
     for row in learnt:
         more, less = share_of_vowels([row["chosen"], row["rejected"]])
         assert more - less >= 0.25
     assert not {row["prompt"] for row in learnt} & {row["prompt"] for row in kept}
-    assert rows_of(task, "dpo", 0) == learnt != rows_of(task, "dpo", 1)
+    assert draw_rows(task, "dpo", 0) == learnt != draw_rows(task, "dpo", 1)
     lengths = [len(response(task, rng)) for _ in range(2000)]
     # Geometric with mean 16, cut off at 63: the mean is 16 * (1 - (15/16)^63) = 15.7.
     assert 14.5 < sum(lengths) / 2000 < 17 and (min(lengths), max(lengths)) == (1, 63)
 
 
 def train_both(folder: str) -> tuple[Curve, Curve, float]:
-    """Run both families here for three steps, and judge weights that did not change."""
+    """Run both families for three steps; return the accuracy of unchanged weights too."""
     save_model(QUICK, folder, seed=0)
     from transformers import AutoModelForCausalLM
 

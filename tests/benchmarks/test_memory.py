@@ -1,4 +1,4 @@
-"""Is memory that lives counted once, and memory that ranks share told from their own?"""
+"""Live bytes and shared memory of a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from benchmarks.memory import available_bytes, live_bytes, shared_ranges
 
 
-def test_memory_that_several_processes_write_is_told_from_private_memory() -> None:
+def test_shared_memory_differs_from_private_memory() -> None:
     maps = [
         "00001000-00003000 rw-s 00000000 00:01 7 /memfd:realloc (deleted)",
         "00004000-00005000 rw-p 00000000 00:00 0 [heap]",

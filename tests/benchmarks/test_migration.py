@@ -1,4 +1,4 @@
-"""The migration benchmark compares equal work, and judges it by its targets."""
+"""Equal work for all arms of the migration benchmark, and its targets."""
 
 from __future__ import annotations
 

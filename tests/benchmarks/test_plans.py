@@ -1,4 +1,4 @@
-"""Does the benchmark of plans put four ranks' readings together, and judge them, as it says?"""
+"""Combined measurements and targets of the benchmark of plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _arm(name: str) -> Arm:
     return next(arm for arm in ARMS if arm.name == name)
 
 
-def test_the_same_plan_runs_side_by_side_and_in_turn() -> None:
+def test_overlapping_and_in_turn_have_the_same_plan() -> None:
     side_by_side, in_turn = _arm(OVERLAPPING), _arm(IN_TURN)
     assert side_by_side.plan is in_turn.plan is BY_HAND
     assert (side_by_side.overlap, in_turn.overlap) == ("iterations", "none")
@@ -48,7 +48,7 @@ def test_an_iteration_is_a_share_of_the_slowest_ranks_span() -> None:
     assert turn.seconds == 5.0  # 15 seconds for three
     assert turn.cpu_s == 4.0
     assert turn.idle_shares == (0.25, 0.2)
-    assert turn.seconds_per_call["critic.train"] == 3.0  # of the rank that takes part
+    assert turn.seconds_per_call["critic.train"] == 3.0  # the rank that takes part
     assert (turn.bytes_moved, turn.bytes_minimum) == (10, 5)
     assert turn.rollouts == ([[8], [7]],)
 
@@ -83,7 +83,7 @@ def _judged(peak: PeakBytes = CLOSE, **turns: Turn) -> dict[str, Any]:
     return {target.name: (target.value, target.met) for target in report.targets}
 
 
-def test_the_fastest_plan_is_held_against_static_and_overlap_against_none() -> None:
+def test_the_fastest_plan_is_compared_with_static_and_overlap_with_none() -> None:
     targets = _judged(
         static=replace(TURN, seconds=40.0, cpu_s=72.0, bytes_moved=0, bytes_minimum=0),
         heuristic=replace(TURN, seconds=9.0),

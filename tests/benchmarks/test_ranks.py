@@ -1,4 +1,4 @@
-"""Does a benchmark hear from its ranks while they work, and does one that fails end them all?"""
+"""Results and failures of a benchmark's ranks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_answers_come_from_a_group_of_ranks() -> None:
 
 def test_a_rank_that_fails_ends_the_others() -> None:
     begin = time.monotonic()
-    heard = []
+    received = []
     with pytest.raises(RuntimeError, match=r"ranks \[.*1\] of 2 ended with an error"):
         for answer in answers_of_ranks(fail_alone, world_size=2):
-            heard.append(answer)
-    assert 1 in heard
+            received.append(answer)
+    assert 1 in received
     assert time.monotonic() - begin < LIMIT_S

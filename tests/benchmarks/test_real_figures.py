@@ -1,4 +1,4 @@
-"""The comparison with ReaL's figures fits two constants that mean something, and says what it misses."""
+"""Fitted constants and targets of the comparison with ReaL's figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.real_figures import COLUMNS, find_plan, fit, main, predict
 
 
-def test_two_constants_bring_the_fitted_column_to_what_was_measured() -> None:
+def test_two_constants_fit_the_column_to_its_measurements() -> None:
     efficiency = fit()
     assert 0.05e-3 < efficiency.collective_launch_s < 1e-3  # some launches, and eight hosts that wait for each other
     assert 0.4 < efficiency.matmul_share < 0.95
@@ -26,7 +26,7 @@ def test_every_other_cell_is_a_prediction_with_a_target(tmp_path: Path) -> None:
     assert len(report["targets"]) == 9 + 1
 
 
-def test_what_is_found_is_faster_than_the_documented_pattern_under_the_same_prices() -> None:
+def test_the_found_plan_is_faster_than_the_documented_pattern_under_the_same_prices() -> None:
     efficiency = fit()
     found = find_plan(COLUMNS[0], 128, efficiency, 500)
     assert found.seconds < predict(COLUMNS[0], 128, efficiency, "searched")

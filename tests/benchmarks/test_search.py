@@ -1,4 +1,4 @@
-"""The baselines of the search benchmark enumerate all plans, and walk at random with the documented rules."""
+"""Baselines of the search benchmark: enumeration of all plans, and Metropolis-Hastings."""
 
 from __future__ import annotations
 

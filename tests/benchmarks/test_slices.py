@@ -1,4 +1,4 @@
-"""Do sliced arms take turns, by their own seconds, and end when one of them fails?"""
+"""Turns, seconds and failures of sliced arms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_arms_take_turns_from_first_to_last_and_report_their_own_seconds() -> No
 
 
 @pytest.mark.timeout(30)
-def test_an_arm_that_fails_lets_the_others_end_and_is_told() -> None:
+def test_an_arm_that_fails_lets_the_others_end_and_is_reported() -> None:
     log: list[str] = []
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Does the speculation benchmark let equal arms take turns, and judge them, as it says?"""
+"""Arms, text, models and targets of the speculation benchmark."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_r
     assert len(report.targets) == 2 * len(cells) + 1  # the best drafter's is of batches 1 and 4 only
 
 
-def test_what_a_cell_came_to_is_reported_before_the_next_one_is_measured(tiny_recipes: None) -> None:
+def test_a_cell_is_reported_before_the_next_one_is_measured(tiny_recipes: None) -> None:
     report = BenchmarkReport("speculative")
     reported: list[tuple[int, int]] = []
     run(
@@ -111,7 +111,7 @@ def test_other_tokens_than_without_speculation_are_an_error() -> None:
 
 
 def run_grpo() -> BenchmarkReport:
-    """Return what two epochs of one iteration say of a model that is hardly warmed up."""
+    """Return the report of two epochs of one iteration, with a model that is hardly warmed up."""
     report = BenchmarkReport("speculative")
     few = {"num_prompts": 2, "prompts_per_iteration": 2, "epochs": 2}
     measure_grpo(report, replace(GRPO_SETTINGS, num_demonstrations=128, warm_up_epochs=1, **few))

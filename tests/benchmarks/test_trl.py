@@ -1,4 +1,4 @@
-"""Does the benchmark beside TRL give both arms one workload, and say clearly when TRL is not there?"""
+"""Equal workload for both arms of the comparison with TRL, and the error without TRL."""
 
 from __future__ import annotations
 

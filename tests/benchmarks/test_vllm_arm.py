@@ -1,4 +1,4 @@
-"""Does the arm beside vLLM say why it cannot be measured, and notice a child that runs other weights?"""
+"""Reasons why vLLM cannot run, and detection of other weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stand_in(folder: Path, logprob: float) -> Path:
 
 
 @pytest.mark.parametrize("given", ["none", "absent", "without vllm"])
-def test_rows_beside_vllm_say_why_they_are_skipped(given: str, tmp_path: Path) -> None:
+def test_rows_with_vllm_say_why_they_are_skipped(given: str, tmp_path: Path) -> None:
     if given == "without vllm" and importlib.util.find_spec("vllm") is not None:
         pytest.skip("vllm is installed beside this package")
     options = make_parser("").parse_args([])
@@ -64,7 +64,7 @@ def test_a_child_that_runs_other_weights_is_noticed(tmp_path: Path) -> None:
         arm.generate([[5, 6]], [1])
 
 
-def test_a_child_that_ends_is_told_from_one_that_answers(tmp_path: Path) -> None:
+def test_a_child_that_ends_is_unavailable(tmp_path: Path) -> None:
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\nexit 3\n")
     path.chmod(0o755)

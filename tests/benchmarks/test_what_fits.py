@@ -1,4 +1,4 @@
-"""The README shows the largest models that a search of a plan fits."""
+"""Table of the README with the largest models that fit."""
 
 from __future__ import annotations
 
