@@ -150,8 +150,8 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             table = self.profile.table
             self.turn.profile_s = table.seconds
             self.turn.crowding = {tp: curve.points for tp, curve in table.crowding.items()}
-            prospects = strategy.prospects(lengths, self.profile)
-            self._prices = prospects.estimate(prospects.lengths)
+            evaluator = strategy.plan_evaluator(lengths, self.profile)
+            self._prices = evaluator.estimate(evaluator.lengths)
             found = random_plans(strategy, seed)
             self._plans = [next(found) for _ in range(num_plans)]
 

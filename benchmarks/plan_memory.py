@@ -33,8 +33,8 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
     from lightning_realloc import MemoryMonitor, ReallocStrategy
     from lightning_realloc.runtime.measure.memory_stats import StorageMeter
     from lightning_realloc.strategies.pool.memory_check import describe_roles
+    from lightning_realloc.tuning.memory import parts as memory_parts
     from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
-    from lightning_realloc.tuning.memory.forecast import parts as memory_parts
 
     work = replace(work, new_tokens=min(work.new_tokens, RESPONSE_TOKENS))
     gc.collect()
