@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import get_args
 
 import torch
@@ -12,7 +13,7 @@ from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
-from lightning_realloc.algorithms.settings import Unpack, check_choice
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -50,8 +51,10 @@ class BestOfN(RewardedModule):
         super().__init__(actor, reward, sampling=sampling or SamplingParams(n=8), **settings)
         check_group(self.sampling.n)
         check_choice("loss_average", loss_average, get_args(LossAverage))
+        check_type(Integral, keep=keep)
         if not 1 <= keep <= self.sampling.n:
             raise ConfigError(f"keep={keep} must lie between 1 and sampling.n={self.sampling.n}")
+        check_type(Real, min_reward=min_reward)
         self.keep = keep
         self.min_reward = min_reward
         self.loss_average = loss_average

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from lightning_realloc.algorithms.losses.functional import kept_tokens, sequence
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
-from lightning_realloc.algorithms.settings import Unpack, check_choice
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Loss, Totals
@@ -81,6 +82,7 @@ class OnPolicyDistillation(PolicyModule):
         super().__init__(sampling=sampling or SamplingParams(), **settings)
         check_choice("divergence", divergence, get_args(DistillationDivergence))
         check_choice("loss_average", loss_average, get_args(LossAverage))
+        check_type(Real, mix=mix)
         if not 0 < mix < 1:
             raise ConfigError(f"mix={mix} must lie between 0 and 1, not included; there it is one of the other two")
         if self.sampling.temperature == 0:

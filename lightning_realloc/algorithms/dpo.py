@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -40,6 +41,7 @@ from lightning_realloc.algorithms.settings import (
     check_positive,
     check_share,
     check_single_step,
+    check_type,
 )
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
@@ -97,6 +99,7 @@ class DPO(ReferencedModule, PairwiseModule):
         super().__init__(actor, **settings)
         self.losses = _weighted(loss, loss_weights)
         check_positive(beta=beta, discopop_tau=discopop_tau)
+        check_type(Real, alpha=alpha, label_smoothing=label_smoothing)
         check_share(tail_weight=tail_weight)
         check_choice("divergence", divergence, get_args(Divergence))
         _check_smoothing(self.losses, label_smoothing)

@@ -12,7 +12,7 @@ from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
 from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
-from lightning_realloc.algorithms.settings import Unpack
+from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import SamplingParams
 
@@ -66,6 +66,7 @@ class GRPO(PolicyGradient):
             **settings,
         )
         check_group(self.sampling.n)
+        check_type(bool, normalize_by_std=normalize_by_std)
         self.normalize_by_std = normalize_by_std
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import get_args
 
 import torch
@@ -21,7 +22,7 @@ from lightning_realloc.algorithms.losses.preference_losses import (
 )
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_positive
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_positive, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Loss, Totals
@@ -64,6 +65,7 @@ class OnlineDPO(RewardedModule):
         check_group(self.sampling.n)
         check_choice("loss", loss, sorted(set(get_args(PairLossName)) - OF_WHOLE_BATCH))
         check_positive(beta=beta)
+        check_type(Real, label_smoothing=label_smoothing)
         smoothed = 0 < label_smoothing < 0.5
         if not smoothed and (label_smoothing or loss == "exo_pair"):
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_realloc.batch.training import TrainOptions, group_name
@@ -71,18 +71,29 @@ def check_positive_numbers(name: str, values: object, *, example: Sequence[float
 
 def _check_number(name: str, value: object) -> None:
     if not isinstance(value, Real):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; write a number")
+        raise _wrong_type(name, value, Real)
 
 
 def check_type(kind: type, **settings: object) -> None:
     """Raise ConfigError for the first setting of another type than ``kind``; None is allowed."""
     for name, value in settings.items():
         if value is not None and not is_of_kind(value, kind):
-            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {_example_of(kind)}")
+            raise _wrong_type(name, value, kind)
 
 
-def _example_of(kind: type) -> str:
-    return {Real: "a number", bool: "True or False"}.get(kind, f"{kind.__name__}(...)")
+def _wrong_type(name: str, value: object, kind: type) -> ConfigError:
+    wanted = {Real: "a number", Integral: "a whole number", bool: "True or False"}.get(kind, f"{kind.__name__}(...)")
+    if kind is Real and isinstance(value, str) and _is_number(value):
+        wanted += " without quotes, and in YAML with a point before the exponent: 0.001 or 1.0e-3, not 1e-3"
+    return ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {wanted}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def given(value: _T | None, default: _T) -> _T:

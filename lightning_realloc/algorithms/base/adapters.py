@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,6 +211,20 @@ def _check_layers(model: nn.Module, role: str) -> None:
                 f"{role}: target_modules names {name}, whose weight is also another layer's, so that adapters cannot "
                 f"be merged into it; leave it out"
             )
+
+
+def roles_with_adapters(peft_config: object) -> Collection[object]:
+    """Return the roles that ``peft_config`` names; none if it is one configuration for every trained role."""
+    return peft_config.keys() if isinstance(peft_config, Mapping) and "peft_type" not in peft_config else ()
+
+
+def refuse_unknown_roles(peft_config: object, roles: Sequence[str]) -> None:
+    """Raise ConfigError if ``peft_config`` names a role that is not one of ``roles``."""
+    if unknown := sorted(str(name) for name in roles_with_adapters(peft_config) if name not in roles):
+        raise ConfigError(
+            f"peft_config names {', '.join(unknown)}, and the roles are {', '.join(roles)}; write "
+            f"role: configuration, or a single configuration with peft_type: LORA"
+        )
 
 
 def _import_peft(role: str) -> Any:

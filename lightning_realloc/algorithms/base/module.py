@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -16,7 +17,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from lightning_realloc.algorithms.base.adapters import AdapterSource
+from lightning_realloc.algorithms.base.adapters import AdapterSource, refuse_unknown_roles, roles_with_adapters
 from lightning_realloc.algorithms.base.calls import dataflow_of_calls, declared_calls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
@@ -162,7 +163,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         self.peft_config = peft_config
         self.allow_missing = allow_missing
         self.liger_kernels = liger_kernels
+        check_type(Integral, seed=seed)
         self._seed = seed
+        RoleOptimizer(learning_rate=learning_rate)  # checks the rate; it stays apart, as only adapters raise it
         self.optimizer_settings = RoleOptimizer(
             optimizer=optimizer, lr_scheduler=lr_scheduler, weight_decay=weight_decay, no_decay=no_decay
         )
@@ -186,9 +189,13 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     @classmethod
     def check_settings(cls, settings: Mapping[str, object]) -> None:
-        """Refuse unknown settings, and options given twice with different values."""
+        """Refuse unknown settings, options given twice with different values, and adapters of unknown roles."""
         super().check_settings(settings)
         refuse_contradictions(cls, settings)
+        if cls.__module__.startswith("lightning_realloc."):  # other classes may have roles without declared calls
+            adapted = settings.get("peft_config")
+            calls = cls.calls_for([str(name) for name in roles_with_adapters(adapted)])
+            refuse_unknown_roles(adapted, list(dict.fromkeys(call.role for call in calls if call.role is not None)))
 
     @property
     def seed(self) -> int:
@@ -357,13 +364,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
                 vars(self)[name] = child
 
     def _check_named_roles(self) -> None:
-        config, roles, trained = self.peft_config, [role.name for role in self.roles()], self.dataflow.trained_roles
-        adapted = config if isinstance(config, Mapping) and "peft_type" not in config else {}
-        if unknown := sorted(adapted.keys() - set(roles)):
-            raise ConfigError(
-                f"peft_config names {', '.join(map(str, unknown))}, and the roles are {', '.join(roles)}; write "
-                f"role: configuration, or a single configuration with peft_type: LORA"
-            )
+        config, trained = self.peft_config, self.dataflow.trained_roles
+        refuse_unknown_roles(config, [role.name for role in self.roles()])
         for role in self.roles():
             if role.peft is None and self.peft_of(role.name, trained=role.trained) is not None:
                 raise ConfigError(

@@ -42,7 +42,9 @@ class RoleOptimizer:
     no_decay: tuple[NoDecay, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_not_negative(learning_rate=self.learning_rate or 0.0, weight_decay=self.weight_decay or 0.0)
+        for name in ("learning_rate", "weight_decay"):
+            if (value := getattr(self, name)) is not None:
+                check_not_negative(**{name: value})
         for kind in self.no_decay or ():
             check_choice("no_decay", kind, get_args(NoDecay))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_realloc.algorithms.base.calls import infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.role import ModelSource, Role
-from lightning_realloc.algorithms.settings import Unpack
+from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.data.data_module import RowDataModule
@@ -53,6 +53,7 @@ class ReferencedModule(MultiModelModule):
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
+        check_type(bool, precompute_reference=precompute_reference)
         self.precompute_reference = precompute_reference
         self.sources["actor"] = actor
         if reference is not None:

@@ -149,6 +149,7 @@ class PolicyGradient(RewardedModule):
         self.engine_correction = given(options.engine_correction, engine_correction)
         self.loss_average = given(options.loss_average, loss_average)
         self.entropy_coef = given(options.entropy_coef, entropy_coef)
+        check_type(bool, learn_truncated=learn_truncated)
         self.learn_truncated = learn_truncated
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
         self._check_divergence(divergence)

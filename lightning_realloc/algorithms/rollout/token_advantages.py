@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from lightning_realloc.algorithms.losses.functional import (
     token_rewards,
     whiten,
 )
-from lightning_realloc.algorithms.settings import check_positive, check_share
+from lightning_realloc.algorithms.settings import check_positive, check_share, check_type
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 
 
@@ -42,6 +43,8 @@ class TokenAdvantages:
     """Largest absolute score after scaling; None does not clip."""
 
     def __post_init__(self) -> None:
+        check_type(bool, normalize_advantages=self.normalize_advantages, normalize_values=self.normalize_values)
+        check_type(Real, reward_scale=self.reward_scale)
         check_positive(reward_clip=self.reward_clip)
         check_share(discount=self.discount, gae_lambda=self.gae_lambda)
 
