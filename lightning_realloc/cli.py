@@ -218,7 +218,13 @@ def run(args: Sequence[str]) -> int:
         )
         sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
     elif args[:1] == ["plan"]:
-        return run_plan(args[1:], sys.stdout.write)
+        try:
+            code = run_plan(args[1:], sys.stdout.write)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as head, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+            return 1
+        return code
     else:
         ReallocCLI()
     return 0

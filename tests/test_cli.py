@@ -400,7 +400,7 @@ MISTAKES = [
     ("--model.sampling.n", "1", "error: sampling.n=1: a group needs 2 or more"),
     ("--model.train_options.num_epochs", "0", "error: num_epochs=0 must be a whole number, at least 1"),
     ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
-    ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere'"),
+    ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere' (there is no folder 'nowhere'"),
     ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),
     ("--data.batch_size", "99", "error: batch_size=99"),
     ("--trainer.precision", "16-true", "error: precision='16-true' cannot be used with strategy='realloc'"),

@@ -42,10 +42,16 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"no tokenizer could be loaded from {str(source)!r} ({str(error).splitlines()[0]}); give tokenizer= a "
-            f"Hugging Face name, or a folder with tokenizer.json"
+            f"no tokenizer could be loaded from {str(source)!r} ({describe_load_error(source, error)}); give "
+            f"tokenizer= a Hugging Face name, or a folder with tokenizer.json"
         ) from error
     return tokenizer
+
+
+def describe_load_error(source: str | Path, error: Exception) -> str:
+    """Return the first line of an error of ``from_pretrained``, after the folder that does not exist."""
+    reason = str(error).splitlines()[0]
+    return reason if Path(source).exists() else f"there is no folder {str(source)!r} in {Path.cwd()}, and: {reason}"
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:

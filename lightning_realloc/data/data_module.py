@@ -97,7 +97,9 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         if long_rows not in get_args(LongRows):
             raise DataError(f"the policy for long rows, {long_rows!r}, must be one of {', '.join(get_args(LongRows))}")
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise DataError(f"batch_size={batch_size!r} must be a whole number, at least 1: rows of an iteration")
+            raise DataError(
+                f"batch_size={batch_size!r} must be a whole number of at least 1; an iteration takes that many rows"
+            )
         if not 0.0 <= val_fraction < 1.0:
             raise DataError(f"val_fraction={val_fraction} must be at least 0 and below 1")
         if val_data is not None and val_fraction > 0.0:

@@ -6,8 +6,9 @@ A plan is a value that can be printed, compared and hashed. The strategy carries
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,8 @@ class ExecutionPlan:
             return cls.from_mapping(content)
         except UnicodeDecodeError as error:
             raise PlanError(f"plan file {path} is not text; give a YAML file with the key 'calls'") from error
+        except FileNotFoundError as error:
+            raise PlanError(_describe_missing(Path(path))) from error
         except (OSError, yaml.YAMLError, PlanError) as error:
             raise PlanError(f"plan file {path}: {error}") from error
 
@@ -226,14 +229,16 @@ class ExecutionPlan:
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
+        if given - wanted:
+            extra = sorted(given - wanted)
+            near = dict.fromkeys(name for one in extra for name in get_close_matches(one, wanted - given, n=1))
+            raise PlanError(
+                f"the plan names {', '.join(extra)}, which this algorithm does not have"
+                f"{_did_you_mean(near)}; it has {', '.join(sorted(wanted))}"
+            )
         if wanted - given:
             missing = ", ".join(sorted(wanted - given))
             raise PlanError(f"the plan gives no layout for {missing}; add a line for each under 'calls'")
-        if given - wanted:
-            extra = ", ".join(sorted(given - wanted))
-            raise PlanError(
-                f"the plan names {extra}, which this algorithm does not have; it has {', '.join(sorted(wanted))}"
-            )
         for call in _evaluation_last(dataflow):
             name, plan = call.name, self.call(call.name)
             option = plan.unsuited(call.kind)
@@ -249,16 +254,17 @@ class ExecutionPlan:
             beyond = [rank for rank in plan.layout.ranks if rank >= world_size]
             if beyond:
                 raise PlanError(
-                    f"calls.{name}: layout {plan.layout} uses rank {beyond[0]}, but this run has {world_size} ranks "
-                    f"(0-{world_size - 1}); use {max(plan.layout.ranks) + 1} devices, or a plan for {world_size}"
+                    f"calls.{name}: layout {plan.layout} uses rank {beyond[0]}, but this run has "
+                    f"{_counted(world_size, 'rank')} ({'0-' if world_size > 1 else ''}{world_size - 1}); use "
+                    f"{_counted(max(plan.layout.ranks) + 1, 'device')}, or a plan for {world_size}"
                 )
 
         used = {rank for _, plan in self.calls for rank in plan.layout.ranks}
         idle = [rank for rank in range(world_size) if rank not in used]
         if idle:
             raise PlanError(
-                f"the plan leaves rank {idle[0]} without any call, and this run has {world_size} ranks; "
-                f"use {len(used)} devices, or a plan for {world_size}"
+                f"the plan leaves rank {idle[0]} without any call, and this run has "
+                f"{_counted(world_size, 'rank')}; use {_counted(len(used), 'device')}, or a plan for {world_size}"
             )
 
         self._check_offload(dataflow)
@@ -299,6 +305,25 @@ class ExecutionPlan:
             lines.append(("offload", ", ".join(self.offload)))
         width = max((len(name) for name, _ in lines), default=0)
         return "\n".join(f"{name:<{width}}  {entry}" for name, entry in lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _did_you_mean(names: Collection[str]) -> str:
+    return f" (did you mean {' or '.join(names)}?)" if names else ""
+
+
+def _describe_missing(path: Path) -> str:
+    """Return the error message for a plan file that does not exist, with files of similar names."""
+    folder = path.parent
+    files = [file.name for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    near = [str(folder / name) for name in get_close_matches(path.name, files)]
+    return (
+        f"plan file {path}: there is no such file in {Path.cwd()}{_did_you_mean(near)}; give a file that "
+        f"`lightning-realloc plan ... --save {path}` writes"
+    )
 
 
 def _evaluation_last(dataflow: Dataflow) -> list[ModelFunctionCall]:

@@ -70,6 +70,12 @@ class ClusterSpec:
         """Read ``"h100:16x8"`` (preset, nodes x devices per node) or ``"h100"`` (one node). Raises LayoutError."""
         match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([1-9][0-9]*)x([1-9][0-9]*)\s*)?", text.lower())
         preset_name = text.partition(":")[0].strip().lower()
+        count = text.partition(":")[2].strip()
+        if preset_name in PRESETS and re.fullmatch("[1-9][0-9]*", count):
+            raise LayoutError(
+                f'cluster {text!r} must be of the form "PRESET:NODESxDEVICES"; write "{preset_name}:1x{count}" for one '
+                f"node of {count} device{'' if count == '1' else 's'}"
+            )
         if match is None and preset_name in PRESETS:
             raise LayoutError(
                 f'cluster {text!r} must have at least one node of one device; write "PRESET" or '

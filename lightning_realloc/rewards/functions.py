@@ -84,7 +84,7 @@ class RewardFunctions:
         self.weights = tuple(float(weight) for weight in weights) if weights is not None else (1.0,) * len(given)
         if len(self.weights) != len(self.functions) or None in map(finite_number, self.weights):
             raise RewardError(
-                f"{len(self.functions)} reward functions need as many finite weights; got {list(self.weights)}"
+                f"each reward function needs a finite weight: {len(self.functions)} expected; got {list(self.weights)}"
             )
         self._alone = alone
         self.names = unique_names(self.functions)

@@ -149,8 +149,28 @@ def test_errors_of_a_file_name_the_file(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(PlanError, match=r"^plan file .*broken\.yaml: "):
         ExecutionPlan.load(path)
-    with pytest.raises(PlanError, match=r"^plan file .*absent\.yaml: "):
-        ExecutionPlan.load(tmp_path / "absent.yaml")
+
+
+def test_a_missing_file_is_reported_with_similar_names_and_the_command_that_writes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").touch()
+    with pytest.raises(PlanError) as caught:
+        ExecutionPlan.load("plann.yaml")
+    assert str(caught.value) == (
+        f"plan file plann.yaml: there is no such file in {tmp_path} (did you mean plan.yaml?); give a file that "
+        f"`lightning-realloc plan ... --save plann.yaml` writes"
+    )
+    with pytest.raises(PlanError, match=r"^plan file nowhere/absent\.yaml: there is no such file in .*; give a file"):
+        ExecutionPlan.load("nowhere/absent.yaml")
+
+
+def test_one_rank_is_not_called_ranks() -> None:
+    with pytest.raises(PlanError, match=r"uses rank 1, but this run has 1 rank \(0\); use 2 devices, or a plan for 1"):
+        ExecutionPlan.static(FLOW, Layout.parse("dp2@0-1")).check(FLOW, 1)
+    with pytest.raises(PlanError, match=r"and this run has 2 ranks; use 1 device, or a plan for 2"):
+        ExecutionPlan.static(FLOW, Layout.parse("dp1@0")).check(FLOW, 2)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +188,10 @@ def test_errors_of_a_file_name_the_file(text: str, tmp_path: Path) -> None:
         (
             {**ENTRIES, "actor.generate": {"layout": "dp4", "micro_batch_tokens": 8}},
             r"micro_batch_tokens applies only to calls that infer or train",
+        ),
+        (
+            {"actor.gen": "dp4", "actor.train": "fsdp4", "reference.infer": "tp4"},
+            r"names actor\.gen, which this algorithm does not have \(did you mean actor\.generate\?\); it has act",
         ),
         ({**ENTRIES, "reference.infer": "tp2@4-5"}, r"uses rank 4, but this run has 4 ranks \(0-3\); use 6 devices"),
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -357,6 +359,8 @@ MISTAKES = [
     ((*ACTOR, "--cluster", "h100", "--seconds", "soon"), "soon"),
     ((*ACTOR, *SMALL, "--memory-per-device", "40MiB"), "lacks"),
     ((*ACTOR, "--cluster", "h100:0x8"), "cluster 'h100:0x8' must have at least one node"),
+    ((*ACTOR, "--cluster", "h100:8"), 'write "h100:1x8" for one node of 8 devices'),
+    ((*ACTOR, "--check", "heuristic"), "plan file heuristic: there is no such file in "),
     ((*ACTOR, *SMALL, "--memory-per-device", "24"), "did you mean \"24GiB\"?"),
     ((*ACTOR, *SMALL, "--headroom", "1"), "--headroom=1 is a share of a device's memory; it must lie in [0, 1)"),
     ((*ACTOR, "--check", "a", "--headroom", "0"), "--headroom does not apply to --check"),
@@ -379,6 +383,15 @@ def test_a_mistake_ends_with_one_line_and_code_2(
     assert cli.main() == 2
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly() -> None:
+    plan = [sys.executable, "-m", "lightning_realloc.cli", "plan", *ACTOR, *SMALL, "--seconds", "0.1"]
+    with subprocess.Popen(plan, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 1
 
 
 def test_a_budget_that_is_too_small_tells_the_smallest_cluster_that_would_do(

@@ -157,9 +157,9 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
     ("functions", "weights", "rule"),
     [
         ([], None, "at least one reward function"),
-        ([length], [1.0, 2.0], "1 reward functions need as many finite weights"),
-        ([length], [math.nan], "finite weights"),
-        ([length], [1e39], "finite weights"),
+        ([length], [1.0, 2.0], "each reward function needs a finite weight: 1 expected; got"),
+        ([length], [math.nan], "finite weight"),
+        ([length], [1e39], "finite weight"),
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
         (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
         (5, None, "must be callable; 5 is a int"),

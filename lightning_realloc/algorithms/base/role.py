@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
+from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.renamed_settings import rename_settings
 from lightning_realloc.runtime.model.adapter_layers import (
@@ -367,8 +368,9 @@ class Role:
             )
 
     def _not_loaded(self, error: Exception) -> ConfigError:
+        assert isinstance(self.source, str | Path), "modules and configs are not loaded"
         return ConfigError(
-            f"{self.name}={str(self.source)!r} could not be loaded ({error}); "
+            f"{self.name}={str(self.source)!r} could not be loaded ({describe_load_error(self.source, error)}); "
             f"give a Hugging Face name, or a folder with config.json and weights"
         )
 

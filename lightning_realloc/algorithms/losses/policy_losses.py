@@ -25,6 +25,14 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 
 PolicyLossName = Literal["clip", "cispo", "sapo", "vespo"]
+_TRL_LOSSES = {
+    "grpo": 'loss_average="sequence"',
+    "dapo": 'loss_average="token"',
+    "bnpo": 'loss_average="token"',
+    "dr_grpo": 'loss_average="constant"',
+    "luspo": 'ratio_level="sequence", loss_average="sum"',
+}
+"""TRL's ``loss_type`` -> settings here, for those that are not a loss of their own."""
 RatioLevel = Literal["token", "sequence", "product"]
 """Ratio of a token, geometric mean of its response's token ratios, or their product: the ratio of the response."""
 _LOG_RATIO_BOUND = 20.0
@@ -50,6 +58,11 @@ class PolicyLoss:
     """``vespo``: k and lambda for advantages from 0 on, and for the others."""
 
     def __post_init__(self) -> None:
+        if self.loss in _TRL_LOSSES:
+            raise ConfigError(
+                f"loss={self.loss!r} must be one of {', '.join(get_args(PolicyLossName))}; TRL's loss_type "
+                f"{self.loss!r} is here {_TRL_LOSSES[self.loss]}, with loss='clip'"
+            )
         check_choice("loss", self.loss, get_args(PolicyLossName))
         check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
         check_not_negative(clip_low=self.clip_low, clip_high=self.clip_high)

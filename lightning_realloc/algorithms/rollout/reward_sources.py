@@ -110,7 +110,7 @@ class RewardSources:
         given: list[Any] = [item if is_model_source(item) else resolved(item) for item in several]
         factors = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
         if len(factors) != len(given) or None in map(finite_number, factors):
-            raise RewardError(f"{len(given)} rewards need as many finite weights; got {factors}")
+            raise RewardError(f"each reward needs a finite weight: {len(given)} expected; got {factors}")
         pairs = list(zip(given, factors, strict=True))
         of_models = [(source, weight) for source, weight in pairs if is_model_source(source)]
         roles = ["reward" if number == 1 else f"reward_{number}" for number in range(1, len(of_models) + 1)]

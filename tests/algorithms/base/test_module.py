@@ -143,6 +143,9 @@ def test_what_is_missing_is_said() -> None:
         _ = SFT(tiny_model("llama")).tokenizer
     with pytest.raises(ConfigError, match=r"actor='no/such/folder': there is no such folder in .*; give a Hugging"):
         SFT("no/such/folder").configure_model()
+    for missing in (lambda: SFT("tinny").configure_model(), lambda: SFT("tinny", tokenizer="tinny")):
+        with pytest.raises(ConfigError, match=r"no folder 'tinny' in .*, and: We couldn't connect to .*; give"):
+            missing()
     with pytest.raises(NotImplementedError, match="Bare must return its models from roles"):
         Bare().roles()
 

@@ -144,6 +144,8 @@ def test_settings_of_losses_that_cannot_work_are_refused() -> None:
         ({"sapo_temperatures": "ab"}, "sapo_temperatures='ab' must be 2 positive numbers"),
         ({"sapo_temperatures": 1.0}, "sapo_temperatures=1.0 must be 2 positive numbers"),
         ({"vespo_shapes": (1.0, 1.0, 1.0, "a")}, "vespo_shapes=.* must be 4 positive numbers"),
+        ({"loss": "dapo"}, r"clip, .*; TRL's loss_type 'dapo' is here loss_average=.token., with loss='clip'"),
+        ({"loss": "dr_grpo"}, 'is here loss_average="constant", with'),
         ({"clip_low": "a"}, "clip_low='a' is a str; write a number"),
         ({"clip_high": None}, "clip_high=None is a NoneType; write a number"),
         ({"clip_most": "a"}, "clip_most='a' is a str; write a number"),

@@ -137,7 +137,7 @@ def test_models_that_read_other_tokens_are_refused_or_given_texts(tmp_path: Path
     assert module.score_sequences(module.reward, pack(samples)).shape == (4,)
     with pytest.raises(ConfigError, match="reward_tokenizer='retokenize' is for a reward model"):
         runs.grpo(reward_tokenizer="retokenize")
-    with pytest.raises(RewardError, match=r"2 rewards need as many finite weights; got \[1.0\]"):
+    with pytest.raises(RewardError, match=r"each reward needs a finite weight: 2 expected; got \[1.0\]"):
         runs.grpo(reward=[test_grpo.half, other], reward_weights=[1.0])
 
 
