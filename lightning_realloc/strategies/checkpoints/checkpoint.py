@@ -19,7 +19,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.callbacks.ema import AVERAGE
+from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
@@ -84,6 +85,8 @@ class TrainedModels:
     """Number of ranks."""
     broadcast: Broadcast
     """Broadcast from the first rank."""
+    model_cards: Mapping[str, ModelCard] = field(default_factory=dict)
+    """Role -> model card of an export from the checkpoint; roles without one are exported without."""
 
 
 # ---- writing
@@ -186,7 +189,7 @@ def _complete_folder(
         "algorithm": models.algorithm,
         "world_size": models.world_size,
         "plan": models.pool.plan.to_mapping(),
-        "roles": {role: _describe_role(models.pool, role, saved=role in roles) for role in models.pool.roles},
+        "roles": {role: _describe_role(models, role, saved=role in roles) for role in models.pool.roles},
     }
     others = (
         path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != sharded_tensors.SHARD_SUFFIX
@@ -201,9 +204,10 @@ def _complete_folder(
     _remove(previous)
 
 
-def _describe_role(pool: ModelPool, role: str, *, saved: bool) -> dict[str, Any]:
-    home = pool.home(role)
+def _describe_role(models: TrainedModels, role: str, *, saved: bool) -> dict[str, Any]:
+    home, card = models.pool.home(role), models.model_cards.get(role)
     return {
+        "model_card": None if card is None else asdict(card),
         "class": hf_folder.class_path(home.model),
         "layout": str(home.layout),
         "saved": saved,

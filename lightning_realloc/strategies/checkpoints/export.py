@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.callbacks.ema import AVERAGE
+from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
@@ -34,6 +35,7 @@ def export_checkpoint(
     """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
 
     A role with adapters is written as the folder of adapters that PEFT reads or, with ``merge``, as the merged model.
+    The model card of the run is written, too, as ``SaveHuggingFace`` does.
 
     Args:
         checkpoint: Folder that ModelCheckpoint or ``trainer.save_checkpoint`` wrote.
@@ -59,6 +61,10 @@ def export_checkpoint(
         hf_folder.write_model(
             model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
         )
+        if entry.get("model_card") is not None:  # earlier versions stored none
+            is_adapter = (folder / ADAPTER_CONFIG_FILE).is_file()
+            stored = {**entry["model_card"], "title": folder.absolute().name, "is_adapter": is_adapter}
+            ModelCard(**stored).write(folder)
     return folder
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_realloc.callbacks.ema import evaluated_averages
+from lightning_realloc.callbacks.model_card import make_model_card
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.checkpoint import (
@@ -226,6 +227,10 @@ class RoleCheckpoints:
             tokenizer = module.tokenizer
         except (AttributeError, ConfigError):  # models that are given as modules may have no tokenizer
             tokenizer = None
+        cards = {
+            role: make_model_card(module.trainer, module, role, title=role, is_adapter=False)
+            for role in strategy.pool.dataflow.trained_roles
+        }
         return TrainedModels(
             pool=strategy.pool,
             algorithm=type(module).__name__,
@@ -234,6 +239,7 @@ class RoleCheckpoints:
             rank=strategy.global_rank,
             world_size=strategy.world_size,
             broadcast=strategy.broadcast,
+            model_cards=cards,
         )
 
     def _gather_random_states(self) -> list[Any]:

@@ -65,6 +65,9 @@ def test_adapters_are_written_resumed_and_exported(workers: WorkerPool, tmp_path
     )
     exported = export_checkpoint(tmp_path / "run.ckpt", tmp_path / "exported")
     merged = export_checkpoint(tmp_path / "run.ckpt", tmp_path / "whole", merge=True)
+    for ours, saved in ((exported, "adapters"), (merged, "merged")):
+        card = (tmp_path / saved / "README.md").read_text()
+        assert (ours / "README.md").read_text() == card.replace(f"# {saved}", f"# {ours.name}")
     # The base is neither in the folder of adapters nor in the checkpoint.
     assert sorted(file.name for file in exported.glob("adapter*")) == [
         "adapter_config.json",
