@@ -24,7 +24,9 @@ def test_every_preset_reads_by_its_name() -> None:
 
 
 def test_an_unknown_cluster_is_refused() -> None:
-    for text in ("h900:1x8", "h100:8", "h100:0x8", ""):
+    with pytest.raises(LayoutError, match=r'"PRESET:NODESxDEVICES"; write "h100:1x8" for one node of 8 devices'):
+        ClusterSpec.parse("h100:8")
+    for text in ("h900:1x8", "h100:0x8", ""):
         with pytest.raises(LayoutError, match=r'write "PRESET" or "PRESET:NODESxDEVICES".*a100-80g'):
             ClusterSpec.parse(text)
 
