@@ -19,27 +19,17 @@ import lightning_realloc.rewards
 from lightning_realloc import (
     DPO,
     GRPO,
-    KTO,
-    ORPO,
     PPO,
-    RLOO,
     SFT,
     AutoTuner,
-    BestOfN,
     ConfigError,
     Conversation,
     EngineCorrection,
     GenerationEngine,
     GenerationOptions,
     KLOptions,
-    OnlineDPO,
-    OnPolicyDistillation,
     PolicyLossOptions,
-    ProcessReward,
     ReallocStrategy,
-    ReinforcePlusPlus,
-    ReMax,
-    RewardModel,
     RolloutBudget,
     SamplingParams,
     Speculation,
@@ -60,9 +50,8 @@ from lightning_realloc.setting_hints import (
     TRAIN_OPTIONS_HINTS,
     settings_of,
 )
+from tests.every_algorithm import ALGORITHMS
 
-ALGORITHMS = (DPO, GRPO, KTO, ORPO, PPO, RLOO, SFT, BestOfN, OnlineDPO, OnPolicyDistillation, ProcessReward)
-ALGORITHMS += (ReinforcePlusPlus, ReMax, RewardModel)
 DATA_MODULES = (PromptDataModule, PreferenceDataModule, SFTDataModule)
 
 

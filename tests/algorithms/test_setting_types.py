@@ -7,42 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc import (
-    DPO,
-    GRPO,
-    KTO,
-    ORPO,
-    PPO,
-    RLOO,
-    SFT,
-    BestOfN,
-    OnlineDPO,
-    OnPolicyDistillation,
-    ProcessReward,
-    ReinforcePlusPlus,
-    ReMax,
-    RewardModel,
-)
+from lightning_realloc import PPO
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.setting_hints import setting_defaults
+from tests.every_algorithm import ALGORITHMS
 from tests.strategies.runs import low_tokens
-
-ALGORITHMS = (
-    DPO,
-    GRPO,
-    KTO,
-    ORPO,
-    PPO,
-    RLOO,
-    SFT,
-    BestOfN,
-    OnlineDPO,
-    OnPolicyDistillation,
-    ProcessReward,
-    ReinforcePlusPlus,
-    ReMax,
-    RewardModel,
-)
 
 
 def made(algorithm: type, **settings: Any) -> Any:

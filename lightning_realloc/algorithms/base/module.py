@@ -32,7 +32,7 @@ from lightning_realloc.algorithms.base.optimizers import (
 from lightning_realloc.algorithms.base.role import ModelSource, Role, Task, without_weights
 from lightning_realloc.algorithms.base.sample_rows import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
-from lightning_realloc.algorithms.settings import check_type, refuse_contradictions
+from lightning_realloc.algorithms.settings import check_not_negative, check_type, refuse_contradictions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.chat import load_tokenizer
@@ -165,7 +165,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         self.liger_kernels = liger_kernels
         check_type(Integral, seed=seed)
         self._seed = seed
-        RoleOptimizer(learning_rate=learning_rate)  # checks the rate; it stays apart, as only adapters raise it
+        if learning_rate is not None:
+            check_not_negative(learning_rate=learning_rate)
         self.optimizer_settings = RoleOptimizer(
             optimizer=optimizer, lr_scheduler=lr_scheduler, weight_decay=weight_decay, no_decay=no_decay
         )
