@@ -19,7 +19,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ class TrainedModels:
     """Number of ranks."""
     broadcast: Broadcast
     """Broadcast from the first rank."""
-    model_cards: Mapping[str, ModelCard] = field(default_factory=dict)
-    """Role -> model card of an export from the checkpoint; roles without one are exported without."""
+    card_of: Callable[[str], ModelCard]
+    """Trained role -> its model card, which exports of a checkpoint write."""
 
 
 # ---- writing
@@ -205,9 +205,9 @@ def _complete_folder(
 
 
 def _describe_role(models: TrainedModels, role: str, *, saved: bool) -> dict[str, Any]:
-    home, card = models.pool.home(role), models.model_cards.get(role)
+    home, is_trained = models.pool.home(role), role in models.pool.dataflow.trained_roles
     return {
-        "model_card": None if card is None else asdict(card),
+        "model_card": asdict(models.card_of(role)) if is_trained else None,
         "class": hf_folder.class_path(home.model),
         "layout": str(home.layout),
         "saved": saved,

@@ -227,10 +227,6 @@ class RoleCheckpoints:
             tokenizer = module.tokenizer
         except (AttributeError, ConfigError):  # models that are given as modules may have no tokenizer
             tokenizer = None
-        cards = {
-            role: make_model_card(module.trainer, module, role, title=role, is_adapter=False)
-            for role in strategy.pool.dataflow.trained_roles
-        }
         return TrainedModels(
             pool=strategy.pool,
             algorithm=type(module).__name__,
@@ -239,7 +235,7 @@ class RoleCheckpoints:
             rank=strategy.global_rank,
             world_size=strategy.world_size,
             broadcast=strategy.broadcast,
-            model_cards=cards,
+            card_of=lambda role: make_model_card(module.trainer, module, role, title=role, is_adapter=False),
         )
 
     def _gather_random_states(self) -> list[Any]:
