@@ -1,4 +1,4 @@
-"""Prepare tests: one thread per process, no network, no deadlines of examples, and the pool of warm workers."""
+"""Setup of all tests: one thread per process, no network, no Hypothesis deadlines, and a pool of worker processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# An example's milliseconds are those of a busy machine, and no reason to fail.
+# No deadline: on a busy machine an example may take long.
 hypothesis.settings.register_profile("tests", hypothesis.settings(hypothesis.settings.default, deadline=None))
 hypothesis.settings.load_profile("tests")
 
@@ -39,19 +39,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that no process is left alone with one of them at the end."""
+    """Run files with slow tests first, so that no xdist worker is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of every later garbage collection."""
+    """Exclude imported objects from every later garbage collection."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
-    """Destroy the process group that a fit in pytest's own process leaves behind; other tests make their own."""
+    """Destroy the process group that a fit in pytest's own process leaves; other tests create their own."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():

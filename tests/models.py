@@ -1,6 +1,6 @@
-"""Which models do the tests run? Real Hugging Face classes of every supported family, a few ten thousand weights each.
+"""Tiny Hugging Face models for the tests: every supported family, a few ten thousand weights each.
 
-Four query heads, two key-value heads where the family has them, two blocks; weights depend on the seed alone.
+Four query heads, two key-value heads where the family has them, two blocks. Weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        # Dropout is gpt2's and opt's default, and would hide every exact comparison behind noise.
+        # gpt2 and opt use dropout by default, which makes exact comparisons impossible.
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -68,14 +68,14 @@ EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
-"""Mixtures of experts, which run without tensor parallelism alone."""
+"""Mixtures of experts. They run only without tensor parallelism."""
 SCORING_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {**SIZES, "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5},
     "gpt_oss": {**SIZES, "head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-"""Those that change attention's scores, by soft caps or sinks: they are generated from, and not trained packed."""
+"""Families with soft caps or attention sinks. They generate, but do not train on packed sequences."""
 TENSOR_PARALLEL_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox")
-"""Those whose transformers class brings a ``tp_plan``."""
+"""Families whose transformers class has a ``tp_plan``."""
 TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")
 
 
@@ -100,7 +100,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
 
 
 def tiny_scorer(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Build the family's sequence classifier of one label, with weights that tell sequences well apart."""
+    """Build the family's sequence classifier of one label, with weights that score sequences clearly differently."""
     settings = {"attn_implementation": "eager", **FAMILIES[family], "num_labels": 1, **overrides}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -112,7 +112,7 @@ def tiny_scorer(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMo
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte: 256 of them behind <pad>, <bos> and <eos>, so 259 in all."""
+    """Return a tokenizer with one token per byte after <pad>, <bos> and <eos>: 259 tokens."""
     special = ["<pad>", "<bos>", "<eos>"]
     tokens = [*special, *sorted(ByteLevel.alphabet())]
     byte_level = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))

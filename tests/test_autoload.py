@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# A package that stands where ours would, so that nothing here depends on what constructing the real strategy costs.
+# A stand-in for our package, so that tests do not construct the real strategy.
 STAND_IN = """
 import lightning.pytorch as pl
 
@@ -36,7 +36,7 @@ BROKEN = QUIET + (
     "except RuntimeError as error:\n"
     "    print(error)\n"
 )
-# Importing the two takes seconds: each script is run by a fork of one interpreter that has imported nothing else.
+# Importing torch and Lightning takes seconds: each script runs in a fork of one interpreter that imported only them.
 FORKS = (
     "import json, os, sys, torch, lightning as L\n"
     "for script, paths in json.load(sys.stdin):\n"
@@ -51,7 +51,7 @@ FORKS = (
 
 def _python(script: str, *path: Path, asked: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter that finds modules in ``path`` before the installed ones."""
-    # The working directory is left out (-P): the package must be found because it is installed.
+    # -P leaves out the working directory: the package must be found as an installed one.
     return subprocess.run(
         [sys.executable, "-P", "-c", script],
         input=asked,
@@ -85,7 +85,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict(zip(scripts, outputs, strict=True))
 
 
-def test_a_bare_trainer_knows_our_strategies(said: dict[str, str]) -> None:
+def test_a_trainer_knows_our_strategies_without_an_import_of_the_package(said: dict[str, str]) -> None:
     assert [line for line in said[TRAINERS].splitlines() if line.startswith("made")] == [
         "made realloc {}",
         "made realloc_spawn {'start_method': 'spawn'}",
@@ -94,9 +94,7 @@ def test_a_bare_trainer_knows_our_strategies(said: dict[str, str]) -> None:
     ]
 
 
-def test_torch_and_lightning_do_not_import_the_package_until_a_trainer_asks_for_the_strategy(
-    said: dict[str, str],
-) -> None:
+def test_the_package_is_imported_only_when_a_trainer_uses_the_strategy(said: dict[str, str]) -> None:
     assert said[IMPORTED].startswith("['lightning_realloc_autoload']\n")
     assert "made lightning_realloc.strategies.realloc" in said[IMPORTED]
 
@@ -105,7 +103,7 @@ def test_a_broken_package_breaks_neither_torch_nor_other_strategies(said: dict[s
     assert said[BROKEN].splitlines()[-1:] == ["broken on purpose"]
 
 
-def test_switched_off_only_importing_the_package_registers() -> None:
+def test_without_autoload_only_importing_the_package_registers_the_strategies() -> None:
     script = (
         "import lightning.pytorch as pl\n"
         "print('realloc' in pl.strategies.StrategyRegistry)\n"
@@ -162,7 +160,7 @@ def test_lightning_imports_even_if_its_registry_has_changed(tmp_path: Path) -> N
     assert "strategy='realloc' could not be registered with lightning.pytorch.strategies" in finished.stderr
 
 
-def test_pytorch_lightnings_trainer_is_told_which_trainer_to_use() -> None:
+def test_a_trainer_of_pytorch_lightning_is_refused_with_the_import_to_use() -> None:
     pytest.importorskip("pytorch_lightning")
     script = (
         "import pytorch_lightning as pl\n"

@@ -1,3 +1,5 @@
+"""Command line: configuration files, subcommands, exit codes and error messages."""
+
 from __future__ import annotations
 
 import contextlib
@@ -99,7 +101,7 @@ def _run(workers: WorkerPool, folder: Path, *lines: Sequence[str]) -> list[Outco
 FIT = ("fit", "--config", "grpo.yaml")
 
 
-def test_a_configuration_is_printed_whole_and_read_again(workers: WorkerPool, folder: Path) -> None:
+def test_a_printed_configuration_is_complete_and_can_be_read_again(workers: WorkerPool, folder: Path) -> None:
     first = _run(workers, folder, [*FIT, "--print_config"])[0]
     (folder / "printed.yaml").write_text(first.output)
     again, changed = _run(
@@ -115,7 +117,7 @@ def test_a_configuration_is_printed_whole_and_read_again(workers: WorkerPool, fo
     assert printed["model"]["class_path"] == "lightning_realloc.GRPO"
     arguments = printed["model"]["init_args"]
     assert arguments["reward"] == ["rewards.digits", "rewards:short"]
-    assert arguments["learning_rate"] == 1e-3  # of the base class, which GRPO takes as **settings
+    assert arguments["learning_rate"] == 1e-3  # a setting of the base class
     assert arguments["train_options"]["num_minibatches"] == 2
     assert arguments["train_options"]["micro_batch_tokens"] == 8192
     assert arguments["sampling"]["n"] == 2 and arguments["sampling"]["temperature"] == 1.0
@@ -137,7 +139,7 @@ class Digits:
 """
 
 
-def test_conversations_and_budgets_are_settings_of_a_file(workers: WorkerPool, folder: Path) -> None:
+def test_a_file_sets_conversations_and_rollout_budgets(workers: WorkerPool, folder: Path) -> None:
     (folder / "tools.py").write_text(TOOLS)
     model = json.loads(json.dumps(CONFIG["model"]))
     model["init_args"] |= {
@@ -156,7 +158,7 @@ def test_conversations_and_budgets_are_settings_of_a_file(workers: WorkerPool, f
     assert refused.code == 2 and "RolloutBudget(tokens=0) must be at least 1" in refused.errors
 
 
-def test_groups_of_settings_are_mappings_of_a_file(workers: WorkerPool, folder: Path) -> None:
+def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: Path) -> None:
     model = json.loads(json.dumps(CONFIG["model"]))
     model["init_args"] |= {
         "kl": {"coef": 0.1, "estimator": "k1"},
@@ -200,7 +202,7 @@ class Descent(torch.optim.Optimizer):
 """
 
 
-def test_a_file_gives_roles_optimizers_by_class_path(workers: WorkerPool, folder: Path) -> None:
+def test_a_file_gives_a_role_its_optimizer_by_class_path(workers: WorkerPool, folder: Path) -> None:
     (folder / "descent.py").write_text(DESCENT)
     model = json.loads(json.dumps(CONFIG["model"]))
     del model["init_args"]["learning_rate"]
@@ -222,7 +224,7 @@ def test_a_file_gives_roles_optimizers_by_class_path(workers: WorkerPool, folder
     assert fitted.code == 0, fitted.errors
     steps = [text for text in fitted.output.splitlines() if text.startswith("actor")]
     both = ["actor lr={0} weight_decay=0.5", "actor/1 lr={0} weight_decay=0.0"]
-    # Two iterations of two mini-batches, between which the schedule takes the rate to a tenth.
+    # Two iterations of two mini-batches; between the iterations the schedule divides the rate by ten.
     assert steps == [text.format(rate) for rate in (0.25, 0.25, 0.025, 0.025) for text in both]
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["optimizers"]["actor"]["optimizer"]["class_path"] == "descent.Descent"
@@ -230,7 +232,7 @@ def test_a_file_gives_roles_optimizers_by_class_path(workers: WorkerPool, folder
     assert refused.code == 2
 
 
-def test_realloc_is_the_strategy_unless_a_file_says_otherwise(workers: WorkerPool, folder: Path) -> None:
+def test_realloc_is_the_default_strategy(workers: WorkerPool, folder: Path) -> None:
     printed = _run(workers, folder, ["fit", "--print_config"])[0]
 
     assert yaml.safe_load(printed.output)["trainer"]["strategy"] == "realloc"
@@ -259,7 +261,7 @@ def test_train_evaluate_predict_and_export(workers: WorkerPool, folder: Path) ->
     )
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.bfloat16
-    assert (folder / "config.yaml").is_file()  # what was run is written beside it
+    assert (folder / "config.yaml").is_file()  # the configuration of the run
 
 
 ROWS: dict[str, tuple[str, list[dict[str, str]]]] = {
@@ -269,9 +271,7 @@ ROWS: dict[str, tuple[str, list[dict[str, str]]]] = {
 
 
 @pytest.mark.parametrize("algorithm", list(ROWS))
-def test_algorithms_of_given_responses_are_evaluated_and_predict(
-    workers: WorkerPool, folder: Path, algorithm: str
-) -> None:
+def test_dpo_and_sft_fit_validate_test_and_predict(workers: WorkerPool, folder: Path, algorithm: str) -> None:
     module, rows = ROWS[algorithm]
     (folder / f"{algorithm}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"class_path": module, "init_args": {"data": f"{algorithm}.jsonl", "batch_size": 2, "val_fraction": 0.5}}
@@ -334,7 +334,7 @@ def test_every_reward_can_be_given_with_its_settings(workers: WorkerPool, folder
     assert fitted.code == 0, fitted
 
 
-def test_a_reward_server_that_is_down_is_told_in_one_line(workers: WorkerPool, folder: Path) -> None:
+def test_errors_of_rewards_are_reported_without_a_traceback(workers: WorkerPool, folder: Path) -> None:
     server = {"class_path": "lightning_realloc.rewards.RemoteReward", "init_args": {"url": "http://127.0.0.1:9/judge"}}
     wrong = {"class_path": "lightning_realloc.rewards.Length", "init_args": {"unit": "bytes"}}
     late = {"class_path": "lightning_realloc.rewards.RemoteReward", "init_args": {"url": "localhost"}}
@@ -354,7 +354,7 @@ def test_a_reward_server_that_is_down_is_told_in_one_line(workers: WorkerPool, f
     assert all("Traceback" not in outcome.errors for outcome in (down, wrongly, malformed))
 
 
-def test_help_names_every_command_and_fits_a_screen(workers: WorkerPool, folder: Path) -> None:
+def test_help_names_every_command_and_stays_short(workers: WorkerPool, folder: Path) -> None:
     commands, model, fit = _run(workers, folder, ["--help"], ["fit", "--model.help", "GRPO"], ["fit", "--help"])
 
     assert all(name in commands.output for name in ("fit", "validate", "test", "predict", "export"))
@@ -363,7 +363,7 @@ def test_help_names_every_command_and_fits_a_screen(workers: WorkerPool, folder:
     assert len(model.output.splitlines()) < 330
     names = "".join(fit.output.split())  # help breaks lines inside names
     assert "lightning_realloc.ReallocStrategy" in names
-    assert "DataParallelStrategy" not in names  # only to inherit from
+    assert "DataParallelStrategy" not in names  # a base class only
 
 
 def make_callback(every: int = 1) -> Callback:
@@ -415,7 +415,7 @@ MISTAKES = [
 ]
 
 
-def test_a_mistake_ends_with_its_key_and_without_a_traceback(workers: WorkerPool, folder: Path) -> None:
+def test_a_mistake_is_reported_with_its_key_and_without_a_traceback(workers: WorkerPool, folder: Path) -> None:
     outcomes = _run(workers, folder, *([*FIT, key, value] for key, value, _ in MISTAKES))
 
     for (key, value, message), outcome in zip(MISTAKES, outcomes, strict=True):
@@ -427,7 +427,7 @@ def test_a_mistake_ends_with_its_key_and_without_a_traceback(workers: WorkerPool
         assert "usage:" not in outcome.errors
 
 
-# ---- as processes
+# ---- in processes of their own
 def _process(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
 
@@ -445,7 +445,7 @@ def test_two_devices_train_through_the_script_launcher(folder: Path) -> None:
     assert description["plan"]["calls"]["actor.train"] == "fsdp2@0-1"
 
 
-def test_the_console_script_tells_last_and_once_what_two_devices_find_wrong(folder: Path) -> None:
+def test_the_console_script_prints_an_error_of_two_devices_last(folder: Path) -> None:
     script = Path(sys.executable).parent / "lightning-realloc"
 
     finished = _process(
@@ -470,7 +470,7 @@ def _run_as_module(folder: Path) -> object:
     return end.value.code
 
 
-def test_a_mistake_is_the_exit_code_of_the_module_too(workers: WorkerPool, folder: Path) -> None:
+def test_a_mistake_gives_python_m_the_same_exit_code(workers: WorkerPool, folder: Path) -> None:
     assert workers.run(_run_as_module, folder, world_size=1, init_process_group=False) == [2]
 
 

@@ -1,3 +1,5 @@
+"""Tiny models and the byte tokenizer have the properties that other tests rely on."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,7 +9,7 @@ from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, TIED_FAMILIES, byte
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_what_the_tests_take_it_for(family: str) -> None:
+def test_a_family_has_the_properties_that_tests_rely_on(family: str) -> None:
     model = tiny_model(family)
     tokens = torch.arange(1, 13).view(2, 6)
 
@@ -26,7 +28,7 @@ def test_overrides_reach_the_config() -> None:
     assert tiny_model("llama", num_hidden_layers=1, vocab_size=259).config.vocab_size == 259
 
 
-def test_the_byte_tokenizer_gives_back_every_string_one_token_per_byte() -> None:
+def test_the_byte_tokenizer_restores_a_string_from_one_token_per_byte() -> None:
     tokenizer = byte_tokenizer()
     text = "2 + 3 = 5\n  don't — 你好"
 

@@ -30,7 +30,7 @@ def test_an_old_name_in_a_module_that_still_exists_is_the_object_at_its_new_path
     assert found is getattr(importlib.import_module(f"lightning_realloc.{home}"), new_name)
 
 
-def test_a_new_path_and_an_unknown_one_are_left_to_python() -> None:
+def test_new_paths_and_unknown_names_are_left_to_python() -> None:
     with pytest.raises(AttributeError, match=r"'lightning_realloc\.algorithms\.rollout' has no attribute 'sample'"):
         getattr(importlib.import_module("lightning_realloc.algorithms.rollout"), "sample")  # noqa: B009
     with pytest.raises(ModuleNotFoundError, match=r"lightning_realloc\.algorithms\.grpos"):
@@ -48,7 +48,7 @@ def test_a_yaml_file_that_names_an_old_class_path_is_read() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_was_pickled_under_an_old_path_is_read() -> None:
+def test_a_pickle_that_names_an_old_path_is_read() -> None:
     written = pickle.dumps(SamplingParams(max_new_tokens=7), protocol=0)
     old = written.replace(b"generation.core.sampling", b"generation.sampling")
     assert old != written

@@ -1,3 +1,5 @@
+"""Imports of the pure packages, public names, contents of the wheel, and pinned dependencies."""
+
 from __future__ import annotations
 
 import ast
@@ -17,7 +19,7 @@ PACKAGE = ROOT / "lightning_realloc"
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    """Top-level names of all modules that a file imports, wherever in the file."""
+    """Return the top-level names of all modules that a file imports."""
     modules: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -28,7 +30,7 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ["layout", "realloc"])
-def test_the_pure_packages_import_the_standard_library_alone(package: str) -> None:
+def test_the_pure_packages_import_only_the_standard_library(package: str) -> None:
     files = sorted((PACKAGE / package).rglob("*.py"))
     assert files
     for file in files:
@@ -52,7 +54,7 @@ def test_every_public_name_can_be_imported_and_is_known_to_type_checkers() -> No
         _ = lightning_realloc.Reallok
 
 
-def test_the_wheel_holds_the_package_and_the_autoload_module_and_no_more(tmp_path: Path) -> None:
+def test_the_wheel_holds_only_the_package_and_the_autoload_module(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)],
         cwd=ROOT,

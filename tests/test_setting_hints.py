@@ -1,4 +1,7 @@
-"""Unknown settings: names of other libraries lead to ours, and never hide a setting that exists."""
+"""Hints for unknown settings: a typo or another library's name is answered with our setting.
+
+A hint never hides a setting that exists.
+"""
 
 import ast
 import copy
@@ -56,7 +59,7 @@ DATA_MODULES = (PromptDataModule, PreferenceDataModule, SFTDataModule)
 
 
 def no_reward(completions: list[str], **columns: Any) -> list[float]:
-    """Judge nothing."""
+    """Return zero for every completion."""
     return [0.0 for _ in completions]
 
 
@@ -84,13 +87,13 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: DPO("x", adam_beta2=0.95), "optimizer=partial(torch.optim.AdamW"),
     ],
 )
-def test_another_librarys_name_is_answered_with_ours(make: Any, hint: str) -> None:
+def test_a_name_of_another_library_is_answered_with_our_setting(make: Any, hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make()
     assert hint in str(refused.value)
 
 
-def test_a_name_that_is_also_ours_is_a_setting() -> None:
+def test_a_name_that_is_also_our_setting_is_accepted() -> None:
     DPO("x", beta=0.3)  # which GRPO calls kl_coef
     assert SamplingParams(temperature=0.5).temperature == 0.5
 
@@ -117,14 +120,14 @@ def test_a_name_that_is_also_ours_is_a_setting() -> None:
         (lambda: PromptDataModule([], batch_sise=2), "did you mean batch_size=?"),
     ],
 )
-def test_a_misspelt_name_is_answered_with_the_one_it_is_like(make: Any, answer: str) -> None:
+def test_a_misspelt_name_is_answered_with_the_most_similar_setting(make: Any, answer: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make()
     assert answer in str(refused.value)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_settings_are_found_through_all_classes_that_take_them(algorithm: type) -> None:
+def test_settings_of_an_algorithm_include_those_of_its_base_classes(algorithm: type) -> None:
     assert {"learning_rate", "train_options", "peft_config", "seed", "tokenizer"} <= settings_of(algorithm)
 
 
@@ -161,19 +164,19 @@ CALL = r"\b[\w.]+\((?:[^()]|\([^()]*\))*\)"
 
 
 def is_checked_by_hand(call: ast.Call) -> bool:
-    """Return whether a call is of a function or method; partial is given another one's arguments."""
+    """Return whether a call is of a function or method, such as ``partial``, which takes another one's arguments."""
     return ast.unparse(call.func).rpartition(".")[2][0].islower()
 
 
 def class_named(name: str) -> Any:
-    """Return a class of ours or of Lightning that a hint names."""
+    """Return the class that a hint names, ours or Lightning's."""
     of_lightning = {"Trainer": L.Trainer, "ModelCheckpoint": ModelCheckpoint, "WandbLogger": WandbLogger}
     of_lightning["TensorBoardLogger"] = TensorBoardLogger
     ours = lightning_realloc if hasattr(lightning_realloc, name) else lightning_realloc.rewards
     return of_lightning[name] if name in of_lightning else getattr(ours, name)
 
 
-def test_a_class_of_ones_own_may_take_such_a_name() -> None:
+def test_a_users_subclass_may_take_a_setting_that_has_a_hint() -> None:
     class Mine(SFT):
         def __init__(self, *args: Any, **settings: Any) -> None:
             self.max_length = settings.pop("max_length")
@@ -182,7 +185,7 @@ def test_a_class_of_ones_own_may_take_such_a_name() -> None:
     assert Mine("x", max_length=7).max_length == 7
 
 
-def test_tables_are_read_only_for_an_unknown_setting() -> None:
+def test_hints_are_loaded_only_after_an_unknown_setting() -> None:
     script = (
         "from lightning_realloc import DPO, SamplingParams, setting_hints\n"
         "SamplingParams(n=2); DPO('x', beta=0.3)\n"
@@ -194,7 +197,7 @@ def test_tables_are_read_only_for_an_unknown_setting() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
-def test_options_are_still_copied_and_pickled() -> None:
+def test_options_with_hints_can_be_copied_and_pickled() -> None:
     given = SamplingParams(n=3, stop_strings=("a",))
     assert copy.deepcopy(given) == given == pickle.loads(pickle.dumps(given))
     assert not hasattr(given, "__dict__")

@@ -1,3 +1,5 @@
+"""Worker pool: results by rank, failures, deadlines, and a fresh state for every run."""
+
 from __future__ import annotations
 
 import os
@@ -59,7 +61,7 @@ def _environment() -> tuple[bool, str, str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_rank_answers_in_order(workers: WorkerPool, world_size: int) -> None:
+def test_results_come_in_order_of_rank(workers: WorkerPool, world_size: int) -> None:
     expected_sum = sum(range(world_size)) + 10.0 * world_size
 
     answers = workers.run(_sum_of_ranks, 10, world_size=world_size)
@@ -67,7 +69,7 @@ def test_every_rank_answers_in_order(workers: WorkerPool, world_size: int) -> No
     assert answers == [(rank, world_size, expected_sum) for rank in range(world_size)]
 
 
-def test_a_run_reuses_the_processes_and_finds_none_of_the_last_runs_state(workers: WorkerPool) -> None:
+def test_a_run_reuses_the_processes_without_the_state_of_the_last_run(workers: WorkerPool) -> None:
     assert workers.run(_leave_traces) == workers.run(_leave_traces)
 
 
@@ -78,7 +80,7 @@ def test_a_function_may_start_its_own_process_group(workers: WorkerPool) -> None
 
 
 @pytest.mark.skipif(not EPHEMERAL.exists(), reason="only Linux tells which ports outgoing connections get")
-def test_the_ports_of_runs_are_none_that_outgoing_connections_get(workers: WorkerPool) -> None:
+def test_runs_use_ports_outside_the_ephemeral_range(workers: WorkerPool) -> None:
     first, last = map(int, EPHEMERAL.read_text().split())
     (port,) = set(workers.run(_port, world_size=2, init_process_group=False))
     assert not first <= port <= last
@@ -92,12 +94,12 @@ def test_an_exception_is_reported_with_its_rank_and_the_pool_recovers(workers: W
     assert len(workers.run(_sum_of_ranks, 0)) == 4
 
 
-def test_a_rank_that_dies_is_reported_with_its_last_words(workers: WorkerPool) -> None:
+def test_a_rank_that_dies_is_reported_with_its_exit_code_and_last_output(workers: WorkerPool) -> None:
     with pytest.raises(WorkerFailure, match=r"exit code 7.*\n.*farewell"):
         workers.run(_die_on, 1, world_size=2)
 
 
-def test_a_missed_deadline_shows_where_every_rank_is(workers: WorkerPool) -> None:
+def test_a_missed_deadline_shows_the_stack_of_every_rank(workers: WorkerPool) -> None:
     with pytest.raises(WorkerFailure, match="within 3 s") as failure:
         workers.run(_wait_for_nobody, world_size=2, deadline_s=3)
 

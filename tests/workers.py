@@ -1,8 +1,8 @@
-"""How does a test run one function on several ranks without paying for the imports each time?
+"""Pool of processes that run a test's function on several ranks, without new imports for every run.
 
-A pool of processes, forked from a template that has imported torch, transformers and Lightning once. Every run gives
-the first ``world_size`` of them a fresh environment (as torchrun would) and a fresh gloo process group; a run that
-fails or hangs costs the pool, which is forked again for the next one.
+Processes are forked from a template that has imported torch, transformers and Lightning once. Every run gives the first
+``world_size`` of them a fresh environment, as torchrun would, and a fresh gloo process group. A run that fails or hangs
+ends all processes; the next run forks new ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Imported by the template; what is missing here is imported by every worker for itself.
+# Imported once, by the template. Every worker imports other modules itself.
 PRELOADED = (
     "torch",
     "torch.distributed.checkpoint.state_dict",
@@ -45,22 +45,22 @@ PRELOADED = (
     "peft",
     "lightning_realloc.cli",
     "tests.models",
-    "pytest",  # these two by every module that holds a test
+    "pytest",  # every test module imports these two
     "hypothesis",
 )
 PORTS = range(20_000, 32_000)
-"""Below those that a system hands out by itself: one of these could be somebody else's before rank 0 listens on it."""
+"""Below the ephemeral range: another process could get such a port before rank 0 listens on it."""
 PORT_SHARES = 8
 GRACE_S = 2.0
-"""How long the other ranks may go on after one has failed, so that a failure of all is reported whole."""
+"""Seconds for the other ranks to end after one has failed, so that all failures are reported together."""
 STACKS_S = 3.0
-"""How long workers get to write where they are; on a busy machine each first has to be scheduled."""
+"""Seconds for workers to write their stacks; on a busy machine each has to be scheduled first."""
 
 
 class WorkerFailure(Exception):
     """A run in which at least one rank raised, died or missed the deadline.
 
-    ``errors`` maps each such rank to its traceback, or to what is known of its end.
+    ``errors`` maps each such rank to its traceback, or to its last output.
     """
 
     def __init__(self, summary: str, errors: Mapping[int, str]) -> None:
@@ -70,7 +70,7 @@ class WorkerFailure(Exception):
 
 
 class Request(NamedTuple):
-    """What a worker is asked to do, the same on all ranks but for ``environment``."""
+    """A function to run; ranks differ only in ``environment``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -105,11 +105,11 @@ class WorkerPool:
     ) -> list[Any]:
         """Return ``function(*args)`` of every rank, in order of rank.
 
-        ``function`` lives at the top of an importable module, and it, its arguments and its results can be pickled. It
-        asks ``torch.distributed`` or ``os.environ["RANK"]`` for its rank. With ``init_process_group=False`` the
-        environment is set and nothing else, for functions that start a Trainer of their own.
+        ``function`` is defined at the top of an importable module; its arguments and results can be pickled. It reads
+        its rank from ``torch.distributed`` or ``os.environ["RANK"]``. With ``init_process_group=False`` only the
+        environment is set, for functions that start their own Trainer.
 
-        Raises WorkerFailure with the tracebacks of all ranks that raised, or of every rank that the deadline caught.
+        Raises WorkerFailure with the tracebacks of the ranks that raised, or with all stacks after the deadline.
         """
         if not 1 <= world_size <= self._max_workers:
             raise ValueError(f"world_size={world_size} must be between 1 and {self._max_workers}")
@@ -125,7 +125,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """Let idle workers leave, then end what is left of them."""
+        """Let idle workers exit, then kill the others."""
         for worker in self._workers:
             worker.connection.close()
         for worker in self._workers:
@@ -154,7 +154,7 @@ class WorkerPool:
 
 
 def _collect(team: list[Worker], deadline_s: float) -> list[Any]:
-    """Wait for every rank's answer; a failure shortens the wait for the others to ``GRACE_S``."""
+    """Wait for every rank's result; a failure shortens the wait for the others to ``GRACE_S``."""
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     give_up_at = time.monotonic() + deadline_s
@@ -182,7 +182,7 @@ def _collect(team: list[Worker], deadline_s: float) -> list[Any]:
 
 
 def _stacks(team: list[Worker]) -> dict[int, str]:
-    """Where every worker is right now, behind what it has written so far."""
+    """Return each worker's output so far, followed by its current stacks."""
     for worker in team:
         if worker.process.pid is not None and worker.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -201,16 +201,16 @@ def _tail(log: Path, num_characters: int) -> str:
 
 
 def _kill_tree(process: BaseProcess) -> None:
-    """End a worker and whatever it has started; each worker leads a process group of its own."""
+    """Kill a worker and the processes that it started; each worker leads its own process group."""
     assert process.pid is not None, "only started workers are killed"
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it has not come as far as setsid
+    except (ProcessLookupError, PermissionError):  # it has not called setsid yet
         process.kill()
 
 
 def _environments(world_size: int) -> list[dict[str, str]]:
-    """What torchrun would set on one node, for every rank."""
+    """Return the variables that torchrun would set on one node, for every rank."""
     common = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -227,7 +227,7 @@ def _environments(world_size: int) -> list[dict[str, str]]:
 
 
 def _free_port() -> int:
-    """Return a port for rank 0 to listen on, of those that belong to this one of the processes that share the tests."""
+    """Return a free port for rank 0 from the share of this pytest-xdist worker."""
     mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PORT_SHARES
     for port in random.SystemRandom().sample(PORTS[mine::PORT_SHARES], 50):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -246,7 +246,7 @@ def _serve(connection: Connection, log: Path) -> None:
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
     faulthandler.enable(stream)
-    gc.freeze()  # what was imported stays; looking through it takes half a second at the end of every run
+    gc.freeze()  # collecting imported objects takes half a second at the end of every run
     threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
     while True:
         try:
@@ -255,7 +255,7 @@ def _serve(connection: Connection, log: Path) -> None:
             return
         stream.seek(0)
         stream.truncate()
-        # Anew for every run: a Trainer sets every signal back to what it believes was there before it.
+        # Repeated for every run: a Trainer restores the handlers that it believes were set before it.
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
         connection.send_bytes(_answer(message))
@@ -292,7 +292,7 @@ def _call(request: Request) -> Any:
 
 @contextlib.contextmanager
 def _process_state(environment: Mapping[str, str]) -> Iterator[None]:
-    """Give the run this environment, fixed seeds and one thread, and undo what it changes of the process."""
+    """Run with this environment, fixed seeds and one thread; restore the process's state afterwards."""
     import numpy
     import torch
 
