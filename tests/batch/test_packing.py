@@ -1,4 +1,4 @@
-"""Packs against plain python lists: where tokens land, what is masked, how columns follow."""
+"""Packing compared with plain Python lists: the order of tokens, masks and columns."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_micro_batches_hold_every_position_once_within_the_bound(lengths: list[i
     assert all(sum(lengths[position] for position in members) <= 20 for members in packs)
     assert packs == sorted(packs)
     assert all(list(members) == sorted(members) for members in packs)
-    # Two packs that together fit into one would be a wasted forward pass: first fit never leaves them.
+    # First fit never leaves two packs that fit into one, which would waste a forward pass.
     sums = sorted(sum(lengths[position] for position in members) for members in packs)
     assert len(sums) < 2 or sums[0] + sums[1] > 20
 

@@ -1,4 +1,4 @@
-"""Ragged and Samples against plain python lists."""
+"""Ragged and Samples compared with plain Python lists."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_concatenating_the_parts_restores_the_samples() -> None:
     assert samples.sorted_by_id().ids.tolist() == [3, 5, 7]
 
 
-def test_equality_sees_every_kind_of_column() -> None:
+def test_equality_compares_every_kind_of_column() -> None:
     samples = _samples()
     assert samples.equals(_samples())
     assert not samples.equals(samples.with_columns(prompt=("seven", "three", "six")))
@@ -137,7 +137,7 @@ def test_missing_ids_and_differing_columns_are_named() -> None:
         Samples.concatenate([])
 
 
-def test_lengths_stay_where_sequences_go() -> None:
+def test_lengths_only_keeps_lengths_and_drops_tokens() -> None:
     columns = {"ids": Ragged.from_list([[4, 5], []]), "score": torch.ones(2), "text": ("a", "b")}
     samples = Samples(torch.tensor([3, 1]), columns)
     bare = samples.lengths_only()

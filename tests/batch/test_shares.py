@@ -1,4 +1,4 @@
-"""Shares of samples for data-parallel ranks: nothing lost, nothing empty, close to equal."""
+"""Shares of samples for data-parallel ranks: complete, not empty, and close to equal in tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_groups_stay_together() -> None:
     assert shares == ((0, 2), (1, 3, 4))
 
 
-def test_shares_refuse_what_cannot_be_shared() -> None:
+def test_invalid_arguments_of_shares_are_refused() -> None:
     with pytest.raises(PlanError, match="num_shares=0"):
         balanced_shares([1], 0)
     with pytest.raises(PlanError, match="2 groups for 1 lengths"):

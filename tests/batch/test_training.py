@@ -1,4 +1,4 @@
-"""How samples become optimizer steps: every sample once, the same plan on every rank, no plan without samples."""
+"""Optimizer steps from samples: every sample once, the same plan on every rank, no plan without samples."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_repetitions_come_last_and_change_nothing_else(lengths: list[int], num_s
         assert [micro for micro in ours if micro.counts] == [micro for micro in theirs if micro.counts]
         counts = [micro.counts for micro in ours]
         assert counts == sorted(counts, reverse=True)
-    # What is repeated is the cheapest sample there is.
+    # The repeated sample is the shortest one.
     repeated = {micro.positions for plan in equal for micro in plan if not micro.counts}
     assert all(lengths[positions[0]] == min(lengths) and len(positions) == 1 for positions in repeated)
 
@@ -85,7 +85,7 @@ def test_groups_are_never_split(
 
 
 @given(lengths=LENGTHS, num_shares=st.integers(1, 5), max_tokens=st.integers(30, 90), equal_counts=st.booleans())
-def test_pairs_are_planned_as_single_samples_of_their_length_are(
+def test_pairs_are_planned_like_single_samples_of_their_total_length(
     lengths: list[int], num_shares: int, max_tokens: int, equal_counts: bool
 ) -> None:
     halves = [part for length in lengths for part in (length // 2, length - length // 2)]
@@ -96,7 +96,7 @@ def test_pairs_are_planned_as_single_samples_of_their_length_are(
     ]
 
 
-def test_errors_speak_of_pairs_where_samples_come_in_pairs() -> None:
+def test_errors_name_pairs_where_samples_come_in_pairs() -> None:
     with pytest.raises(DataError, match=r"a pair must fit one micro-batch; pair 1 has 12 tokens and max_tokens=8"):
         micro_batch_plan([2, 2, 6, 6], 1, max_tokens=8, equal_counts=False, group_size=2)
     with pytest.raises(DataError, match=r"come in groups of 2, and there are 3"):
@@ -106,7 +106,7 @@ def test_errors_speak_of_pairs_where_samples_come_in_pairs() -> None:
     assert Totals(num_sequences=6, num_tokens=9, group_size=2).num_groups == 3
 
 
-def test_a_limit_is_exceeded_by_more_by_nan_and_never_silently_missing() -> None:
+def test_a_limit_is_exceeded_by_larger_values_and_nan_and_refused_if_not_measured() -> None:
     options = TrainOptions(stop_above={"ratio": 1.5, "kl": 0.1})
     assert options.exceeded({"ratio": 1.5, "kl": 0.1, "loss": 9.0}) is None
     assert options.exceeded({"ratio": 1.4, "kl": 0.2}) == "kl"
@@ -133,9 +133,9 @@ def test_mini_batches_partition_the_samples_evenly(num_samples: int, num_minibat
     assert parts == minibatch_positions(num_samples, num_minibatches, seed=seed)
 
 
-def test_another_seed_shuffles_otherwise() -> None:
+def test_another_seed_gives_another_order() -> None:
     assert minibatch_positions(20, 2, seed=0) != minibatch_positions(20, 2, seed=1)
-    # One mini-batch is the whole, in order.
+    # A single mini-batch holds all samples in order.
     assert minibatch_positions(3, 1, seed=5) == ((0, 1, 2),)
 
 
@@ -163,12 +163,12 @@ def test_options_that_cannot_work_are_refused(settings: dict[str, float], messag
 
 
 def test_a_mini_batch_without_a_response_token_is_refused() -> None:
-    # Every loss divides by it: the weights would become NaN.
+    # Every loss divides by the number of response tokens: the weights would become NaN.
     with pytest.raises(DataError, match="needs at least one response token; its 2 sequences have none"):
         Totals(num_sequences=2, num_tokens=0)
 
 
-def test_all_columns_of_numbers_are_packed_and_objects_left_out() -> None:
+def test_columns_of_numbers_are_packed_and_objects_are_left_out() -> None:
     samples = Samples(
         torch.arange(2),
         {
