@@ -1,4 +1,4 @@
-"""The order of an iteration's calls follows from what they need and produce; contradictions are named."""
+"""Dataflow: the order of an iteration's calls follows from their inputs and outputs; contradictions are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_realloc.errors import PlanError
 
 
 def call(name: str, needs: tuple[str, ...] = ("batch",), produces: tuple[str, ...] = ()) -> ModelFunctionCall:
-    """Return a call as the decorators would: ``role.kind``, or a computation where there is no dot."""
+    """Return a call as the decorators do: ``role.kind``, or a computation for a name without a dot."""
     role, _, kind = name.rpartition(".")
     kinds: dict[str, CallKind] = {"generate": "generate", "infer": "infer", "train": "train"}
     return ModelFunctionCall(name, kinds.get(kind, "compute"), role or None, kind, needs, produces)
@@ -22,16 +22,16 @@ TRAIN = call("actor.train", ("rollout", "ref_logprobs", "rewards"))
 EVALUATE = call("critic.infer", ("rollout",), ("values",))
 
 
-def test_calls_run_after_what_they_need_and_otherwise_as_written() -> None:
+def test_calls_run_after_their_inputs_and_otherwise_in_the_given_order() -> None:
     assert Dataflow((TRAIN, JUDGE, SCORE, GENERATE)).calls == (GENERATE, JUDGE, SCORE, TRAIN)
     assert Dataflow((GENERATE, SCORE, JUDGE, TRAIN)).calls == (GENERATE, SCORE, JUDGE, TRAIN)
 
 
-def test_an_iteration_leaves_out_what_no_training_depends_on() -> None:
+def test_an_iteration_leaves_out_calls_that_no_training_depends_on() -> None:
     flow = Dataflow((GENERATE, EVALUATE, SCORE, JUDGE, TRAIN))
     assert flow.iteration_calls == (GENERATE, SCORE, JUDGE, TRAIN)
     assert flow.calls == (GENERATE, EVALUATE, SCORE, JUDGE, TRAIN)
-    # What is needed through another call counts too.
+    # Dependencies through another call count too.
     advantages = call("advantages", ("values",), ("advantages",))
     train = call("actor.train", ("advantages",))
     assert Dataflow((GENERATE, EVALUATE, advantages, train)).iteration_calls == (GENERATE, EVALUATE, advantages, train)

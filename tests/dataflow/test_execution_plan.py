@@ -1,4 +1,4 @@
-"""A plan is read from YAML and written back the same; one that does not fit says what to change."""
+"""Execution plans: YAML round trips, layouts of calls, and errors that state what to change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENTRIES: dict[str, Any] = {
 PLAN = ExecutionPlan.from_mapping({"calls": ENTRIES})
 
 
-def test_a_plan_reads_back_what_it_writes(tmp_path: Path) -> None:
+def test_a_saved_plan_loads_unchanged(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.yaml")
     again = ExecutionPlan.load(tmp_path / "plan.yaml")
     (tmp_path / "marked.yaml").write_text("\ufeff" + (tmp_path / "plan.yaml").read_text(), encoding="utf-8")
@@ -42,7 +42,7 @@ def test_a_plan_does_not_depend_on_the_order_of_its_calls() -> None:
     assert other.digest != PLAN.digest
 
 
-def test_a_plan_answers_for_every_call() -> None:
+def test_a_plan_gives_the_layout_and_options_of_every_call() -> None:
     assert PLAN.layout("actor.generate") == Layout.parse("dp2.tp2@0,2,1,3")
     assert PLAN.call("actor.generate").max_slots == 8
     assert PLAN.call("reference.infer") == CallPlan(Layout.parse("tp2@2-3"))
@@ -70,13 +70,13 @@ def test_calls_that_only_serve_evaluation_default_to_the_home_layout() -> None:
     plan = ExecutionPlan.from_mapping({"calls": entries}).completed(flow)
     assert plan.layout("critic.infer") == Layout.parse("fsdp2.tp2@0-3")
     plan.check(flow, 4)
-    # Calls of the iteration itself are the plan's to give.
+    # Calls of the iteration have no default layout.
     assert ExecutionPlan.from_mapping({"calls": {"actor.train": "fsdp4"}}).completed(FLOW).calls == (
         ("actor.train", CallPlan(Layout.parse("fsdp4@0-3"))),
     )
 
 
-def test_an_error_names_the_call_that_the_user_wrote_rather_than_one_that_copies_its_layout() -> None:
+def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_layout() -> None:
     flow = Dataflow((GENERATE, SCORE, JUDGE, TRAIN, EVALUATE, call("critic.train", ("rewards",))))
     plan = ExecutionPlan.from_mapping({"calls": {**ENTRIES, "critic.train": "tp4@2-5"}}).completed(flow)
     with pytest.raises(PlanError, match=r"^calls\.critic\.train: layout tp4@2-5 uses rank 4"):
@@ -115,7 +115,7 @@ def test_a_plan_names_every_call_once() -> None:
         ExecutionPlan((entry, entry))
 
 
-def test_an_option_of_another_type_is_named() -> None:
+def test_an_option_of_the_wrong_type_is_named() -> None:
     for option, value in (("max_slots", "many"), ("micro_batch_tokens", 1.5), ("gradient_checkpointing", "yes")):
         with pytest.raises(PlanError, match=rf"calls\.a: {option}={value!r} must be "):
             ExecutionPlan.from_mapping({"calls": {"a": {"layout": "tp2", option: value}}})
@@ -137,7 +137,7 @@ def test_a_layout_that_does_not_fit_its_model_is_named_with_its_call() -> None:
 
 
 def heads(count: int) -> ModelSpec:
-    """Return a model of one matrix with so many attention heads."""
+    """Return a model of one matrix with this number of attention heads."""
     return ModelSpec(
         (ParamSpec("q", (16 * count, 8), TensorParallelCut(0, num_units=count), "block", 0),), num_blocks=1
     )
@@ -166,7 +166,7 @@ def test_a_missing_file_is_reported_with_similar_names_and_the_command_that_writ
         ExecutionPlan.load("nowhere/absent.yaml")
 
 
-def test_one_rank_is_not_called_ranks() -> None:
+def test_messages_use_the_singular_for_one_rank() -> None:
     with pytest.raises(PlanError, match=r"uses rank 1, but this run has 1 rank \(0\); use 2 devices, or a plan for 1"):
         ExecutionPlan.static(FLOW, Layout.parse("dp2@0-1")).check(FLOW, 1)
     with pytest.raises(PlanError, match=r"and this run has 2 ranks; use 1 device, or a plan for 2"):
