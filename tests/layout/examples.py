@@ -66,7 +66,7 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
         blocks = tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=3)))
         shape[dim] = sum(blocks)
         cut = TensorParallelCut(dim, block_sizes=blocks)
-    elif kind == "fused_heads":  # q|k|v with four query heads and one or two of each other kind
+    elif kind == "fused_heads":  # q|k|v with four query heads and one or two key and value heads each
         head, others = draw(st.integers(1, 2)), draw(st.integers(1, 2))
         units = (4, others, others)
         shape[dim] = sum(units) * head

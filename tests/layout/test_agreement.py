@@ -1,4 +1,4 @@
-"""Compare the pure arithmetic with torch's own; one process plays every rank over the fake backend."""
+"""Shards equal those of fully_shard and DTensor; one process simulates every rank over torch's fake backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
 
 
 def mesh_of(layout: Layout, *axes: str) -> DeviceMesh:
-    """Return the mesh of the axes, for a layout that has no others."""
+    """Return the mesh of these axes; the layout has no others."""
     sizes = [getattr(layout.dims, axis) for axis in axes]
     return DeviceMesh("cpu", torch.tensor(layout.ranks).reshape(sizes), mesh_dim_names=axes, _rank=dist.get_rank())
 
@@ -103,7 +103,7 @@ def test_fsdp_over_tensor_parallel_shards_are_fully_shard_of_the_local_tensor(te
 
 
 def test_fsdp_over_tensor_parallel_is_torchs_strided_sharding() -> None:
-    """``fully_shard`` over a DTensor that tensor parallelism made: torch's own composition of the two."""
+    """Compare with ``fully_shard`` of a tensor-parallel DTensor, torch's own composition of the two."""
     layout = Layout.parse("fsdp2.tp4")
     for rank in layout.ranks:
         with playing(rank, 8):
@@ -131,7 +131,7 @@ def test_fused_blocks_are_chunked_one_by_one_then_joined_then_chunked_by_fsdp(
         assert torch.equal(assemble(one_param((sum(blocks), 3), layout, cut), rank, whole), expected)
 
 
-def test_fully_shard_goes_by_sorted_ranks_so_other_orders_are_told_apart() -> None:
+def test_fully_shard_sorts_its_ranks_so_that_permuted_layouts_are_not_ascending() -> None:
     """Show why ``Layout.is_ascending`` exists: torch sorts the ranks of the group that a permuted mesh makes."""
     permuted, ascending = Layout.parse("fsdp3@2,0,1"), Layout.parse("fsdp3@0-2")
     assert not permuted.is_ascending("fsdp") and ascending.is_ascending("fsdp")

@@ -16,7 +16,7 @@ def test_ranks_fill_node_after_node() -> None:
     assert [cluster.node_of(rank) for rank in (0, 7, 8, 127)] == [0, 0, 1, 15]
 
 
-def test_every_preset_reads_by_its_name() -> None:
+def test_every_preset_is_parsed_from_its_name() -> None:
     assert {"cpu", "a100-80g", "a800-80g", "h100", "h200", "l40s"} <= set(PRESETS)
     for name, preset in PRESETS.items():
         assert ClusterSpec.parse(name) == preset

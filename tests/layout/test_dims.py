@@ -41,7 +41,7 @@ def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
     assert len({layout.coordinate(rank) for rank in layout.ranks}) == layout.dims.size
 
 
-def test_without_ranks_a_layout_takes_the_first_ones() -> None:
+def test_a_layout_without_ranks_takes_the_first_ranks() -> None:
     assert Layout.parse("fsdp2.tp2").ranks == (0, 1, 2, 3)
     assert Layout.parse("fsdp2.tp2", world_size=4).ranks == (0, 1, 2, 3)
     assert Layout.parse("tp2@2,3", world_size=4).ranks == (2, 3)
@@ -102,7 +102,7 @@ def test_a_wrong_layout_is_refused_with_rule_values_and_way_out(
         assert word in str(refusal.value)
 
 
-def test_asking_about_a_foreign_rank_or_axis_is_refused() -> None:
+def test_a_rank_or_axis_outside_the_layout_is_refused() -> None:
     layout = Layout.parse("tp2@2-3")
     assert 2 in layout and 0 not in layout
     with pytest.raises(LayoutError, match=r"rank 0 is not part of layout tp2@2-3"):
@@ -115,7 +115,7 @@ def test_asking_about_a_foreign_rank_or_axis_is_refused() -> None:
         Layout(ParallelDims(), (-1,))
 
 
-def test_ascending_is_a_matter_of_each_axis_alone() -> None:
+def test_each_axis_is_ascending_or_not_on_its_own() -> None:
     layout = Layout.parse("dp2.tp2@2-3,0-1")  # tp groups (2, 3) and (0, 1), dp groups (2, 0) and (3, 1)
     assert layout.is_ascending("tp", "fsdp", "pp")
     assert not layout.is_ascending("tp", "dp")

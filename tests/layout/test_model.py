@@ -24,7 +24,7 @@ def lay(text: str, model: ModelSpec = SMALL) -> ModelLayout:
     return ModelLayout(model, Layout.parse(text))
 
 
-def test_stages_are_contiguous_runs_none_of_them_empty() -> None:
+def test_stages_are_contiguous_runs_of_blocks_and_not_empty() -> None:
     assert stage_blocks(5, 4) == (range(0, 2), range(2, 3), range(3, 4), range(4, 5))
     for num_blocks in range(1, 12):
         for pp in range(1, num_blocks + 1):
@@ -53,7 +53,7 @@ def test_a_rank_outside_the_layout_holds_nothing() -> None:
     assert layout.num_local_elements(0) == 0
 
 
-def test_replicas_of_data_parallelism_hold_the_same() -> None:
+def test_data_parallel_replicas_hold_the_same_shards() -> None:
     layout = lay("dp2.fsdp2.tp2")
     for name in layout.names(0):
         assert layout.shard(name, 1) == layout.shard(name, 5)
@@ -68,7 +68,7 @@ def test_holders_group_the_ranks_of_equal_shards() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(layout_pairs())
-def test_local_shapes_count_what_the_pieces_hold(pair: tuple[ModelLayout, ModelLayout]) -> None:
+def test_local_shapes_have_as_many_elements_as_their_pieces(pair: tuple[ModelLayout, ModelLayout]) -> None:
     for layout in pair:
         for rank in layout.layout.ranks:
             held = sum(piece.region.numel for name in layout.names(rank) for piece in layout.pieces(name, rank))
@@ -82,7 +82,7 @@ def test_a_tied_name_is_looked_up_under_its_owner() -> None:
     assert tied.num_elements == 16
 
 
-def test_degrees_that_every_parameter_allows() -> None:
+def test_tensor_parallel_degrees_are_those_that_every_parameter_allows() -> None:
     # Four query heads; two kv heads may be shared, so 4 is allowed and 3 is not.
     assert SMALL.tensor_parallel_degrees(8) == (1, 2, 4)
     assert ModelSpec((), 0, tp_refusal="no plan").tensor_parallel_degrees(8) == (1,)
