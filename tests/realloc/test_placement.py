@@ -39,7 +39,7 @@ def test_assignment_is_optimal(workers: int, spare: int, rng: random.Random) -> 
 
 @settings(max_examples=20, deadline=None)
 @given(layout_pairs(), st.sampled_from([None, "2x4", "4x2"]))
-def test_no_order_of_few_ranks_is_better(pair: tuple[ModelLayout, ModelLayout], nodes: str | None) -> None:
+def test_no_other_order_of_few_ranks_is_better(pair: tuple[ModelLayout, ModelLayout], nodes: str | None) -> None:
     source, dims, ranks = pair[0], pair[1].layout.dims, pair[1].layout.ranks
     assume(len(ranks) <= 4)
     cluster = ClusterSpec.parse(f"h100:{nodes or '1x8'}")

@@ -109,7 +109,7 @@ def test_the_shares_of_all_ranks_are_the_whole_plan(pair: Pair, cluster: Cluster
     assert hash(plan) == hash(plan_reallocation(source, target, cluster))
 
 
-def test_the_digest_tells_every_input_apart() -> None:
+def test_the_digest_differs_for_every_input() -> None:
     renamed = ModelSpec((*SMALL.params[:-1], ParamSpec("head", SMALL.params[-1].shape, section="output")), 2)
     plans: list[ReallocationPlan] = [
         plan_reallocation(lay("fsdp4"), lay("dp2.tp2")),
@@ -154,7 +154,7 @@ def test_replicas_share_the_sending_evenly() -> None:
     ("source", "target"),
     [("dp8.fsdp8", "dp8.tp8"), ("fsdp64", "dp8.tp8"), ("pp4.fsdp16", "dp8.tp8"), ("dp8.fsdp8", "dp64")],
 )
-def test_a_real_model_is_sent_by_all_ranks_alike(source: str, target: str) -> None:
+def test_all_ranks_send_about_as_much_of_a_real_model(source: str, target: str) -> None:
     plan = plan_reallocation(lay(source, LLAMA_7B), lay(target, LLAMA_7B), ClusterSpec.parse("h100:8x8"), rank=0)
     sent = [row.sent_bytes for row in plan.bytes_by_rank().values()]
     assert max(sent) <= 1.15 * sum(sent) / len(sent)
@@ -191,7 +191,7 @@ def test_the_summary_of_many_ranks_stays_short() -> None:
     assert lines[-2].startswith("… and 32 more; the most that one of all ranks sends is 1.")
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_impossible_reallocations_are_refused() -> None:
     other = ModelSpec((ParamSpec("w", (4,), block=0),), 1)
     longer = ModelSpec((ParamSpec("w", (5,), block=0),), 1)
     with pytest.raises(PlanError, match=r"only the source has 'lm_head.weight'; use the same ModelSpec"):

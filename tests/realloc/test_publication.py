@@ -1,4 +1,4 @@
-"""The writes fill every distinct shard once, from ranks that hold the elements."""
+"""Publication plans: writes fill every distinct shard once, from ranks that hold the elements."""
 
 from __future__ import annotations
 

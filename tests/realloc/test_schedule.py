@@ -1,4 +1,4 @@
-"""Rounds are the same on every rank, within their bound, and in order."""
+"""Rounds of a schedule are the same on every rank, within their bound, and in order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_share_has_the_rounds_of_the_whole_plan(pair: Pair, cluster: ClusterSp
             assert mine == tuple(t for t in everybodys if rank in (t.sender, t.receiver))
 
 
-def test_what_entered_a_node_is_spread_only_after_it_arrived() -> None:
+def test_elements_are_spread_inside_a_node_only_after_they_arrived() -> None:
     source, target = ModelLayout(SMALL, Layout.parse("dp1@0")), ModelLayout(SMALL, Layout.parse("dp2@2-3"))
     plan = plan_reallocation(source, target, ClusterSpec.parse("h100:2x2"), element_bytes=1)
     hops = [{t.hop for t in transfers} for transfers in schedule_transfers(plan, max_staging_bytes=256).rounds]
@@ -67,7 +67,7 @@ def test_what_entered_a_node_is_spread_only_after_it_arrived() -> None:
     assert first_spread > 1 and hops == [{0}] * first_spread + [{1}] * (len(hops) - first_spread)
 
 
-def test_rounds_are_well_filled() -> None:
+def test_rounds_are_at_least_half_full() -> None:
     # All of the small model, replicated from four FSDP ranks, in rounds of 64 bytes: a perfect packing would need
     # the received bytes of one rank / 64.
     plan = plan_reallocation(
