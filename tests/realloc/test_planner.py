@@ -26,7 +26,9 @@ def lay(text: str, model: ModelSpec = SMALL) -> ModelLayout:
 
 @properties
 @given(layout_pairs(), clusters)
-def test_the_target_is_tiled_exactly_once_with_what_its_senders_hold(pair: Pair, cluster: ClusterSpec | None) -> None:
+def test_the_target_is_tiled_exactly_once_with_elements_that_senders_hold(
+    pair: Pair, cluster: ClusterSpec | None
+) -> None:
     # carry_out fails when an element is written twice or read where its sender holds nothing.
     source, target = pair
     plan = plan_reallocation(source, target, cluster)
@@ -44,7 +46,7 @@ def test_there_and_back_restores_every_element(pair: Pair, cluster: ClusterSpec 
 
 @properties
 @given(layout_pairs(), clusters, st.sampled_from([1, 2, 4]))
-def test_every_rank_receives_what_it_needs_and_does_not_hold(
+def test_every_rank_receives_exactly_the_elements_that_it_lacks(
     pair: Pair, cluster: ClusterSpec | None, element_bytes: int
 ) -> None:
     source, target = pair

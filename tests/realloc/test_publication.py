@@ -31,7 +31,7 @@ def test_published_shards_are_the_targets_tensors(pair: Pair) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(layout_pairs(), st.randoms(use_true_random=False))
-def test_shares_are_the_whole_plan_whatever_the_order_of_parameters(pair: Pair, rng: random.Random) -> None:
+def test_shares_equal_the_whole_plan_for_any_order_of_parameters(pair: Pair, rng: random.Random) -> None:
     source, target = pair
     names = [param.name for param in source.model.params]
     order = dict(zip(names, rng.sample(range(len(names)), len(names)), strict=True))
