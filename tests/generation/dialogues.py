@@ -1,4 +1,4 @@
-"""What does a conversation come to, by one full forward per token? Tests of turns and of partial rollouts trust it."""
+"""Reference conversations, computed with one full forward per token, for tests of turns and of partial rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = ((5, 9, 17, 3, 88), (8,) * 11, (40,), (7, 7, 90, 4, 4, 4), (101, 33))
 
 
 def tool(turn: Turn) -> list[int] | None:
-    """Answer by what the model said: with one to six tokens, or with nothing after its third turn at the latest."""
+    """Answer with one to six tokens, which depend on the model's last one; None ends the third turn at the latest."""
     last = turn.token_ids[-1]
     if turn.number > 2 or last % 7 == 0:
         return None
@@ -30,7 +30,7 @@ def tool(turn: Turn) -> list[int] | None:
 
 @dataclass
 class Told:
-    """What the naive loop made of one sample."""
+    """A sample that the reference loop generated."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Told:
 def tell(
     model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams, sample_id: int, environment: Environment
 ) -> Told:
-    """Continue one prompt token by token, without any cache."""
+    """Generate one response token by token, without a cache."""
     told, turn = Told(), 1
     while not told.finish_reason:
         with torch.no_grad():
@@ -69,7 +69,7 @@ def tell(
 
 @cache
 def exact_model(family: str = "llama", window: int | None = None) -> PreTrainedModel:
-    """Return a tiny model in float64 that has no token of its own to end a response."""
+    """Return a tiny model in float64 without an end-of-sequence token."""
     model = tiny_model(family, **({} if window is None else {"sliding_window": window})).double()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     return model
@@ -77,7 +77,7 @@ def exact_model(family: str = "llama", window: int | None = None) -> PreTrainedM
 
 @cache
 def expected(params: SamplingParams, family: str = "llama", window: int | None = None) -> list[Told]:
-    """Return what `tell` makes of all prompts, with `tool`."""
+    """Return the reference responses to all prompts, with `tool` as the environment."""
     return [
         tell(exact_model(family, window), prompt, params, index * params.n + copy, tool)
         for index, prompt in enumerate(PROMPTS)
@@ -86,13 +86,13 @@ def expected(params: SamplingParams, family: str = "llama", window: int | None =
 
 
 def engine_of(model: PreTrainedModel, *, speculates: bool = False, **settings: object) -> GenerationEngine:
-    """Return an engine on ``model``, which drafts three tokens ahead if it speculates."""
+    """Return an engine on ``model``; with ``speculates`` it drafts three tokens."""
     speculation = Speculation(drafter="history", num_draft_tokens=3) if speculates else None
     return GenerationEngine(model, speculation=speculation, **settings)  # type: ignore[arg-type]
 
 
 def check_same(completions: Sequence[Completion], told: Sequence[Told]) -> None:
-    """Assert that completions are what the naive loop says."""
+    """Assert that completions equal those of the reference loop."""
     assert len(completions) == len(told)
     for completion, one in zip(completions, told, strict=True):
         assert completion.token_ids == tuple(one.token_ids)

@@ -1,4 +1,4 @@
-"""Which text do the models of the speculation tests know? Order-2 Markov text over few tokens, learnt in seconds."""
+"""Order-2 Markov text over few tokens, and models that learn it in seconds, for tests of speculation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EOS = 2
 
 
 def markov_text(num_rows: int, length: int, *, seed: int) -> Tensor:
-    """Return rows of tokens 3 … 31, each drawn by the two before it: one likely follower and two others."""
+    """Return rows of tokens 3 … 31, each drawn given the two before it: one likely follower and two others."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.Generator().manual_seed(0)
     followers = torch.randint(3, VOCABULARY, (VOCABULARY, VOCABULARY, 3), generator=table)
@@ -27,7 +27,7 @@ def markov_text(num_rows: int, length: int, *, seed: int) -> Tensor:
 
 @cache
 def trained_model(hidden_size: int, num_layers: int, *, steps: int, seed: int = 0) -> PreTrainedModel:
-    """Return a model that learnt Markov text for so many steps, in float32."""
+    """Return a float32 model trained on Markov text for ``steps`` steps."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=hidden_size, intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -54,5 +54,5 @@ def target() -> PreTrainedModel:
 
 
 def drafter_model() -> PreTrainedModel:
-    """Return a smaller model of the same text."""
+    """Return a smaller model trained on the same text."""
     return trained_model(32, 1, steps=150, seed=1)

@@ -1,4 +1,4 @@
-"""Policies that move samples at random, and frequent rounds in which they can."""
+"""A policy that moves samples at random, and frequent rounds for it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def makespan_seconds(loads: Sequence[RankLoad], cost: MoveCost | None, moves: Se
 def at_random(
     loads: Sequence[RankLoad], cost: MoveCost | None, *, current_round: int, **_: Any
 ) -> tuple[SampleMove, ...]:
-    """Move any sample that may move to any rank with room in its slots or, if queued samples alone move, in its queue.
+    """Move samples at random to ranks with free slots, or to any rank if only queued samples move.
 
-    The same on all ranks.
+    All ranks plan the same moves.
     """
     rng, free = random.Random(current_round), {load.rank: load.free_slots - len(load.waiting) for load in loads}
     moves = []
@@ -32,7 +32,7 @@ def at_random(
         for sample in load.live if cost is not None else load.waiting:
             target = rng.choice([other.rank for other in loads])
             moved_in = sample.last_moved_round
-            is_fixed = moved_in is not None and current_round - moved_in < 2  # perhaps on its way
+            is_fixed = moved_in is not None and current_round - moved_in < 2  # it may still be on its way
             if not is_fixed and target != load.rank and rng.random() < 0.6 and (cost is None or free[target] > 0):
                 free[target] -= 1
                 how = "recompute" if sample in load.waiting else rng.choice(["send", "recompute"])
@@ -43,9 +43,9 @@ def at_random(
 
 @contextmanager
 def moving(*, every: int = protocol.PERIOD_STEPS, **policy: Callable[..., Any]) -> Iterator[None]:
-    """Let ranks have a round after so many steps and plan by this policy.
+    """Hold a round after every ``every`` steps, and plan with the given policy.
 
-    They wait for each other's reports: short samples would be finished before any arrived.
+    A round waits for the reports of all ranks. Otherwise short samples would finish before any report arrives.
     """
     with (
         mock.patch.multiple(protocol, PERIOD_STEPS=every, MIN_PERIOD_S=0.0, **policy),

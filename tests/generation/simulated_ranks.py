@@ -1,6 +1,6 @@
 """Simulate data-parallel generation ranks event by event, to measure the gain of moving samples.
 
-Independent of the code under test: it counts whole steps of the true lengths, which the policy never sees.
+Independent of the code under test: it counts whole steps of the true lengths. The policy sees only expected lengths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SimulatedSample:
     last_moved_round: int | None = None
 
     def published(self) -> LiveSample:
-        """Return its rank's report of it, with the expected remaining length, given that it is not finished."""
+        """Return its entry in its rank's report: the expected remaining length, given that it has not finished."""
         context = PROMPT_TOKENS + self.done
         return LiveSample(self.sample_id, context, self._expected() - self.done, self.last_moved_round)
 
@@ -59,7 +59,7 @@ class SimulatedRank:
     running: list[SimulatedSample] = field(default_factory=list)
     clock_s: float = 0.0
     finished_s: float = 0.0
-    """When its last finished sample ended."""
+    """Time on the clock when its last finished sample ended."""
 
     def admit(self) -> None:
         begun = max(self.slots - len(self.running), 0)
@@ -67,7 +67,7 @@ class SimulatedRank:
         del self.waiting[:begun]
 
     def run_until(self, until_s: float) -> None:
-        """Take steps until the clock has passed ``until_s``; without rows it passes idly."""
+        """Run steps until the clock has passed ``until_s``; a rank without rows is idle."""
         self.admit()
         while self.running and self.clock_s < until_s:
             step_s = self.curve.seconds(len(self.running))
@@ -98,7 +98,7 @@ class Outcome:
 
 
 def simulate(ranks: list[SimulatedRank], cost: MoveCost, policy: Policy | None) -> Outcome:
-    """Run all samples to their end, asking ``policy`` every period; None: no sample moves.
+    """Run all samples to their end, with moves by ``policy`` every period; None: no sample moves.
 
     Reports at the end of a period decide the moves at the end of the next one.
     """
@@ -116,7 +116,7 @@ def simulate(ranks: list[SimulatedRank], cost: MoveCost, policy: Policy | None) 
 
 
 def _carry_out(move: SampleMove, ranks: list[SimulatedRank], cost: MoveCost, current_round: int) -> bool:
-    """Move a sample unless it has ended meanwhile or no slot is left for it; return whether it moved."""
+    """Move a sample unless it has finished meanwhile or no slot is free for it; return whether it moved."""
     source, target = ranks[move.source], ranks[move.target]
     for queue, into in ((source.waiting, target.waiting), (source.running, target.running)):
         for sample in [sample for sample in queue if sample.sample_id == move.sample_id]:
@@ -133,5 +133,5 @@ def _carry_out(move: SampleMove, ranks: list[SimulatedRank], cost: MoveCost, cur
 
 
 def fresh(ranks: list[SimulatedRank]) -> list[SimulatedRank]:
-    """Return ranks that have not begun, with the same samples."""
+    """Return copies of the ranks before their first step."""
     return [replace(rank, waiting=[replace(sample) for sample in rank.waiting], running=[]) for rank in ranks]

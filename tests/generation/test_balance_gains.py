@@ -17,7 +17,7 @@ LARGE_DEVICE = StepCurve(((1, 0.0060), (64, 0.0075), (256, 0.0180)))
 """Like 7B weights in bfloat16 on one large accelerator: hardly longer steps up to 64 rows."""
 LARGE_COST = MoveCost(131_072, bytes_per_s=50e9, latency_s=2e-4, prefill_tokens_per_s=20_000, stall_s=0.002)
 LAPTOP = StepCurve(((1, 0.02), (16, 0.12)))
-"""Like a small model on a processor: as good as proportional to rows."""
+"""Like a small model on a CPU: step time is nearly proportional to rows."""
 LAPTOP_COST = MoveCost(4096, bytes_per_s=1e9, latency_s=0.001, prefill_tokens_per_s=2000, stall_s=0.01)
 LONGEST = 2048
 
@@ -46,8 +46,8 @@ def simulated_ranks(
 ) -> list[SimulatedRank]:
     """Return ranks that have not begun.
 
-    Lengths are log-normal with a deviation of 0.5, of which ``noise`` is not known in advance; those of a rank share
-    another factor, log-normal with a deviation of ``skew``, as the samples of one group of prompts do.
+    Lengths are log-normal with a deviation of 0.5; a part of it with a deviation of ``noise`` is not known in advance.
+    The lengths of a rank share another log-normal factor with a deviation of ``skew``, as in one group of prompts.
     """
     rng = Random(seed)
     known = (0.25 - noise**2) ** 0.5
@@ -75,7 +75,7 @@ def gains(
     slots: int | None = None,
     only_queued: bool = False,
 ) -> tuple[float, float]:
-    """Return how many times longer stages take without balance: all of them together, and the one that gains least."""
+    """Return the speed-up by balancing: of all stages together, and of the stage that gains least."""
     cost = LAPTOP_COST if curve is LAPTOP else LARGE_COST
     known = None if only_queued else cost
     static, balanced = [], []
@@ -115,7 +115,7 @@ def test_balance_gains_a_fifth_where_lengths_differ_by_rank(scenario: str, noise
 
 
 @GUESSED
-def test_moving_queued_samples_alone_gains_as_much_where_there_is_a_queue(noise: float) -> None:
+def test_moving_only_queued_samples_gains_as_much_where_there_is_a_queue(noise: float) -> None:
     scenario = SKEWED["4 laptops, skew 0.6, a queue"]
     together, _ = scenario(noise=noise, only_queued=True)
     assert together >= 0.95 * scenario(noise=noise)[0]
@@ -124,10 +124,10 @@ def test_moving_queued_samples_alone_gains_as_much_where_there_is_a_queue(noise:
 
 @GUESSED
 @pytest.mark.parametrize("scenario", OTHERS)
-def test_balance_loses_next_to_nothing_where_there_is_nothing_to_gain(scenario: str, noise: float) -> None:
+def test_balance_loses_at_most_two_percent_where_there_is_little_to_gain(scenario: str, noise: float) -> None:
     together, least = OTHERS[scenario](noise=noise)
     assert together >= 0.98
-    assert least >= 0.9  # one stage alone may come out longer: the guesses of its lengths were wrong
+    assert least >= 0.9  # a single stage may take longer, because its expected lengths were wrong
 
 
 @pytest.mark.parametrize("scenario", OTHERS)

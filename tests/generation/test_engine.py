@@ -1,4 +1,4 @@
-"""Does the engine say what the model says? Hugging Face's own ``generate`` and full forwards are the judges."""
+"""Greedy tokens equal those of Hugging Face's generate, and log-probabilities those of a full forward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw_prompts(count: int, *, vocabulary: int = 128, seed: int = 0) -> list[li
 
 
 def reference_greedy(model: PreTrainedModel, prompt: list[int], **settings: Any) -> list[int]:
-    """Return what ``model.generate`` makes of one prompt on its own."""
+    """Return the response of ``model.generate`` to one prompt on its own."""
     ids = torch.tensor([prompt])
     settings = {"max_new_tokens": 20, **settings}
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **settings)
@@ -80,7 +80,7 @@ def test_greedy_output_is_that_of_generate_with_the_logprobs_of_a_full_forward(
 
 
 @pytest.mark.parametrize("family", SCORING_FAMILIES)
-def test_soft_caps_and_sinks_are_those_of_the_model(family: str) -> None:
+def test_models_with_soft_caps_or_sinks_match_generate_and_a_full_forward(family: str) -> None:
     model = tiny_model(family)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -97,7 +97,7 @@ def test_soft_caps_and_sinks_are_those_of_the_model(family: str) -> None:
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_a_layer_may_view_what_its_attention_returns() -> None:
+def test_a_layer_may_view_the_output_of_its_attention() -> None:
     settings = {**SIZES, "head_dim": 16, "sliding_window": 6, "num_experts": 4, "num_experts_per_tok": 2}
     config = AutoConfig.for_model("afmoe", **settings, moe_intermediate_size=32, num_dense_layers=1)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -115,7 +115,7 @@ def test_sampled_logprobs_are_those_of_a_full_forward_at_the_same_temperature(te
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_samples_do_not_depend_on_slots_order_or_company() -> None:
+def test_samples_do_not_depend_on_slots_order_or_other_samples() -> None:
     model, prompts = tiny_model("qwen2"), draw_prompts(9)
     params = SamplingParams(max_new_tokens=20, n=3, seed=7)
     limits = [3, 20, 9, 1, 14, 6, 20, 2, 11]
@@ -132,7 +132,7 @@ def test_samples_do_not_depend_on_slots_order_or_company() -> None:
     assert tokens_of(some).items() <= alone.items()
 
 
-def test_seeds_and_sample_ids_change_what_is_drawn() -> None:
+def test_seeds_and_sample_ids_change_the_drawn_tokens() -> None:
     engine = GenerationEngine(tiny_model("llama"))
     drawn = {
         engine.generate([[5, 6]], SamplingParams(max_new_tokens=12, seed=seed, ignore_eos=True), sample_ids=[id_])[
@@ -151,16 +151,16 @@ def test_the_samples_of_a_prompt_share_one_prefill() -> None:
     assert engine.stats.prefill_tokens == 9 + 7
 
 
-def test_finished_rows_are_not_computed_any_further() -> None:
+def test_finished_rows_are_no_longer_computed() -> None:
     engine = GenerationEngine(tiny_model("llama"), max_slots=4)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     completions = engine.generate(draw_prompts(6), params, token_limits=[30, 2, 5, 9, 1, 17])
     assert [len(completion.token_ids) for completion in completions] == [30, 2, 5, 9, 1, 17]
     assert engine.stats.row_steps == engine.stats.generated_tokens == 64
-    assert engine.stats.num_steps == 30  # as many as the longest sample needs: the others ran beside it
+    assert engine.stats.num_steps == 30  # as many as the longest sample needs
 
 
-def test_a_weight_change_between_calls_leaves_nothing_of_the_old_weights() -> None:
+def test_a_call_after_a_weight_change_uses_only_the_new_weights() -> None:
     model, prompts = tiny_model("llama"), draw_prompts(5)
     engine = GenerationEngine(model, max_slots=2)
     before = engine.generate(prompts, GREEDY)
@@ -247,7 +247,7 @@ def test_a_stop_string_across_tokens_ends_a_response_at_its_last_token() -> None
     assert cut.endswith(stop) and stop not in cut[:-1]
 
 
-def test_a_response_ends_where_the_context_does() -> None:
+def test_a_response_ends_at_the_end_of_the_context() -> None:
     model = tiny_model("gpt2")
     (completion,) = GenerationEngine(model).generate([[5] * 120], SamplingParams(max_new_tokens=50, ignore_eos=True))
     assert (len(completion.token_ids), completion.finish_reason) == (8, "length")
@@ -259,7 +259,7 @@ def test_no_prompts_give_no_completions() -> None:
     assert GenerationEngine(tiny_model("llama")).generate([], GREEDY) == []
 
 
-def test_mixed_precision_and_half_weights_generate_too() -> None:
+def test_generation_works_in_mixed_precision_and_with_bfloat16_weights() -> None:
     prompts = draw_prompts(4)
     model = tiny_model("llama")
     engine = GenerationEngine(model)
@@ -278,7 +278,7 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_the_model_gets_its_attention_and_its_modes_back(fail: bool) -> None:
+def test_generation_restores_the_models_attention_and_modes(fail: bool) -> None:
     model = tiny_model("llama")
     model.train()
     model.model.layers[1].eval()
@@ -320,7 +320,7 @@ def test_ranks_in_lockstep_run_as_many_forwards_as_the_slowest() -> None:
     assert engine.generate([], params) == [] and engine.stats.num_steps == 25
 
 
-def test_a_model_is_generated_from_by_one_call_at_a_time() -> None:
+def test_a_second_call_on_a_generating_model_is_refused() -> None:
     model, other = tiny_model("llama"), tiny_model("llama")
     engine = GenerationEngine(model)
     (expected,) = engine.generate([[5, 6, 7]], GREEDY)
@@ -338,7 +338,7 @@ def test_a_model_is_generated_from_by_one_call_at_a_time() -> None:
     assert engine.generate([[5, 6, 7]], GREEDY) == [expected]
 
 
-def test_weights_that_are_not_finite_are_reported_and_leave_no_trace() -> None:
+def test_weights_that_are_not_finite_are_reported_and_affect_no_later_call() -> None:
     model = tiny_model("llama")
     engine = GenerationEngine(model)
     kept = model.model.norm.weight.detach().clone()
@@ -353,7 +353,7 @@ def test_weights_that_are_not_finite_are_reported_and_leave_no_trace() -> None:
     assert list(engine.generate([[5, 6]], GREEDY)[0].token_ids) == reference_greedy(model, [5, 6])
 
 
-def test_a_module_that_is_no_language_model_is_refused_at_once() -> None:
+def test_a_module_that_is_no_language_model_is_refused_on_construction() -> None:
     with pytest.raises(GenerationError, match="Linear cannot be generated from in process: it is no Hugging Face"):
         GenerationEngine(torch.nn.Linear(2, 2))
 
@@ -364,7 +364,7 @@ def test_prompts_may_be_tensors_and_settings_may_be_left_out() -> None:
     assert engine.generate(torch.tensor([[5, 6, 7]])) == expected  # type: ignore[arg-type]
 
 
-def test_a_window_of_no_tokens_is_none() -> None:
+def test_a_sliding_window_of_zero_means_no_window() -> None:
     sizes = {**SIZES, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2_moe", **sizes)).eval()
     assert model.config.sliding_window == 0

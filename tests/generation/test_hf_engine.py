@@ -1,4 +1,4 @@
-"""Do both engines say the same? Greedy tokens, log-probabilities and ends are compared, and the law of draws."""
+"""HFEngine equals the native engine in greedy tokens, log-probabilities and ends; its draws follow the distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.generation.test_engine import draw_prompts
 from tests.models import byte_tokenizer, tiny_model
 
 
-def test_greedy_completions_are_the_native_engines() -> None:
+def test_greedy_completions_equal_those_of_the_native_engine() -> None:
     prompts, limits = draw_prompts(7), [5, 20, 1, 9, 20, 3, 12]
     for family in ("llama", "qwen2", "gpt2"):
         model = tiny_model(family)
@@ -33,11 +33,11 @@ def test_greedy_completions_are_the_native_engines() -> None:
 
 
 def without_logprobs(completion: Completion) -> tuple[object, ...]:
-    """Return what both engines say to the bit."""
+    """Return the fields that are exactly equal in both engines."""
     return completion.sample_id, completion.prompt_index, completion.token_ids, completion.finish_reason
 
 
-def test_stop_strings_end_rows_of_a_batch_one_by_one() -> None:
+def test_stop_strings_end_each_row_of_a_batch_on_its_own() -> None:
     model, tokenizer = tiny_model("llama", vocab_size=259), byte_tokenizer()
     params = SamplingParams(max_new_tokens=30, temperature=0, stop_strings=("a", "7", "Q"))
     prompts = draw_prompts(6)
@@ -46,8 +46,8 @@ def test_stop_strings_end_rows_of_a_batch_one_by_one() -> None:
     assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
 
 
-def test_no_row_of_a_batch_leaves_the_context_while_others_go_on() -> None:
-    model = tiny_model("gpt2", n_positions=32)  # its 32 positions are looked up
+def test_no_row_of_a_batch_exceeds_the_context_while_others_continue() -> None:
+    model = tiny_model("gpt2", n_positions=32)  # it has 32 learnt positions
     params = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
     prompts = [list(range(3, 23)), [5], [7, 8]]
     ours = GenerationEngine(model).generate(prompts, params)
@@ -57,13 +57,13 @@ def test_no_row_of_a_batch_leaves_the_context_while_others_go_on() -> None:
 
 
 class ReadsPadding(LlamaForCausalLM):
-    """A model that passes over the mask, as Reformer does."""
+    """A model that ignores the attention mask, as Reformer does."""
 
     def forward(self, *args: Any, attention_mask: Any = None, **settings: Any) -> Any:
         return super().forward(*args, **settings)
 
 
-def test_prompts_of_other_lengths_share_no_batch_where_the_model_reads_its_padding(
+def test_prompts_of_unequal_lengths_share_no_batch_if_the_model_ignores_the_mask(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_model("llama")
@@ -100,7 +100,7 @@ def test_draws_follow_the_models_distribution_and_the_seed() -> None:
     assert first == second != other
 
 
-def test_it_leaves_modes_and_the_global_random_state_alone() -> None:
+def test_generation_changes_neither_modes_nor_the_global_random_state() -> None:
     model = tiny_model("llama").train()
     model.model.layers[0].eval()
     state = torch.get_rng_state()
@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_reported(temperature: float) -> None:
         HFEngine(model).generate([[5, 6], [7]], SamplingParams(max_new_tokens=3, temperature=temperature))
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_invalid_models_slots_and_prompts_are_refused() -> None:
     with pytest.raises(GenerationError, match=r"Linear has no generate\(\) of its own"):
         HFEngine(torch.nn.Linear(2, 2))
     with pytest.raises(GenerationError, match="max_slots=0 must be at least 1"):
@@ -129,7 +129,7 @@ def test_what_cannot_work_is_refused() -> None:
         HFEngine(tiny_model("llama")).generate([[]])
 
 
-def test_what_the_native_engine_alone_knows_is_refused_by_name() -> None:
+def test_arguments_of_the_native_engine_only_are_refused_by_name() -> None:
     model, params = tiny_model("llama"), SamplingParams(max_new_tokens=2)
     with pytest.raises(GenerationError, match=r"HFEngine has no max_cache_bytes, .* GenerationEngine .* or leave max_"):
         HFEngine(model, max_cache_bytes=10**6)

@@ -1,4 +1,4 @@
-"""Are the tokens that top-p keeps, and the ones drawn, those of a vocabulary sorted token by token?"""
+"""Top-p keeps and draws the same tokens as a naive loop over the sorted vocabulary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_logits(kind: str, num_rows: int, vocabulary: int, seed: int) -> Tensor:
 
 
 def kept_by_sorting(weights: Tensor, params: SamplingParams) -> list[int]:
-    """Return the tokens that a row's draw is of, the likeliest first; of equal ones, the first in the vocabulary."""
+    """Return the tokens that a row can draw, most likely first; equally likely ones in order of the vocabulary."""
     mass_of = weights.tolist()
     order = sorted(range(len(mass_of)), key=lambda token: (-mass_of[token], token))
     if params.top_k is not None and params.top_k < len(order):
@@ -50,7 +50,7 @@ def kept_by_sorting(weights: Tensor, params: SamplingParams) -> list[int]:
 
 
 def drawn_by_sorting(weights: Tensor, kept: list[int], uniform: float) -> int:
-    """Return the first kept token of the vocabulary whose running sum exceeds the uniform's share of all."""
+    """Return the first kept token at which the running sum exceeds ``uniform`` times the total weight."""
     point, mass = uniform * sum(float(weights[token]) for token in kept), 0.0
     for token in sorted(kept):
         mass += float(weights[token])
@@ -60,7 +60,7 @@ def drawn_by_sorting(weights: Tensor, kept: list[int], uniform: float) -> int:
 
 
 def check(logits: Tensor, params: SamplingParams, uniforms: Tensor, forbidden: Forbidden | None = None) -> None:
-    """Compare what is kept, and what is drawn, with one row after the other sorted."""
+    """Compare kept and drawn tokens with those of sorting each row."""
     weights = sampling_weights(logits, replace(params, top_k=None, top_p=1.0, min_p=0.0), forbidden=forbidden)
     law = sampling_weights(logits, params, forbidden=forbidden)
     tokens, _ = sample_tokens(logits, uniforms, params, forbidden=forbidden)
@@ -83,7 +83,7 @@ def check(logits: Tensor, params: SamplingParams, uniforms: Tensor, forbidden: F
     temperature=st.sampled_from([1.0, 0.6]),
     forbids=st.booleans(),
 )
-def test_kept_and_drawn_are_those_of_sorted_tokens(
+def test_kept_and_drawn_tokens_equal_those_of_sorting(
     kind: str, vocabulary: int, seed: int, top_p: float, top_k: int | None, min_p: float, temperature: float,
     forbids: bool,
 ) -> None:  # fmt: skip
@@ -96,12 +96,12 @@ def test_kept_and_drawn_are_those_of_sorted_tokens(
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("kind", KINDS)
-def test_large_vocabularies_are_cut_as_small_ones(kind: str, uniform: float) -> None:
+def test_large_vocabularies_are_cut_like_small_ones(kind: str, uniform: float) -> None:
     check(make_logits(kind, 2, 20_011, 7), SamplingParams(top_p=0.9), torch.full((2,), uniform, dtype=torch.float64))
 
 
-def test_of_equal_tokens_the_first_ones_are_kept() -> None:
-    # 8 tokens of 1/8 each: before the fifth there is 0.5, which is not short of top_p.
+def test_the_first_of_equally_likely_tokens_are_kept() -> None:
+    # 8 tokens of 1/8 each: the mass before the fifth is 0.5, which reaches top_p.
     weights = sampling_weights(torch.zeros(1, 8), SamplingParams(top_p=0.5))
     assert weights.tolist() == [[0.25] * 4 + [0.0] * 4]
     # 0.5 and four of 0.125: the mass before them is 0.5, 0.625, 0.75, 0.875.
@@ -109,7 +109,7 @@ def test_of_equal_tokens_the_first_ones_are_kept() -> None:
     assert sampling_weights(logits, SamplingParams(top_p=0.7)).nonzero()[:, 1].tolist() == [0, 1, 2]
 
 
-def test_a_row_is_drawn_from_the_same_way_whatever_lies_beside_it() -> None:
+def test_a_rows_draw_does_not_depend_on_other_rows() -> None:
     logits = torch.cat([make_logits(kind, 1, 3000, 3).float() for kind in KINDS])
     uniforms = torch.rand(len(KINDS), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(top_p=0.8)
@@ -120,14 +120,14 @@ def test_a_row_is_drawn_from_the_same_way_whatever_lies_beside_it() -> None:
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.95])
 @pytest.mark.parametrize("kind", ["random", "nearly flat", "peaked"])
-def test_what_is_kept_is_what_transformers_keeps(kind: str, top_p: float) -> None:
+def test_kept_tokens_equal_those_of_transformers(kind: str, top_p: float) -> None:
     logits = make_logits(kind, 3, 2000, 1)
     theirs = LogitsProcessorList([TopPLogitsWarper(top_p)])(torch.zeros(3, 1, dtype=torch.int64), logits.clone())
     torch.testing.assert_close(sampling_weights(logits, SamplingParams(top_p=top_p)), theirs.softmax(-1))
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 200}, {"top_k": 300, "top_p": 0.8}, {"min_p": 0.01}])
-def test_rounding_that_changes_ranks_changes_hardly_any_token(settings: dict[str, float]) -> None:
+def test_rounding_that_changes_ranks_changes_few_drawn_tokens(settings: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 0.4 * torch.randn(400, 2000, generator=generator)  # flat: neighbours in rank are 5e-4 apart
     uniforms = torch.rand(400, dtype=torch.float64, generator=generator)
@@ -140,9 +140,9 @@ def test_rounding_that_changes_ranks_changes_hardly_any_token(settings: dict[str
     assert int((tokens != others).sum()) <= 12  # of 400
 
 
-def test_a_row_of_nan_is_told_by_its_log_probability() -> None:
+def test_a_row_of_nan_has_a_log_probability_of_nan() -> None:
     logits = torch.zeros(2, 50)
     logits[0, 3] = float("nan")
     tokens, logprobs = sample_tokens(logits, torch.full((2,), 0.5, dtype=torch.float64), SamplingParams(top_p=0.9))
     assert 0 <= int(tokens[0]) < 50 and bool(logprobs[0].isnan())
-    assert int(tokens[1]) == 22  # 45 of 50 are kept, and the 23rd holds their middle
+    assert int(tokens[1]) == 22  # 45 of 50 are kept; the middle of their mass is in the 23rd

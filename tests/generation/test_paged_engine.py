@@ -1,4 +1,4 @@
-"""Does a bound on the cache change anything but when things happen? Generation without one is the judge."""
+"""Generation in a bounded cache gives the same tokens as generation without a bound."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.generation.test_partial import in_pieces
 from tests.models import tiny_model
 
 LONG = SamplingParams(max_new_tokens=70, n=2, seed=3, ignore_eos=True)
-"""Up to 90 positions: six pages a sample, and growing long enough to run out of them."""
+"""Up to 90 positions, six pages a sample: long enough to run out of pages."""
 LAYER_PAGE = 2 * 2 * 16 * 16
 """Elements of a page of one layer: keys and values of two heads of 16."""
 
 
 def bound_of(num_pages: int, *, longest: int, element_bytes: int = 8, num_layers: int = 2) -> int:
-    """Return the bytes of so many pages of the tiny models, and of a buffer that reads ``longest`` of one layer."""
+    """Return the bytes of ``num_pages`` pages of a tiny model and of a buffer for ``longest`` pages of one layer."""
     return LAYER_PAGE * element_bytes * (num_layers * num_pages + longest)
 
 
@@ -50,17 +50,17 @@ def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "model"])  # "itself" is one, too
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "model"])  # "itself" is a draft model, too
 def test_tokens_are_the_same_on_too_few_pages_with_any_drafter(drafter: str) -> None:
     num_layers = {"blocks": 3, "itself": 4}.get(drafter, 2)
     bound = bound_of(11, longest=6, num_layers=num_layers)  # for 6 samples with up to 6 pages each
     for depth in (3, None) if drafter != "none" else (0,):
         engine = speculating(small_model(), drafter, depth, max_slots=8, max_cache_bytes=bound)
         assert tokens_of(engine.generate(prompts_of(3), LONG)) == long_responses()
-        if depth is not None:  # how far an adaptive draft gets, and whether pages run out then, is up to the clock
+        if depth is not None:  # adaptive depths, and whether pages run out then, depend on the clock
             assert engine.stats.num_preemptions > 0
         assert 0 < engine.stats.cache_bytes <= bound
-        if drafter == "itself":  # whatever was shared, lost and read again: it sees what the target sees
+        if drafter == "itself":  # the draft model is the target, so it has to see the same tokens
             assert engine.stats.accepted_tokens == engine.stats.verified_tokens > 0
 
 
@@ -82,7 +82,7 @@ def test_tokens_are_the_same_on_any_number_of_pages(num_pages: int, runs_out: bo
 @pytest.mark.parametrize(
     ("family", "overrides"), [("gpt2", {}), ("gemma", {}), ("mistral", {"sliding_window": 20}), ("qwen3", {})]
 )
-def test_every_family_attends_to_pages_as_it_does_to_slots(family: str, overrides: dict[str, Any]) -> None:
+def test_every_family_generates_the_same_from_pages_as_from_slots(family: str, overrides: dict[str, Any]) -> None:
     model = tiny_model(family, **overrides).double()
     params = SamplingParams(max_new_tokens=60, n=2, seed=1, ignore_eos=True)
     prompts = [[7] * 40, [7] * 33 + [9] * 9, [5, 6]]
@@ -96,7 +96,7 @@ def test_every_family_attends_to_pages_as_it_does_to_slots(family: str, override
 
 
 def needed_bytes(model: PreTrainedModel, prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
-    """Return the least bound that holds every single sample, as the refusal of less says."""
+    """Return the smallest bound that holds each single sample, as stated by the error for a smaller one."""
     with pytest.raises(GenerationError, match="raise max_cache_bytes to at least") as caught:
         GenerationEngine(model, max_cache_bytes=1).generate(prompts, params)
     found = re.search(r"at least (\d+)", str(caught.value))
@@ -104,7 +104,7 @@ def needed_bytes(model: PreTrainedModel, prompts: Sequence[Sequence[int]], param
     return int(found[1])
 
 
-def test_a_bound_below_one_sample_is_refused_with_the_bytes_that_would_do() -> None:
+def test_a_bound_below_one_sample_is_refused_with_the_bytes_that_suffice() -> None:
     model, prompts = tiny_model("llama"), [[5] * 20, [6] * 3]
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     # 60 tokens: 4 pages of 16, of 2 layers x 2 x 2 heads x 16 x 4 bytes a position; and half of that for the buffer.
@@ -119,18 +119,18 @@ def test_a_bound_below_one_sample_is_refused_with_the_bytes_that_would_do() -> N
         GenerationEngine(model, max_cache_bytes=0)
 
 
-def test_prompts_that_begin_alike_are_read_once() -> None:
+def test_a_common_prefix_of_prompts_is_prefilled_once() -> None:
     model = tiny_model("llama").double()
-    prompts = [[*range(30, 70), 5 + index, 6, 7] for index in range(6)]  # 40 tokens alike, 43 altogether
+    prompts = [[*range(30, 70), 5 + index, 6, 7] for index in range(6)]  # 43 tokens each, the first 40 alike
     params = SamplingParams(max_new_tokens=20, n=2, seed=1)
     engine = GenerationEngine(model, max_slots=12, max_cache_bytes=10**7)
     assert tokens_of(engine.generate(prompts, params)) == tokens_of(GenerationEngine(model).generate(prompts, params))
-    # Of 42 positions (a row reads the last), the first two pages are the same in all.
+    # Prompts have 42 positions to prefill (a row reads the last token); the first two pages are the same in all.
     assert engine.stats.prefill_tokens == 42 + 5 * 10
     assert engine.stats.shared_prefill_tokens == 5 * 32
 
 
-def test_nothing_of_the_weights_before_is_found_in_the_next_call() -> None:
+def test_pages_of_earlier_weights_are_not_reused_in_the_next_call() -> None:
     model, prompts = tiny_model("llama"), [[*range(30, 70)]] * 2
     engine = GenerationEngine(model, max_slots=1, max_cache_bytes=10**6)
     before = engine.generate(prompts, GREEDY)
@@ -153,7 +153,7 @@ def test_conversations_are_the_same_on_few_pages(params: SamplingParams, specula
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_conversation_goes_on_from_its_own_pages_and_is_read_again_where_it_lost_them(drafts: bool) -> None:
+def test_a_conversation_continues_from_its_pages_and_rereads_those_it_lost(drafts: bool) -> None:
     model = exact_model()
 
     def answer(turn: Turn) -> list[int] | None:
@@ -177,8 +177,8 @@ def test_a_conversation_goes_on_from_its_own_pages_and_is_read_again_where_it_lo
         assert (engine.stats.accepted_tokens > 0) == drafts
 
 
-def test_a_step_that_another_rank_waits_for_may_have_no_work() -> None:
-    steps_left = 3  # the first tells what layers bring
+def test_a_rank_in_lockstep_may_run_steps_without_work() -> None:
+    steps_left = 3  # one forward to learn the layers' shapes, then two steps
 
     def lockstep(has_work: bool) -> bool:
         nonlocal steps_left

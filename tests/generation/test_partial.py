@@ -1,4 +1,4 @@
-"""Do rollouts that stop on the way go on as if they had not? The same rollouts in one piece are the judges."""
+"""Rollouts that stop at a budget and resume equal the same rollouts in one piece."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FREE = SamplingParams(max_new_tokens=24, n=2, seed=3, ignore_eos=True)
 
 
 def in_pieces(engine: GenerationEngine, params: SamplingParams, budget: int, **settings: Any) -> list[Completion]:
-    """Return completions by sample id, of as many calls as it takes."""
+    """Return all completions, generated in as many calls as the budget requires."""
     completions = engine.generate(PROMPTS, params, token_budget=budget, **settings)
     num_calls = 1
     while unfinished := [one for one in completions if one.finish_reason == "unfinished"]:
@@ -54,7 +54,7 @@ def bare(completions: Sequence[Completion]) -> list[Completion]:
 
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("num_slots", [2, 5, 16])
-def test_rollouts_in_pieces_are_those_in_one(num_slots: int, speculates: bool) -> None:
+def test_rollouts_in_pieces_equal_those_in_one_piece(num_slots: int, speculates: bool) -> None:
     whole = engine_of(exact_model()).generate(PROMPTS, FREE)
     engine = engine_of(exact_model(), speculates=speculates, max_slots=num_slots, max_prefill_tokens=9)
     pieces = in_pieces(engine, FREE, 50)
@@ -66,9 +66,11 @@ def test_rollouts_in_pieces_are_those_in_one(num_slots: int, speculates: bool) -
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("num_slots", [2, 16])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_conversations_in_pieces_are_those_in_one(params: SamplingParams, num_slots: int, speculates: bool) -> None:
+def test_conversations_in_pieces_equal_those_in_one_piece(
+    params: SamplingParams, num_slots: int, speculates: bool
+) -> None:
     engine = engine_of(exact_model(), speculates=speculates, max_slots=num_slots)
-    # Budgets this small end calls while environments are being asked, and between an answer and the next token.
+    # Budgets this small end calls while environments run, and between an answer and the next token.
     for budget in (3, 8):
         check_same(in_pieces(engine, params, budget, environment=tool), expected(params))
 
@@ -81,7 +83,7 @@ def test_a_token_budget_ends_the_call_after_the_step_that_spends_it() -> None:
     assert [(len(one.token_ids), one.finish_reason) for one in completions] == [(3, "unfinished")] * 3
 
 
-def test_a_budget_waits_for_what_must_be_finished() -> None:
+def test_a_spent_budget_ends_a_call_only_once_it_may_stop() -> None:
     engine = engine_of(exact_model())
     params = replace(FREE, n=1)
     finished: list[int] = []
@@ -100,7 +102,7 @@ def test_a_budget_waits_for_what_must_be_finished() -> None:
     assert len(completions[0].token_ids) == 8
 
 
-def test_samples_that_had_no_slot_are_unfinished_and_empty() -> None:
+def test_samples_without_a_slot_are_unfinished_and_empty() -> None:
     engine = engine_of(exact_model(), max_slots=1)
     first, second = engine.generate([[5]], FREE, token_budget=2)
     assert (len(first.token_ids), second.token_ids, second.finish_reason) == (2, (), "unfinished")
@@ -121,7 +123,7 @@ def counted_forwards(model: PreTrainedModel) -> Iterator[list[int]]:
         hook.remove()
 
 
-def test_a_budget_of_seconds_is_read_off_the_clock() -> None:
+def test_a_budget_of_seconds_is_measured_by_the_wall_clock() -> None:
     with counted_forwards(exact_model()) as sizes:
         engine = engine_of(exact_model(), wall_clock=lambda: float(len(sizes)))  # a second a forward
         completions = engine.generate([[5], [6]], replace(FREE, n=1), seconds_budget=4.5)
@@ -149,11 +151,11 @@ def test_a_budget_of_seconds_does_not_wait_for_a_tool() -> None:
     (over,) = engine.generate([], params, resume=[waiting], environment=answers, conversation=Conversation(max_turns=2))
     assert over.token_ids[:3] == (*waiting.token_ids, 7, 8) and len(over.token_ids) == 4
     assert [(turn.number, turn.token_ids) for turn in asked] == [(1, waiting.token_ids)]
-    (ended,) = engine.generate([], params, resume=[waiting])  # nobody to ask: the turn was the response
+    (ended,) = engine.generate([], params, resume=[waiting])  # without an environment the turn is the response
     assert (ended.finish_reason, ended.token_ids) == ("stop", waiting.token_ids)
 
 
-def test_an_answer_that_came_during_the_last_step_is_kept() -> None:
+def test_an_answer_that_arrives_during_the_last_step_is_kept() -> None:
     model = exact_model()
     greedy = SamplingParams(max_new_tokens=8, temperature=0)
     ends, goes_on = (one.token_ids for one in engine_of(model).generate([[5], [6]], greedy))
@@ -178,12 +180,12 @@ def test_an_answer_that_came_during_the_last_step_is_kept() -> None:
         kept, other = engine.generate([[5], [6]], params, environment=environment, token_budget=3)
     finally:
         hook.remove()
-    # One token each; then one of the other sample's, while the environment answers.
+    # One token each; then one of the other sample, while the environment answers.
     assert (kept.token_ids, kept.model_mask) == ((ends[0], 7, 8), (True, False, False))
     assert (kept.finish_reason, other.token_ids) == ("unfinished", goes_on[:2])
 
 
-def test_resumed_responses_run_beside_new_prompts() -> None:
+def test_resumed_responses_run_together_with_new_prompts() -> None:
     engine = engine_of(exact_model(), max_slots=3)
     started = engine.generate(PROMPTS[:2], FREE, token_budget=20)
     mixed = engine.generate(PROMPTS[2:], FREE, resume=started)
@@ -195,7 +197,7 @@ def test_resumed_responses_run_beside_new_prompts() -> None:
     assert [len(one.token_ids) for one in limited] == [3, 3, 22]
 
 
-def test_an_environment_is_told_of_the_prompt_that_a_resumed_response_began_with() -> None:
+def test_an_environment_receives_the_original_prompt_of_a_resumed_response() -> None:
     engine, heard = engine_of(exact_model()), []
 
     def environment(turn: Turn) -> list[int] | None:
@@ -211,7 +213,7 @@ def test_an_environment_is_told_of_the_prompt_that_a_resumed_response_began_with
     assert all((prompt_index, prompt) == begun[sample_id] for sample_id, prompt_index, prompt in heard)
 
 
-def test_every_token_has_the_version_of_the_weights_that_made_it() -> None:
+def test_every_token_has_the_version_of_the_weights_that_generated_it() -> None:
     model = tiny_model("llama").double()
     engine = engine_of(model)
     params = replace(FREE, n=1)
@@ -226,7 +228,7 @@ def test_every_token_has_the_version_of_the_weights_that_made_it() -> None:
     (whole,) = engine.generate([], params, resume=[further])
     assert whole.versions == (0,) * 5 + (1,) * 7 + (40,) * 12
     assert whole.token_ids[:5] == begun.token_ids and whole.logprobs[:5] == begun.logprobs
-    # What came after the update is of the new weights, reading the old tokens with them.
+    # Tokens after the update are of the new weights, which have also read the old tokens.
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPTS[0], *whole.token_ids]])).logits[0, len(PROMPTS[0]) - 1 : -1]
     logprobs = torch.log_softmax(logits, -1).gather(1, torch.tensor(whole.token_ids)[:, None])[:, 0]
@@ -234,7 +236,7 @@ def test_every_token_has_the_version_of_the_weights_that_made_it() -> None:
     assert (torch.tensor(whole.logprobs[:5]) - logprobs[:5].float()).abs().max() > 1e-3
 
 
-def test_a_response_resumed_with_less_room_than_it_took_is_over() -> None:
+def test_a_response_resumed_with_a_limit_below_its_length_is_finished() -> None:
     engine = engine_of(exact_model())
     (begun, _) = engine.generate([[5]], FREE, token_budget=12)
     (over,) = engine.generate([], replace(FREE, max_new_tokens=4), resume=[begun])
@@ -242,7 +244,7 @@ def test_a_response_resumed_with_less_room_than_it_took_is_over() -> None:
     assert engine.stats.num_steps == 0
 
 
-def test_a_rank_that_spent_its_budget_goes_on_answering_the_others() -> None:
+def test_a_rank_that_spent_its_budget_stays_in_lockstep_with_the_others() -> None:
     asked: list[bool] = []
 
     def lockstep(has_work: bool) -> bool:
@@ -255,9 +257,9 @@ def test_a_rank_that_spent_its_budget_goes_on_answering_the_others() -> None:
     assert asked == [True] * 4 + [False] * 6
 
 
-# ---- prompts in parts
+# ---- prompts in chunks
 @pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral", 6), ("gpt2", None)])
-def test_prompts_read_in_parts_are_those_read_at_once(family: str, window: int | None) -> None:
+def test_prompts_prefilled_in_chunks_get_the_same_responses(family: str, window: int | None) -> None:
     model = exact_model(family, window)
     prompts = [[(7 * place + salt) % 128 for place in range(length)] for salt, length in enumerate((60, 3, 41, 1, 90))]
     whole = engine_of(model).generate(prompts, FREE)
@@ -267,7 +269,7 @@ def test_prompts_read_in_parts_are_those_read_at_once(family: str, window: int |
     assert max(sizes) <= 7 + 3
 
 
-# ---- what cannot work
+# ---- errors and warnings
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -298,7 +300,7 @@ def test_completions_that_cannot_be_resumed_are_refused() -> None:
         engine.generate([[6]], FREE, resume=begun, token_limits=[5])
 
 
-def test_responses_with_less_room_than_asked_for_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_counts_responses_with_room_for_fewer_tokens_than_requested(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine_of(exact_model()).generate([[5] * 100, [6] * 110, [7] * 104], FREE)
         assert "2 of 6 samples have room for fewer than their max_new_tokens: the model's max_posi" in caplog.text

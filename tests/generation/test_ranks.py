@@ -1,4 +1,4 @@
-"""Do ranks that share a model say the same, and the same as one rank alone?"""
+"""Ranks that share a model generate the same tokens as one rank alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=11)
 
 
 def _generate(family: str, text: str) -> list[Completion]:
-    """Return this rank's completions; data-parallel ranks take prompts in turn, and the last of four takes none."""
+    """Return this rank's completions; data-parallel ranks get prompts in turn, and the last of four gets none."""
     layout = Layout.parse(text, world_size=dist.get_world_size())
     meshes = MeshRegistry("cpu")
     meshes.create([layout])
@@ -52,7 +52,7 @@ def _alone(family: str) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "tp2"), ("qwen2", "tp4"), ("gpt_neox", "tp2")])
-def test_tensor_parallel_ranks_agree_to_the_bit_and_draw_what_one_rank_draws(
+def test_tensor_parallel_ranks_agree_bitwise_and_draw_the_tokens_of_one_rank(
     workers: WorkerPool, family: str, layout: str
 ) -> None:
     # qwen2 has two key-value heads: four ranks hold each of them twice.
@@ -62,7 +62,7 @@ def test_tensor_parallel_ranks_agree_to_the_bit_and_draw_what_one_rank_draws(
 
 
 def _generate_packed(family: str) -> tuple[int, list[list[Completion]]]:
-    """Return how many layers multiply with packed weights, and what they make, as the weights are and changed."""
+    """Return the number of layers with packed weights, and the completions before and after a change of weights."""
     layout = Layout.parse(f"tp{dist.get_world_size()}", world_size=dist.get_world_size())
     meshes = MeshRegistry("cpu")
     meshes.create([layout])
@@ -80,13 +80,11 @@ def _generate_packed(family: str) -> tuple[int, list[list[Completion]]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_tensor_parallel_ranks_multiply_with_packed_shares_of_the_weights_of_now(
-    workers: WorkerPool, family: str
-) -> None:
+def test_tensor_parallel_ranks_pack_their_shards_of_the_current_weights(workers: WorkerPool, family: str) -> None:
     require_packing(torch.bfloat16)
     (num_packed, made), other = workers.run(_generate_packed, family, world_size=2)
     assert (num_packed, made) == other
-    # In each of two blocks queries, keys, values, gate and up; what sums over ranks, and the head, are left alone.
+    # Queries, keys, values, gate and up in each of two blocks. Layers that sum over ranks and the head are not packed.
     assert num_packed == 10
     for scale, completions in zip((1.0, 0.9), made, strict=True):
         model = tiny_model(family)
@@ -107,7 +105,7 @@ def _logprobs(model: nn.Module, completion: Completion) -> list[float]:
 
 
 def _generate_by_own_clocks() -> list[list[Completion]]:
-    """Return what two tensor-parallel ranks make while each has a clock of its own that runs at random."""
+    """Return the completions of a tensor-parallel rank whose own clock advances at random."""
     layout = Layout.parse("tp2", world_size=2)
     meshes = MeshRegistry("cpu")
     meshes.create([layout])
@@ -128,13 +126,13 @@ def _generate_by_own_clocks() -> list[list[Completion]]:
     return [engine.generate(PROMPTS, params, sample_ids=range(10)) for _ in range(4)]
 
 
-def test_tensor_parallel_ranks_draft_alike_whatever_their_clocks_say(workers: WorkerPool) -> None:
+def test_tensor_parallel_ranks_with_different_clocks_generate_the_same(workers: WorkerPool) -> None:
     first, second = workers.run(_generate_by_own_clocks, world_size=2)
     assert first == second
 
 
 @pytest.mark.parametrize("layout", ["fsdp4", "fsdp2.tp2"])
-def test_sharded_ranks_with_unequal_work_draw_what_one_rank_draws(workers: WorkerPool, layout: str) -> None:
+def test_sharded_ranks_with_unequal_work_draw_the_tokens_of_one_rank(workers: WorkerPool, layout: str) -> None:
     results = workers.run(_generate, "llama", layout, world_size=4)
     drawn = {completion.sample_id: completion.token_ids for result in results for completion in result}
     assert drawn == _alone("llama")

@@ -1,4 +1,4 @@
-"""Does the engine say at once what it cannot do, and what to do instead?"""
+"""Requests, settings and models that an engine cannot serve are refused with the rule and the way out."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 @pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
-def test_parameters_of_another_kind_are_refused(engine_class: Any) -> None:
+def test_sampling_parameters_of_the_wrong_type_are_refused(engine_class: Any) -> None:
     for params in ({"n": 2}, {}):
         with pytest.raises(GenerationError, match=r"params={.*} is a dict; write SamplingParams\(...\)"):
             engine_class(tiny_model("llama")).generate([[5]], params)
@@ -111,7 +111,7 @@ def test_an_async_environment_is_refused() -> None:
         ({"peers": "x"}, "peers='x' is a str; write Peers"),
     ],
 )
-def test_settings_of_another_kind_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_the_wrong_type_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
         GenerationEngine(tiny_model("llama"), **settings)
 
@@ -132,7 +132,7 @@ def test_stop_strings_without_a_tokenizer_are_refused() -> None:
         ("mamba", {"num_hidden_layers": 1, "hidden_size": 16}, "does not go through transformers' attention registry"),
     ],
 )
-def test_models_that_cannot_attend_through_slots_are_refused_by_name(
+def test_models_outside_transformers_attention_registry_are_refused(
     family: str, overrides: dict[str, Any], reason: str
 ) -> None:
     config = AutoConfig.for_model(family, vocab_size=32, **overrides)
@@ -166,16 +166,16 @@ def test_a_layer_that_attends_twice_is_refused() -> None:
         GenerationEngine(model).generate([[5, 6], [7]], GREEDY)
 
 
-def test_a_model_whose_layers_do_not_look_their_attention_up_is_refused() -> None:
+def test_a_model_whose_layers_do_not_look_up_their_attention_is_refused() -> None:
     model = tiny_model("llama")
     for layer in model.model.layers:
-        layer.self_attn.config = deepcopy(model.config)  # as layers that chose their attention when they were made
+        layer.self_attn.config = deepcopy(model.config)  # like layers that choose their attention on construction
     with pytest.raises(GenerationError, match=r"LlamaForCausalLM .* its layers do not look their"):
         GenerationEngine(model).generate([[5, 6], [7]], GREEDY)
 
 
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
-def test_a_model_without_a_head_for_tokens_is_refused(auto_class: Any) -> None:
+def test_a_model_without_a_language_model_head_is_refused(auto_class: Any) -> None:
     with pytest.raises(GenerationError, match="it has no head for the next token; load it by AutoModelForCausalLM"):
         GenerationEngine(auto_class.from_config(AutoConfig.for_model("llama", **SIZES)))
 
@@ -187,28 +187,28 @@ def test_an_encoder_is_refused() -> None:
 
 
 @pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
-def test_an_encoder_decoder_model_is_refused_as_one(engine_class: Any) -> None:
+def test_an_encoder_decoder_model_is_refused(engine_class: Any) -> None:
     config = AutoConfig.for_model("t5", vocab_size=32, d_model=16, num_layers=1, d_kv=8, num_heads=2, d_ff=16)
     with pytest.raises(GenerationError, match=r"T5ForConditionalGeneration .* encoder-decoder.*; use a decoder-only"):
         engine_class(AutoModelForSeq2SeqLM.from_config(config))
 
 
-def test_a_model_whose_generate_goes_on_from_the_last_call_is_refused() -> None:
-    # The second of two prompts gets other tokens than it does from a new model.
+def test_a_model_that_keeps_state_between_calls_is_refused() -> None:
+    # The second of two prompts would get other tokens than from a new model.
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("recurrent_gemma", **SIZES, lru_width=16))
     with pytest.raises(GenerationError, match=r"RecurrentGemmaForCausalLM .* keep the state of one call"):
         HFEngine(model)
 
 
 @pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
-def test_a_model_that_counts_positions_from_behind_its_padding_token_is_refused(engine_class: Any) -> None:
+def test_a_model_that_counts_positions_after_its_padding_token_is_refused(engine_class: Any) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("roberta", **SIZES, is_decoder=True))
     with pytest.raises(GenerationError, match=r"RobertaForCausalLM .* after its padding token.*; use a decoder"):
         engine_class(model)
 
 
 @pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
-def test_experts_in_a_dtype_that_torch_does_not_multiply_are_refused_with_the_way_out(engine_class: Any) -> None:
+def test_experts_in_a_dtype_that_torch_does_not_support_are_refused(engine_class: Any) -> None:
     model = tiny_model("mixtral").double()
     with pytest.raises(GenerationError, match=r"experts are in float64, .*set_experts_implementation\('eager'\)"):
         engine_class(model).generate([[5, 6]], GREEDY)
@@ -216,7 +216,7 @@ def test_experts_in_a_dtype_that_torch_does_not_multiply_are_refused_with_the_wa
     assert len(engine_class(model).generate([[5, 6]], SamplingParams(max_new_tokens=2, ignore_eos=True))) == 1
 
 
-def test_rotary_embeddings_that_change_with_the_batch_are_refused_beyond_their_original_length() -> None:
+def test_dynamic_rotary_embeddings_are_refused_beyond_their_original_length() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
     engine = GenerationEngine(tiny_model("llama", rope_parameters=rope))
     assert len(engine.generate([[5] * 6], SamplingParams(max_new_tokens=10, ignore_eos=True))[0].token_ids) == 10
@@ -224,7 +224,7 @@ def test_rotary_embeddings_that_change_with_the_batch_are_refused_beyond_their_o
         engine.generate([[5] * 6], SamplingParams(max_new_tokens=11))
 
 
-def test_layers_of_a_kind_the_cache_does_not_hold_are_refused() -> None:
+def test_layers_of_a_type_that_the_cache_does_not_support_are_refused() -> None:
     model = tiny_model("qwen2", layer_types=["full_attention", "chunked_attention"])
     with pytest.raises(GenerationError, match="layers of type chunked_attention"):
         GenerationEngine(model).generate([[5]], GREEDY)
@@ -242,13 +242,13 @@ def test_layers_of_a_kind_the_cache_does_not_hold_are_refused() -> None:
         ({"drafter": "blocks", "draft_blocks": 0}, "draft_blocks=0 must be at least 1"),
     ],
 )
-def test_settings_of_drafts_are_checked_where_they_are_written(given: dict[str, Any], message: str) -> None:
+def test_settings_of_speculation_are_checked_on_construction(given: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
         Speculation(**given)
 
 
 class Proposing(Drafter):
-    """Proposes the same for each running sample, whatever the limits are; ``missing`` samples are left out."""
+    """Proposes the same draft for each running sample and any limit; leaves out ``missing`` samples."""
 
     def __init__(self, draft: Any, *, missing: int = 0) -> None:
         self._draft, self._missing = draft, missing
@@ -258,7 +258,7 @@ class Proposing(Drafter):
 
 
 class Forgetful(Drafter):
-    """Returns what is no list of drafts: nothing, or a generator."""
+    """Returns None or an iterator instead of a list of drafts."""
 
     def __init__(self, returned: Any) -> None:
         self._returned = returned
@@ -287,7 +287,7 @@ class Forgetful(Drafter):
         (Proposing(Draft([5])), "reject", "has to know what each drafted token was drawn from, .* 0 laws for 1 tokens"),
     ],
 )
-def test_what_a_drafter_may_not_propose_is_named(
+def test_invalid_proposals_of_a_drafter_are_refused(
     drafter: Drafter, verification: Any, message: str, num_draft_tokens: int | None
 ) -> None:
     speculation = Speculation(drafter="none", num_draft_tokens=num_draft_tokens, verification=verification)
@@ -296,8 +296,8 @@ def test_what_a_drafter_may_not_propose_is_named(
         engine.generate([[5], [6]], SamplingParams(max_new_tokens=100, ignore_eos=True))
 
 
-def test_a_drafter_is_used_without_a_word_on_how() -> None:
-    # A clock that goes on by one at each look: steps of all sizes take as long, on a busy machine as well.
+def test_a_drafter_is_used_without_settings_of_speculation() -> None:
+    # The clock advances by one at each call: all steps take equally long, on a busy machine as well.
     clock = map(float, itertools.count()).__next__
     engine = GenerationEngine(tiny_model("llama"), drafter=HistoryDrafter(), pack_weights=False, clock=clock)
     params = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
@@ -307,7 +307,7 @@ def test_a_drafter_is_used_without_a_word_on_how() -> None:
     assert engine.stats.drafted_tokens > 0
 
 
-def test_what_is_no_drafter_or_no_version_is_refused() -> None:
+def test_a_drafter_or_version_of_the_wrong_type_is_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(GenerationError, match=r"drafter='ngram' must be a Drafter; name one by speculation="):
         GenerationEngine(model, drafter="ngram")  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ def test_what_is_no_drafter_or_no_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("folder", ["./drafts/nowhere", "~/no/drafts", "no/drafts/here", Path("/no/drafts")])
-def test_a_draft_model_folder_that_there_is_not_is_named_as_one(folder: str | Path) -> None:
+def test_a_missing_folder_of_a_draft_model_is_named(folder: str | Path) -> None:
     with pytest.raises(
         GenerationError, match=r"draft_model='.*drafts.*': there is no such folder; give a Hugging Face"
     ):
@@ -333,7 +333,7 @@ def test_a_model_without_weights_is_refused() -> None:
         GenerationEngine(tiny_model("llama"), speculation=Speculation(drafter="model", draft_model=shapes))
 
 
-def test_a_draft_model_that_cannot_be_run_is_refused_as_the_draft_model() -> None:
+def test_an_unsupported_draft_model_is_refused_as_the_draft_model() -> None:
     mamba = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("mamba", vocab_size=32, num_hidden_layers=1, hidden_size=16)
     )

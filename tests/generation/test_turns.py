@@ -1,4 +1,4 @@
-"""Do responses with an environment go on as a loop without cache, batch or threads says?"""
+"""Conversations with an environment equal those of a reference loop without cache, batch or threads."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ENDLESS = Conversation(max_turns=100)
 
 
 def slow_tool(turn: Turn) -> list[int] | None:
-    """As `tool`, after up to four milliseconds: a few forwards."""
+    """Answer like `tool`, after up to four milliseconds: a few forwards."""
     time.sleep(random.Random(hash(turn.token_ids)).random() * 0.004)
     return tool(turn)
 
 
-def test_the_loop_that_judges_sees_every_kind_of_turn() -> None:
+def test_the_reference_loop_covers_every_kind_of_turn() -> None:
     told = expected(SAMPLED)
     assert {one.finish_reason for one in told} == {"stop", "length"}
     assert sum(any(one.model_mask[i] < one.model_mask[i + 1] for i in range(len(one.model_mask) - 1))
@@ -49,7 +49,7 @@ def test_the_loop_that_judges_sees_every_kind_of_turn() -> None:
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("num_slots", [1, 3, 16])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_conversations_are_those_of_a_loop_without_cache(
+def test_conversations_equal_those_of_the_reference_loop(
     params: SamplingParams, num_slots: int, speculates: bool
 ) -> None:
     engine = engine_of(exact_model(), speculates=speculates, max_slots=num_slots)
@@ -59,7 +59,7 @@ def test_conversations_are_those_of_a_loop_without_cache(
 
 
 @pytest.mark.parametrize(("family", "window"), [("mistral", 6), ("gpt2", None), ("qwen3", None)])
-def test_answers_longer_than_a_step_are_read_in_parts_in_every_family(family: str, window: int | None) -> None:
+def test_long_answers_are_prefilled_in_chunks_in_every_family(family: str, window: int | None) -> None:
     engine = engine_of(exact_model(family, window), max_slots=4, max_prefill_tokens=3)
     completions = engine.generate(PROMPTS, SAMPLED, environment=slow_tool, conversation=ENDLESS)
     check_same(completions, expected(SAMPLED, family, window))
@@ -80,23 +80,23 @@ def test_a_draft_model_follows_conversations_through_their_slots() -> None:
     completions = engine.generate(PROMPTS, params, environment=long_tool)
     plain = engine_of(model, max_slots=3).generate(PROMPTS, params, environment=long_tool)
     assert [one.token_ids for one in completions] == [one.token_ids for one in plain]
-    # The target drafts for itself: while the drafter's slots hold what the target's do, no draft falls.
+    # The draft model is the target: all drafts are accepted while both hold the same tokens in their slots.
     assert engine.stats.accepted_tokens == engine.stats.verified_tokens > 100
 
 
-def test_without_an_environment_the_model_chose_all_tokens() -> None:
+def test_without_an_environment_the_model_mask_is_true_everywhere() -> None:
     for completion in engine_of(exact_model()).generate(PROMPTS, SAMPLED):
         assert completion.model_mask == (True,) * len(completion.token_ids)
         assert completion.prompt == PROMPTS[completion.prompt_index] and completion.error is None
 
 
-def test_a_conversation_is_not_read_again() -> None:
+def test_earlier_turns_of_a_conversation_are_not_prefilled_again() -> None:
     engine = engine_of(exact_model())
     (completion,) = engine.generate(PROMPTS[:1], GREEDY, environment=tool)
     told = expected(GREEDY)[0]
     answered = told.model_mask.count(False)
     assert answered > 0 and completion.token_ids == tuple(told.token_ids)
-    # The prompt but for its last token, which its row reads; per answer as many tokens as it has, for the same reason.
+    # The prompt without its last token, which its row reads; for each answer as many tokens as it has.
     assert engine.stats.prefill_tokens == len(PROMPTS[0]) - 1 + answered
     assert engine.stats.num_steps == engine.stats.generated_tokens == told.model_mask.count(True)
 
@@ -111,7 +111,7 @@ def test_a_slow_tool_does_not_stop_the_batch() -> None:
         return [5, 6] if released.wait(timeout=10) else None
 
     params = SamplingParams(max_new_tokens=40, stop_token_ids=tuple(range(100)))
-    # With stops this common the first sample asks within a few tokens, and waits for the other one's question.
+    # Stops are so common that the first turn ends within a few tokens; its answer waits for the other sample's turn.
     first, second = engine_of(exact_model()).generate(
         [[5], [6, 6]], params, environment=environment, conversation=Conversation(max_turns=2), sample_ids=[0, 1]
     )
@@ -119,7 +119,7 @@ def test_a_slow_tool_does_not_stop_the_batch() -> None:
     assert first.model_mask.count(False) == 2
 
 
-def test_the_last_turn_is_not_asked_about() -> None:
+def test_the_environment_is_not_called_after_the_last_turn() -> None:
     asked: list[int] = []
 
     def environment(turn: Turn) -> list[int]:
@@ -136,9 +136,9 @@ def test_the_last_turn_is_not_asked_about() -> None:
         assert asked == list(range(1, most))
 
 
-def test_an_answer_that_leaves_the_model_no_room_ends_the_response() -> None:
+def test_an_answer_that_leaves_no_room_for_a_turn_ends_the_response() -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=tuple(range(128)))
-    for length, kept in ((10, 12), (11, 1)):  # behind the first turn's one token: room for one more, and for none
+    for length, kept in ((10, 12), (11, 1)):  # after the first turn's one token: room for one more, and for none
         (completion,) = engine_of(exact_model()).generate([[9]], params, environment=lambda turn, n=length: [5] * n)
         assert (completion.finish_reason, len(completion.token_ids)) == ("length", kept)
 
@@ -158,7 +158,7 @@ def test_a_stop_string_of_an_earlier_turn_does_not_end_the_next() -> None:
     assert ends("xa") == [False, True]
     sample.finish_reason = None
     sample.extend(tokenizer.encode("bbab"))
-    assert ends("qxbq") == [False, False, False, True]  # "bq" across the answer's end is not the model's
+    assert ends("qxbq") == [False, False, False, True]  # "bq" across the end of the answer does not count
 
 
 # ---- environments that fail
@@ -182,7 +182,7 @@ def leaves(turn: Turn) -> list[int]:
         (lambda turn: [], "holds no tokens; return None to end the response"),
     ],
 )
-def test_a_failing_environment_ends_its_sample_alone(
+def test_a_failing_environment_ends_only_its_own_sample(
     fails: Callable[[Turn], Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def environment(turn: Turn) -> Any:
@@ -213,7 +213,7 @@ def test_a_tool_that_hangs_ends_its_sample_at_the_deadline(num_slots: int) -> No
     completions = engine_of(exact_model(), max_slots=num_slots).generate(
         PROMPTS, SAMPLED, environment=environment, conversation=Conversation(deadline_s=1.0)
     )
-    assert not came_back.is_set()  # nobody waited for it
+    assert not came_back.is_set()  # the call did not wait for it
     is_over.set()
     failed = completions.pop(4)
     assert failed.finish_reason == "environment" and "did not answer turn 1 within deadline_s=1.0" in str(failed.error)
@@ -221,7 +221,7 @@ def test_a_tool_that_hangs_ends_its_sample_at_the_deadline(num_slots: int) -> No
     check_same(completions, [*told[:4], *told[5:]])
 
 
-def test_an_answer_after_its_deadline_is_not_taken() -> None:
+def test_an_answer_after_its_deadline_is_ignored() -> None:
     others_turn, came_late = threading.Event(), threading.Event()
     seconds = [0.0]
 
@@ -245,7 +245,7 @@ def test_an_answer_after_its_deadline_is_not_taken() -> None:
     assert (other.finish_reason, other.model_mask) == ("stop", (True, False, True, False, True))
 
 
-def test_a_rank_whose_samples_all_wait_goes_on_answering_the_others() -> None:
+def test_a_rank_whose_samples_all_wait_stays_in_lockstep_with_the_others() -> None:
     asked: list[bool] = []
     waits, released = threading.Event(), threading.Event()
 
@@ -280,9 +280,9 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         Conversation(**settings)
 
 
-def test_ranks_in_tensor_parallelism_that_would_go_by_their_own_clocks_are_refused() -> None:
+def test_tensor_parallel_ranks_without_agree_are_refused_an_adaptive_depth() -> None:
     model = tiny_model("llama")
-    model.lm_head.tp_group = object()  # as a model that is divided has it
+    model.lm_head.tp_group = object()  # as in a model under tensor parallelism
     with pytest.raises(GenerationError, match=r"decide alike how much to draft.* pass GenerationEngine\(agree=...\)"):
         GenerationEngine(model, speculation=Speculation())
     GenerationEngine(model, speculation=Speculation(num_draft_tokens=4))

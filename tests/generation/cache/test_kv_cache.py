@@ -1,4 +1,4 @@
-"""What is read of one cache and written into another is the same there, whatever slot and shape."""
+"""Cache contents read from one slot and written to another are equal, for any slots and shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _cache(num_slots: int, capacity: int, *, layers: int = 3) -> SlotCache:
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 5), (3, 11), (4, 4)])
-def test_positions_travel_from_one_cache_to_another(begin: int, end: int) -> None:
+def test_positions_are_copied_from_one_cache_to_another(begin: int, end: int) -> None:
     torch.manual_seed(0)
     ours, theirs = _cache(3, 11), _cache(5, 20)
     before = theirs.read(4, 0, 20)
@@ -34,10 +34,10 @@ def test_positions_travel_from_one_cache_to_another(begin: int, end: int) -> Non
     assert torch.equal(theirs.read(4, 0, 20), before)
 
 
-def test_a_cache_that_never_ran_takes_the_shapes_of_another() -> None:
+def test_an_empty_cache_takes_the_shapes_of_another() -> None:
     ours, empty = _cache(2, 6), SlotCache()
     empty.reserve(1, 8)
-    shapes = [LayerShape(*shape) for shape in [list(shape) for shape in ours.describe()]]  # as JSON would bring them
+    shapes = [LayerShape(*shape) for shape in [list(shape) for shape in ours.describe()]]  # as decoded from JSON
     empty.prepare(shapes, torch.device("cpu"))
     empty.write(0, 0, 6, ours.read(1, 0, 6))
     assert empty.describe() == ours.describe()
@@ -46,7 +46,7 @@ def test_a_cache_that_never_ran_takes_the_shapes_of_another() -> None:
 
 
 @given(st.sets(st.integers(0, 12), min_size=1))
-def test_runs_of_slots_are_all_slots_once_and_as_few_as_can_be(slots: set[int]) -> None:
+def test_runs_of_slots_cover_every_slot_once_and_are_as_few_as_possible(slots: set[int]) -> None:
     runs = Segment(0, 1, tuple(slots)).slot_runs()
     assert [slot for run in runs for slot in range(run.start, run.stop)] == sorted(slots)
     assert len(runs) == sum(slot - 1 not in slots for slot in slots)

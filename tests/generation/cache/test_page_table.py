@@ -1,4 +1,4 @@
-"""The promises of page tables, checked on pages that remember what they hold."""
+"""Invariants of page tables, checked on simulated pages that record their tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE_SIZE = 3
 
 
 class Pages:
-    """Page tables with the tokens that their pages hold, and the sequence that each slot ought to hold."""
+    """Page tables with the tokens in their pages, and the expected sequence of each slot."""
 
     def __init__(self, num_pages: int, num_slots: int) -> None:
         self.tables = PageTables(num_pages, PAGE_SIZE, num_slots=num_slots)
@@ -23,7 +23,7 @@ class Pages:
         self._held: dict[tuple[int, int], int] = {}
 
     def begin(self, slot: int, tokens: Sequence[int]) -> int:
-        """Let a sequence begin in a slot, with what pages hold of it; return how much that is."""
+        """Start a sequence in a slot from pages that hold its prefix; return the length of that prefix."""
         self.clear(slot)
         names: list[int] = []
         self._names.extend(names, tokens)
@@ -37,7 +37,7 @@ class Pages:
         return len(found) * PAGE_SIZE
 
     def extend(self, slot: int, tokens: Sequence[int]) -> None:
-        """Write tokens behind a sequence, as far as there are pages."""
+        """Append tokens to a sequence, if there are enough pages."""
         own = self.sequences[slot]
         if self.tables.missing(slot, len(own) + len(tokens)) > self.tables.num_free:
             return
@@ -70,7 +70,7 @@ class Pages:
 
 SLOTS = st.integers(0, 3)
 TOKENS = st.lists(st.integers(0, 1), max_size=10)
-"""Few tokens, so that sequences begin alike."""
+"""Few different tokens, so that sequences share prefixes."""
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("begin"), SLOTS, TOKENS),
@@ -83,7 +83,7 @@ ACTIONS = st.lists(
 
 
 @given(num_pages=st.integers(1, 14), actions=ACTIONS)
-def test_slots_hold_their_sequences_whatever_is_shared_freed_and_given_out_again(
+def test_slots_hold_their_sequences_while_pages_are_shared_freed_and_reused(
     num_pages: int, actions: list[tuple[object, ...]]
 ) -> None:
     pages = Pages(num_pages, 4)
@@ -92,17 +92,17 @@ def test_slots_hold_their_sequences_whatever_is_shared_freed_and_given_out_again
         pages.check()
 
 
-def test_a_sequence_begins_with_the_whole_pages_of_another_that_is_over() -> None:
+def test_a_sequence_reuses_the_full_pages_of_a_finished_one() -> None:
     pages = Pages(8, 2)
     pages.begin(0, [1, 2, 3, 4, 5, 6, 7])
     pages.clear(0)
     assert pages.begin(1, [1, 2, 3, 4, 5, 6, 8]) == 6
     assert pages.begin(0, [1, 2, 3, 4, 5, 9]) == 3
-    assert pages.begin(0, [4, 5, 6]) == 0  # the same tokens, behind others
+    assert pages.begin(0, [4, 5, 6]) == 0  # the same tokens, but after others
     pages.check()
 
 
-def test_pages_without_a_name_are_given_out_before_those_that_may_be_found_again() -> None:
+def test_pages_that_cannot_be_found_again_are_reused_first() -> None:
     pages = Pages(4, 2)
     pages.begin(0, [1, 2, 3, 4, 5, 6, 7])  # pages 0, 1 and, without a name, 2
     pages.clear(0)
@@ -111,12 +111,12 @@ def test_pages_without_a_name_are_given_out_before_those_that_may_be_found_again
     pages.extend(1, [9] * 4)
     assert pages.tables.tables[1] == [2, 3]  # never used
     pages.extend(1, [9] * 3)
-    assert pages.tables.tables[1] == [2, 3, 1]  # the end of what was freed, rather than its beginning
+    assert pages.tables.tables[1] == [2, 3, 1]  # the last freed page before the first one
     assert pages.begin(0, [1, 2, 3]) == 3
 
 
 @given(widths=st.lists(st.integers(1, 9), max_size=12), most=st.integers(1, 40))
-def test_rows_are_read_in_blocks_that_the_buffer_holds(widths: list[int], most: int) -> None:
+def test_rows_are_read_in_blocks_that_fit_the_buffer(widths: list[int], most: int) -> None:
     blocks = blocks_of(widths, most)
     assert [row for first, stop, _ in blocks for row in range(first, stop)] == list(range(len(widths)))
     for first, stop, width in blocks:

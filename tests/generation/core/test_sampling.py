@@ -1,4 +1,4 @@
-"""Are tokens drawn from the right distribution, by the right numbers?"""
+"""Tokens follow the distribution of the model; uniforms depend on seed, sample and position."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_draws_follow_softmax(vocabulary: int, temperature: float) -> None:
     assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
 
 
-def test_a_uniform_picks_the_token_that_a_plain_running_sum_picks() -> None:
+def test_a_uniform_picks_the_same_token_as_a_plain_running_sum() -> None:
     logits = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     uniforms = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     running = torch.softmax(logits.double(), -1).cumsum(-1)
@@ -63,7 +63,7 @@ def test_a_uniform_picks_the_token_that_a_plain_running_sum_picks() -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("vocabulary", [5, 1024, 1031])
-def test_the_extreme_uniforms_never_pick_a_token_of_no_probability(uniform: float, vocabulary: int) -> None:
+def test_the_extreme_uniforms_never_pick_a_token_of_probability_zero(uniform: float, vocabulary: int) -> None:
     logits = torch.full((1, vocabulary), float("-inf"))
     logits[0, vocabulary // 2] = 3.0
     for params in (SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.9)):
@@ -73,8 +73,8 @@ def test_the_extreme_uniforms_never_pick_a_token_of_no_probability(uniform: floa
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_a_diverged_model_draws_a_token_of_the_vocabulary_whose_probability_says_so(settings: dict[str, Any]) -> None:
-    logits = torch.full((2, 4099), math.nan)  # no block's width divides a prime, so rows are filled up
+def test_nan_logits_draw_a_valid_token_with_a_logprob_that_is_not_finite(settings: dict[str, Any]) -> None:
+    logits = torch.full((2, 4099), math.nan)  # no block width divides a prime, so rows are padded
     uniforms = torch.tensor([0.0, 0.999], dtype=torch.float64)
     tokens, logprobs = sample_tokens(logits, uniforms, SamplingParams(**settings))
     assert tokens.max() < 4099
@@ -96,11 +96,11 @@ def test_uniforms_are_splitmix64_of_seed_sample_and_position(seed: int, sample: 
 
 
 def test_splitmix64_gives_its_published_first_number() -> None:
-    # Of the reference implementation seeded with 1234567: 6457827717110365317.
+    # The reference implementation seeded with 1234567 gives 6457827717110365317.
     assert keyed_uniforms([1234567], [0]) == [(6457827717110365317 >> 11) / 2**53]
 
 
-def test_neighbouring_samples_and_seeds_have_unrelated_uniforms() -> None:
+def test_neighbouring_samples_and_seeds_have_uncorrelated_uniforms() -> None:
     streams = torch.tensor(
         [keyed_uniforms([sample_key(s, i)] * 4000, range(4000)) for s, i in ((0, 0), (0, 1), (1, 0))],
         dtype=torch.float64,
@@ -142,7 +142,7 @@ def test_top_p_counts_probability_after_top_k() -> None:
         {"min_p": 0.1, "top_k": 12, "top_p": 0.8, "temperature": 1.4, "repetition_penalty": 1.3},
     ],
 )
-def test_the_law_of_draws_is_that_of_transformers_processors(settings: dict[str, Any]) -> None:
+def test_the_distribution_of_draws_is_that_of_transformers_processors(settings: dict[str, Any]) -> None:
     params = SamplingParams(**settings)
     logits = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(5))
     held = torch.tensor([[5, 9, 5, 0], [39, 1, 2, 3], [7, 7, 7, 7]])
@@ -160,7 +160,7 @@ def test_the_law_of_draws_is_that_of_transformers_processors(settings: dict[str,
     torch.testing.assert_close(logprobs, reported)
 
 
-def test_a_draft_counts_as_held_behind_itself_and_what_is_appended_from_then_on() -> None:
+def test_held_tokens_include_earlier_drafted_and_appended_tokens() -> None:
     samples = [Sample(0, 0, [5, 5, 3], 8, key=1), Sample(1, 0, [2], 8, key=2)]
     held = HeldTokens()
 
@@ -174,7 +174,7 @@ def test_a_draft_counts_as_held_behind_itself_and_what_is_appended_from_then_on(
     assert of_rows([], [4]) == [{3, 5, 7}, {2, 9}, {2, 4, 9}]
 
 
-def test_logprobs_are_of_the_whole_tempered_distribution_even_when_it_is_cut() -> None:
+def test_logprobs_are_of_the_whole_tempered_distribution_despite_top_k_and_top_p() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
     tokens, logprobs = sample_tokens(logits, torch.rand(6, dtype=torch.float64), params)
@@ -233,7 +233,7 @@ def test_lists_of_stops_count_as_tuples() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 0.0}])
 @pytest.mark.parametrize("forbidden", [None, ([1], [3])])
-def test_memory_used_again_changes_neither_tokens_nor_logits(
+def test_reused_memory_changes_neither_tokens_nor_logits(
     settings: dict[str, Any], forbidden: tuple[list[int], list[int]] | None
 ) -> None:
     params, scratch, generator = SamplingParams(**settings), Scratch(), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Does a turn end at the token that completes a stop string, and at no other?"""
+"""A turn ends at the token that completes a stop string, and at no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import byte_tokenizer, tiny_model
 
 
 def end_of(rule: StopRule, prompt: int, tokens: Sequence[int]) -> int | None:
-    """Return after how many tokens the rule ends a response; None: it does not."""
+    """Return the number of tokens after which the rule ends a response; None: it does not."""
     sample = Sample(0, 0, (prompt,), len(tokens) + 1, key=0)
     for count, token in enumerate(tokens, start=1):
         sample.append(token, 0.0)
@@ -28,7 +28,7 @@ def end_of(rule: StopRule, prompt: int, tokens: Sequence[int]) -> int | None:
 
 
 def took(rule: StopRule, prompt: int, tokens: Sequence[int], most: int) -> tuple[int, Sample]:
-    """Return how many of the tokens a sample took at once, and the sample."""
+    """Return the number of tokens that a sample takes at once, and the sample."""
     sample = Sample(0, 0, (prompt,), most, key=0)
     return rule.take(sample, tokens, [float(token) for token in tokens]), sample
 
@@ -55,15 +55,15 @@ def test_tokens_taken_at_once_are_those_taken_one_by_one(
     ("text", "stop", "least", "end"),
     [
         ("ab..b..b", "ab", 0, 2),
-        ("ab..b..b", "ab", 2, 2),  # completed by the token that is the least
-        ("ab..b..b", "ab", 3, None),  # passed over, and no later b completes it again
+        ("ab..b..b", "ab", 2, 2),  # completed at the minimum length
+        ("ab..b..b", "ab", 3, None),  # completed too early, and no later b completes it again
         ("ab..b.ab", "ab", 3, 8),
-        ("aaab", "aa", 3, 3),  # begins before, ends where it may
+        ("aaab", "aa", 3, 3),  # begins before the minimum length and ends at it
         ("éa.é", "é", 2, 2),  # two tokens each
         ("éa.é", "é", 3, 6),
     ],
 )
-def test_a_stop_string_ends_a_turn_where_it_is_completed_after_the_least_tokens(
+def test_a_stop_string_ends_a_turn_if_completed_at_the_minimum_length_or_later(
     text: str, stop: str, least: int, end: int | None
 ) -> None:
     tokenizer = byte_tokenizer()
@@ -72,7 +72,7 @@ def test_a_stop_string_ends_a_turn_where_it_is_completed_after_the_least_tokens(
     assert end_of(rule, tokenizer.encode("x", add_special_tokens=False)[0], tokens) == end
 
 
-def test_a_stop_string_may_end_in_a_space_that_the_tokenizer_drops_from_a_token_alone() -> None:
+def test_a_stop_string_may_end_in_a_space_that_the_tokenizer_strips() -> None:
     words = ["▁one", "▁two", "▁three"]
     spaced = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, "▁one"))
     spaced.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -82,10 +82,10 @@ def test_a_stop_string_may_end_in_a_space_that_the_tokenizer_drops_from_a_token_
     assert end_of(rule, 0, [0, 1, 2, 0]) == 3
 
 
-def test_a_stop_string_that_the_tokenizer_spells_otherwise_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_string_that_decodes_to_another_text_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     letters = Tokenizer(WordLevel({letter: index for index, letter in enumerate("?abcdefgh")}, "?"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    spaced = PreTrainedTokenizerFast(tokenizer_object=letters)  # which decodes with a space between its tokens
+    spaced = PreTrainedTokenizerFast(tokenizer_object=letters)  # it decodes with a space between tokens
     for tokenizer, warnings in ((spaced, ["'abc' becomes 'a b c'"]), (byte_tokenizer(), [])):
         caplog.clear()
         engine = GenerationEngine(tiny_model("llama", vocab_size=259), tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Do replayed steps compute what the model would have? Where there is no CUDA, a "graph" runs its work again."""
+"""Replayed steps compute the same as the model. Without CUDA, the tests' "graph" runs its work again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = [3, 40, 11, 25, 7, 32, 18]
 
 
 class Recorder:
-    """Stands in for CUDA: counts what is captured and what is replayed."""
+    """Stand-in for CUDA that counts captures and replays."""
 
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
@@ -47,7 +47,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Let engines that are made from now on capture on CPU."""
+    """Make new engines capture on CPU."""
     recorder = Recorder()
     captured = partial(StepGraphs, make_record=lambda: recorder, device_type="cpu")
     for module in (engine_module, draft_model_module):
@@ -60,7 +60,7 @@ def generate(engine: GenerationEngine, params: SamplingParams = SAMPLED) -> list
 
 
 @given(number=st.integers(1, 5000), per_octave=st.sampled_from([1, 2, 4]))
-def test_few_sizes_cover_all_and_none_by_much(number: int, per_octave: int) -> None:
+def test_few_rounded_sizes_cover_all_sizes_with_little_padding(number: int, per_octave: int) -> None:
     rounded = rounded_up(number, per_octave)
     assert number <= rounded < number * (1 + 1 / per_octave)
     assert rounded_up(rounded, per_octave) == rounded
@@ -72,7 +72,7 @@ def test_few_sizes_cover_all_and_none_by_much(number: int, per_octave: int) -> N
     larger=st.builds(StepShape, st.integers(1, 64), st.integers(1, 8), st.sampled_from([128, 192, 256])),
     smaller=st.builds(StepShape, st.integers(1, 64), st.integers(1, 8), st.sampled_from([128, 192, 256])),
 )
-def test_a_shape_covers_what_fits_into_it_and_hardly_costs_less(larger: StepShape, smaller: StepShape) -> None:
+def test_a_shape_covers_smaller_ones_only_if_they_cost_nearly_as_much(larger: StepShape, smaller: StepShape) -> None:
     assert larger.covers(larger)
     if larger.covers(smaller):
         assert larger == tuple(map(max, larger, smaller))
@@ -81,7 +81,9 @@ def test_a_shape_covers_what_fits_into_it_and_hardly_costs_less(larger: StepShap
 
 
 @given(data=st.data(), capacity=st.integers(20, 50), width=st.integers(1, 5))
-def test_what_fills_a_shape_up_is_written_where_no_sample_is(data: st.DataObject, capacity: int, width: int) -> None:
+def test_padding_of_a_shape_is_written_to_positions_of_no_sample(
+    data: st.DataObject, capacity: int, width: int
+) -> None:
     count = st.integers(1, width)
     row = st.builds(lambda n, at: DecodeRow(list(range(1, n + 1)), at), count, st.integers(0, capacity - width - 1))
     rows = data.draw(st.lists(row, max_size=6))
@@ -120,7 +122,7 @@ def test_replayed_steps_draw_the_same_tokens(recorder: Recorder, family: str, dr
     assert recorder.num_captured < recorder.num_replayed / 2
 
 
-def test_models_that_state_their_window_in_their_mask_are_captured_within_it(recorder: Recorder) -> None:
+def test_models_with_a_sliding_window_in_their_mask_are_captured_within_it(recorder: Recorder) -> None:
     model = tiny_model("mistral", sliding_window=48)
     plain = generate(GenerationEngine(model, cuda_graphs=False))
     assert tokens_of(generate(GenerationEngine(model))) == tokens_of(plain)
@@ -139,16 +141,16 @@ def test_samples_that_end_at_the_end_of_the_context_keep_their_last_position(rec
     assert tokens_of(replayed) == tokens_of(plain)
 
 
-def test_graphs_outlive_a_generation_and_what_moved_is_captured_anew(recorder: Recorder) -> None:
+def test_graphs_outlive_a_generation_and_moved_memory_is_captured_again(recorder: Recorder) -> None:
     model = tiny_model("llama")
     engine = GenerationEngine(model, max_slots=4)
-    for _ in range(3):  # shapes that came once in the first two
+    for _ in range(3):  # the third captures shapes that came once in the first two
         generate(engine)
     settled = recorder.num_captured
     generate(engine)
     assert recorder.num_captured == settled
 
-    engine.release()  # the cache will lie elsewhere
+    engine.release()  # the cache gets new memory
     generate(engine)
     assert recorder.num_captured > settled
 
@@ -159,13 +161,13 @@ def test_graphs_outlive_a_generation_and_what_moved_is_captured_anew(recorder: R
     assert recorder.num_captured > settled
 
 
-def test_what_changes_a_models_launches_changes_its_state() -> None:
+def test_every_change_of_a_models_kernel_launches_changes_its_state() -> None:
     model = tiny_model("llama")
     layer = model.get_submodule("model.layers.0.mlp.up_proj")
     states = [_state_of(model)]
     assert _state_of(model.train()) == _state_of(model.eval()) == states[0]
     with torch.no_grad():
-        layer.weight.add_(1.0)  # numbers are read anew
+        layer.weight.add_(1.0)  # a replay reads the current numbers
     assert _state_of(model) == states[0]
 
     handle = layer.register_forward_hook(lambda module, args, output: output)
@@ -181,7 +183,7 @@ def test_what_changes_a_models_launches_changes_its_state() -> None:
     assert len(set(states)) == len(states)
 
 
-def test_a_model_that_cannot_be_captured_is_run_as_it_is(
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def record(work: Callable[[], None]) -> Callable[[], None]:
@@ -199,17 +201,17 @@ def test_a_model_that_cannot_be_captured_is_run_as_it_is(
     assert warning.endswith("not permitted when stream is capturing")
 
 
-def test_free_slots_wait_until_reading_pays() -> None:
+def test_prefills_are_deferred_until_idle_slots_cost_as_much_as_one() -> None:
     refill = PrefillBatching()
     assert not refill.should_defer(num_running=0, num_free=4), "nothing would be done meanwhile"
     for _ in range(2):
         waited = [refill.should_defer(num_running=3, num_free=1) for _ in range(12)]
-        assert waited == [True] * 11 + [False]  # a quarter of a step each time, and reading costs three
+        assert waited == [True] * 11 + [False]  # a quarter of a step is idle each time, and reading costs three steps
     assert [refill.should_defer(num_running=1, num_free=3) for _ in range(4)] == [True] * 3 + [False]
 
 
 def num_steps_with_prompts(monkeypatch: pytest.MonkeyPatch, *, cuda_graphs: bool) -> int:
-    """Generate 96 responses of ragged lengths in 16 slots; return how many steps read prompts."""
+    """Generate 96 responses of ragged lengths in 16 slots; return the number of steps that read prompts."""
     num_prefills = []
     forward = ModelRunner.forward
 
@@ -226,14 +228,14 @@ def num_steps_with_prompts(monkeypatch: pytest.MonkeyPatch, *, cuda_graphs: bool
     return sum(count > 0 for count in num_prefills)
 
 
-def test_prompts_are_read_several_at_a_time_where_steps_are_replayed(
+def test_prompts_are_prefilled_several_at_a_time_where_steps_are_replayed(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed, plain = (num_steps_with_prompts(monkeypatch, cuda_graphs=graphs) for graphs in (True, False))
     assert replayed < plain / 2
 
 
-def test_steps_that_are_never_captured_are_usual_and_others_once_they_are_replayed() -> None:
+def test_steps_are_usual_if_never_captured_or_once_they_are_replayed() -> None:
     cache = SlotCache()
     cache.make_room(128, 40, longest=40)
     model = tiny_model("llama")
@@ -251,7 +253,7 @@ def test_steps_that_are_never_captured_are_usual_and_others_once_they_are_replay
 @pytest.mark.parametrize(
     "settings", [{"cuda_graphs": False}, {"max_cache_bytes": 1 << 20}, {"lockstep": lambda has_work: has_work}]
 )
-def test_what_cannot_be_captured_or_is_not_to_be_is_not(recorder: Recorder, settings: dict[str, Any]) -> None:
+def test_nothing_is_captured_where_graphs_are_off_or_unsupported(recorder: Recorder, settings: dict[str, Any]) -> None:
     engine = GenerationEngine(tiny_model("llama"), **settings)
     drafting = GenerationEngine(
         tiny_model("llama"), speculation=Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), **settings
@@ -286,7 +288,7 @@ def test_cuda_graphs_draw_the_same_tokens_and_follow_the_weights(drafter: str | 
 
 
 @pytest.mark.gpu
-def test_prompts_read_at_once_in_half_precision_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_prefilled_together_in_bfloat16_equal_those_prefilled_singly(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_realloc.generation.forward import attention
 
     model = tiny_model("llama").to("cuda", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Do packed weights multiply as the layers do, and is a model as it was afterwards?"""
+"""Packed weights multiply like the layers, and the model is restored afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = {"num_steps": 64}
 
 
 class _Scaled(nn.Linear):
-    """A layer that is more than a product."""
+    """A linear layer with a forward of its own."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -39,7 +39,7 @@ class _Products(TorchDispatchMode):
 
 
 class _Block(nn.Module):
-    """Layers that read the same tensor: weights and inputs are small integers, whose products float32 holds exactly."""
+    """Layers that read the same tensor. Weights and inputs are small integers, so that float32 products are exact."""
 
     def __init__(self, *, biases: tuple[bool, bool] = (True, True)) -> None:
         super().__init__()
@@ -72,9 +72,7 @@ def draw_layer(dtype: torch.dtype) -> nn.Linear:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 4, 40])
-def test_a_packed_layer_multiplies_as_the_layer_does_and_is_itself_again_afterwards(
-    dtype: torch.dtype, num_rows: int
-) -> None:
+def test_a_packed_layer_multiplies_like_the_layer_and_is_restored_afterwards(dtype: torch.dtype, num_rows: int) -> None:
     require_packing(dtype)
     layer, rows = draw_layer(dtype), torch.randn(1, num_rows, 1024).to(dtype)
     expected = layer(rows)
@@ -87,7 +85,7 @@ def test_a_packed_layer_multiplies_as_the_layer_does_and_is_itself_again_afterwa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_are_packed_anew_in_every_generation(dtype: torch.dtype) -> None:
+def test_weights_are_packed_again_in_every_generation(dtype: torch.dtype) -> None:
     require_packing(dtype)
     layer, rows = draw_layer(dtype), torch.randn(8, 1024).to(dtype)
     for _ in range(2):
@@ -107,7 +105,7 @@ def test_a_layer_multiplies_in_the_dtype_of_autocast() -> None:
     assert expected.dtype is torch.bfloat16
 
 
-def test_layers_are_left_alone_that_packing_would_slow_down_or_change() -> None:
+def test_layers_that_packing_would_slow_down_or_change_are_not_packed() -> None:
     replaced = draw_layer(torch.float32)
     replaced.forward = lambda input: input  # type: ignore[method-assign]
     own = vars(replaced)["forward"]
@@ -147,7 +145,7 @@ def test_packing_changes_no_token_in_float64() -> None:
     assert made[0] == made[1]
 
 
-def test_the_output_layer_gets_rows_without_gaps_behind_new_prompts() -> None:
+def test_the_output_layer_gets_rows_without_gaps_after_new_prompts() -> None:
     model, strides = tiny_model("llama"), []
     model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: strides.append((inputs[0].stride(0), inputs[0].shape[1] * inputs[0].shape[2]))
@@ -161,7 +159,7 @@ def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int) -> No
     require_packing(torch.float32)
     block, rows = _Block(), integers(num_rows)
     for _ in range(2):
-        block.gate_proj.weight.mul_(-1)  # what is shared is packed anew, too
+        block.gate_proj.weight.mul_(-1)  # shared weights are packed again, too
         expected = block(rows)
         with packed_linears(block, **LONG), _Products() as products:
             for made, own in zip(block(rows), expected, strict=True):
@@ -170,7 +168,7 @@ def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int) -> No
 
 
 @pytest.mark.parametrize(("num_rows", "num_products"), [(1, 0), (2, 1)])
-def test_one_row_of_smaller_weights_is_multiplied_as_it_lies(num_rows: int, num_products: int) -> None:
+def test_one_row_of_a_smaller_layer_is_multiplied_without_packed_weights(num_rows: int, num_products: int) -> None:
     require_packing(torch.float32)
     layer, rows = nn.Linear(1024, 512).requires_grad_(False), torch.randn(num_rows, 1024)
     expected = layer(rows)
@@ -180,7 +178,7 @@ def test_one_row_of_smaller_weights_is_multiplied_as_it_lies(num_rows: int, num_
 
 
 @pytest.mark.parametrize("between", [torch.neg, Tensor.neg_, torch.clone], ids=["another", "changed", "copy"])
-def test_layers_called_with_other_tensors_multiply_with_those(between: _Change) -> None:
+def test_layers_that_read_different_tensors_share_no_product(between: _Change) -> None:
     require_packing(torch.float32)
     block = _Block()
     expected = block(integers(8), between)
@@ -188,7 +186,7 @@ def test_layers_called_with_other_tensors_multiply_with_those(between: _Change) 
         for _ in range(2):
             for made, own in zip(block(integers(8), between), expected, strict=True):
                 assert torch.equal(made, own)
-        assert torch.equal(block.up_proj(integers(8)), block(integers(8))[1])  # whoever is called first, or alone
+        assert torch.equal(block.up_proj(integers(8)), block(integers(8))[1])  # in another order, and alone
 
 
 @pytest.mark.parametrize("biases", [(True, False), (False, False)])
@@ -202,12 +200,12 @@ def test_layers_share_a_product_only_where_all_or_none_have_a_bias(biases: tuple
     assert products.count == (2 if any(biases) else 1)
 
 
-# Of two blocks: queries, keys and values; what attention returns; gate and up; down; and once the head.
+# In each of two blocks: queries, keys and values; attention's output; gate and up; down. Once: the head.
 @pytest.mark.parametrize(
     ("family", "num_products"),
     [("llama", 9), ("qwen2", 9), ("qwen3", 9), ("gemma", 9), ("phi3", 9), ("gpt_neox", 9), ("opt", 9), ("gpt2", 1)],
 )
-def test_families_share_products_where_their_layers_read_the_same(family: str, num_products: int) -> None:
+def test_families_share_products_where_their_layers_read_the_same_tensor(family: str, num_products: int) -> None:
     require_packing(torch.bfloat16)
     model, ids = tiny_model(family).to(torch.bfloat16), torch.tensor([[5, 9, 7, 3]])
     with torch.no_grad():
@@ -217,7 +215,7 @@ def test_families_share_products_where_their_layers_read_the_same(family: str, n
     assert products.count == num_products
 
 
-def test_layers_multiply_alone_where_tensors_do_not_tell_of_changes() -> None:
+def test_layers_share_no_product_in_inference_mode() -> None:
     require_packing(torch.float32)
     with torch.inference_mode():
         block, rows = _Block(), integers(8)

@@ -23,11 +23,11 @@ def cost_of(counts: list[int], width: int, call_in_tokens: float) -> float:
 @given(counts=COUNTS, call_in_tokens=st.floats(0.0, 40.0))
 def test_no_width_is_cheaper_than_the_best_one(counts: list[int], call_in_tokens: float) -> None:
     best = cost_of(counts, best_width(counts, call_in_tokens), call_in_tokens)
-    if best > call_in_tokens:  # padding that costs less than a call is not worth looking at
+    if best > call_in_tokens:  # padding that costs less than one call is not optimized
         assert best <= min(cost_of(counts, width, call_in_tokens) for width in range(1, 10)) + 1e-9
 
 
-def test_where_padding_is_free_the_grid_is_as_wide_as_the_longest() -> None:
+def test_the_grid_is_as_wide_as_the_longest_row_if_padding_is_free() -> None:
     assert best_width([9, 1, 1, 1], None) == 9
     assert best_width([9, 1, 1, 1, 1, 1, 1, 1], 4.0) == 1
 
@@ -55,7 +55,7 @@ def test_tokens_come_back_in_their_order(counts: list[int], call_in_tokens: floa
 @pytest.mark.parametrize(
     "scores", [Scores(None), Scores(0.3, softcap=2.0), Scores(None, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))]
 )
-def test_attention_is_the_same_whatever_hangs_over(scores: Scores, window: int | None) -> None:
+def test_attention_does_not_depend_on_the_number_of_overhangs(scores: Scores, window: int | None) -> None:
     torch.manual_seed(0)
     counts, before = [1, 9, 3, 2, 8], [12, 0, 31, 5, 20]
     lengths = [held + count for held, count in zip(before, counts, strict=True)]

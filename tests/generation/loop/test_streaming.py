@@ -1,4 +1,4 @@
-"""Does what is finished leave a generation early, each sample once, in portions of the same size?"""
+"""Finished samples are sent before a generation ends, each once and in chunks of equal size."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _batch(count: int) -> Samples:
 
 
 @pytest.mark.parametrize("kind", [GenerationEngine, HFEngine])
-def test_every_completion_is_told_once_and_as_it_is_returned(kind: Any) -> None:
+def test_every_completion_is_reported_once_and_equals_the_returned_one(kind: Any) -> None:
     heard: list[Completion] = []
     engine = kind(tiny_model("llama"), max_slots=3)
     completions = engine.generate(PROMPTS, PARAMS, on_finished=heard.append)
     assert sorted(heard, key=lambda completion: completion.sample_id) == completions
 
 
-def test_short_responses_are_told_first_and_unfinished_ones_last() -> None:
+def test_short_responses_are_reported_first_and_unfinished_ones_last() -> None:
     heard: list[Completion] = []
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     engine = GenerationEngine(tiny_model("llama"))
@@ -41,7 +41,7 @@ def test_short_responses_are_told_first_and_unfinished_ones_last() -> None:
 
 
 @pytest.mark.parametrize("num_parts", [2, 3, 8, 20])
-def test_portions_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None:
+def test_chunks_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None:
     engine = GenerationEngine(tiny_model("llama"), max_slots=3)
     plain = sample_responses(engine, _batch(4), PARAMS)
     parts: list[Samples] = []
@@ -49,14 +49,14 @@ def test_portions_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None
         rollout = sample_responses(engine, _batch(4), PARAMS)
     assert engine.partial_results is None
     assert rollout.equals(plain)
-    # 8 samples: all portions but the last have 8 / num_parts of them, with more portions than samples 1 each.
+    # 8 samples: all chunks but the last hold 8 / num_parts of them, at least 1.
     sizes = {2: [4], 3: [3, 3], 8: [1] * 7, 20: [1] * 8}[num_parts]
     assert [len(part) for part in parts] == sizes
     early = Samples.concatenate(parts)
     assert rollout.by_ids(early.ids).equals(early)
 
 
-def test_a_rank_without_prompts_hands_on_nothing() -> None:
+def test_a_rank_without_prompts_sends_no_chunks() -> None:
     parts: list[Samples] = []
     engine = GenerationEngine(tiny_model("llama"))
     with engine.sharing(PartialResults(4, parts.append)):

@@ -1,4 +1,4 @@
-"""Planned moves: against hand-worked loads, and as properties of any loads."""
+"""Planned moves for hand-worked loads, and their properties for any loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.generation.random_moves import makespan_seconds
 PER_ROW = StepCurve(((1, 0.01), (8, 0.08)))
 """10 ms for each row of a step."""
 FLAT = StepCurve(((1, 0.01), (8, 0.01)))
-"""10 ms whatever the rows: the knee is not reached."""
+"""10 ms for any number of rows: below the knee."""
 COST = MoveCost(1000, bytes_per_s=1e6, latency_s=0.0, prefill_tokens_per_s=100, stall_s=0.01)
 """A sample of 50 tokens of context: 50 ms to send, 10 ms of stall on both sides."""
 
@@ -30,7 +30,7 @@ def idle(rank: int, curve: StepCurve = PER_ROW, free_slots: int = 4) -> RankLoad
     return RankLoad(rank, (), (), curve, free_slots)
 
 
-def test_waiting_samples_move_for_nothing() -> None:
+def test_waiting_samples_move_at_any_cost_of_sending() -> None:
     loads = (RankLoad(0, live(10), live(10, 10, 10, first_id=1), FLAT, 0), idle(1, FLAT, free_slots=1))
     dear = MoveCost(1000, bytes_per_s=1, latency_s=9, prefill_tokens_per_s=1, stall_s=9)
     moves = plan_balance(loads, dear, current_round=0)
@@ -49,13 +49,13 @@ def test_running_samples_move_until_both_ranks_end_together() -> None:
     assert makespan_seconds(loads, COST, moves) == pytest.approx(2.12)
 
 
-def test_the_most_work_per_byte_moves_first() -> None:
+def test_samples_with_the_most_work_per_byte_move_first() -> None:
     samples = (LiveSample(0, 400, 100), LiveSample(1, 50, 60), LiveSample(2, 50, 80), LiveSample(3, 400, 90))
     moves = plan_balance((RankLoad(0, samples, (), PER_ROW, 0), idle(1)), COST, current_round=0)
     assert [move.sample_id for move in moves] == [2, 1]
 
 
-def test_nobody_moves_where_fewer_rows_make_no_shorter_step() -> None:
+def test_no_sample_moves_if_fewer_rows_do_not_shorten_a_step() -> None:
     loads = (RankLoad(0, live(100, 100, 100, 100), (), FLAT, 0), RankLoad(1, live(10, first_id=9), (), FLAT, 3))
     assert plan_balance(loads, COST, current_round=0) == ()
     # A plateau from 2 rows to 4: one sample less does not shorten the steps of the first rank, although the second
@@ -73,7 +73,7 @@ def test_running_samples_move_below_the_knee_if_that_shortens_a_queue() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "num_moves"), [(86, 0), (84, 2)])
-def test_ends_that_lie_close_together_are_left_alone(tokens: int, num_moves: int) -> None:
+def test_ranks_that_end_close_together_move_no_samples(tokens: int, num_moves: int) -> None:
     # One slot each: 100 steps and 86 lie within 15 %, although 95 and 91 would be better. With 84: 90 and 94.
     loads = (
         RankLoad(0, live(80), live(5, 5, 5, 5, first_id=1), FLAT, 0),
@@ -82,7 +82,7 @@ def test_ends_that_lie_close_together_are_left_alone(tokens: int, num_moves: int
     assert len(plan_balance(loads, COST, current_round=0)) == num_moves
 
 
-def test_a_move_has_to_cost_less_than_a_third_of_what_lies_between_the_ends() -> None:
+def test_a_move_must_cost_less_than_a_third_of_the_time_between_the_ends() -> None:
     def moves_at(stall_s: float) -> tuple[SampleMove, ...]:
         cost = MoveCost(1000, bytes_per_s=1e6, latency_s=0.0, prefill_tokens_per_s=100, stall_s=stall_s)
         return plan_balance((RankLoad(0, live(100, 100), (), PER_ROW, 0), idle(1)), cost, current_round=0)
@@ -93,13 +93,13 @@ def test_a_move_has_to_cost_less_than_a_third_of_what_lies_between_the_ends() ->
 
 
 def test_a_gain_of_less_than_two_percent_is_not_worth_a_move() -> None:
-    # 1,000 steps of 2 rows and one of 1 more: giving one away saves one step in a hundred.
+    # 1,000 steps of 2 rows: moving one sample away saves one percent.
     nearly_flat = StepCurve(((1, 0.0099), (2, 0.01)))
     loads = (RankLoad(0, live(1000, 1000), (), nearly_flat, 0), idle(1, nearly_flat))
     assert plan_balance(loads, COST, current_round=0) == ()
 
 
-def test_a_sample_rests_after_a_move() -> None:
+def test_a_sample_does_not_move_again_soon_after_a_move() -> None:
     samples = live(100, 100, moved=40) + live(100, 100, first_id=2)
     loads = (RankLoad(0, samples, (), PER_ROW, 0), idle(1))
     assert [move.sample_id for move in plan_balance(loads, COST, current_round=43)] == [2, 3]
@@ -113,20 +113,20 @@ def test_without_a_cost_only_queued_samples_move() -> None:
     assert plan_balance((RankLoad(0, live(100, 100, 100), (), PER_ROW, 0), idle(1)), None, current_round=0) == ()
 
 
-def test_a_rank_takes_no_more_than_its_free_slots_hold() -> None:
+def test_a_rank_receives_no_more_samples_than_it_has_free_slots() -> None:
     donor = RankLoad(0, live(100, 100, 100, 100), (), PER_ROW, 0)
     assert len(plan_balance((donor, idle(1, free_slots=1)), COST, current_round=0)) == 1
     queue = RankLoad(1, (), live(1, first_id=8), PER_ROW, free_slots=1)  # its own waiting sample takes the slot
     assert plan_balance((donor, queue), COST, current_round=0) == ()
 
 
-def test_a_rank_that_generates_no_more_takes_nothing() -> None:
+def test_a_rank_that_no_longer_generates_receives_no_samples() -> None:
     loads = (RankLoad(0, live(100), live(100, 100, first_id=1), FLAT, 0), idle(1, FLAT, free_slots=0))
     assert plan_balance(loads, COST, current_round=0) == ()
     assert plan_balance((*loads, idle(2, FLAT, 1)), COST, current_round=0) == (SampleMove(1, 0, 2, "recompute"),)
 
 
-def test_two_ranks_that_end_last_together_are_both_relieved_or_none_is() -> None:
+def test_both_or_none_of_two_ranks_that_end_last_send_samples() -> None:
     donors = (
         RankLoad(0, live(100, 100, 100, 100), (), PER_ROW, 0),
         RankLoad(1, live(100, 100, 100, 100, first_id=4), (), PER_ROW, 0),
@@ -165,7 +165,7 @@ costs = st.builds(
 
 
 def carry_out(loads: Sequence[RankLoad], moves: Sequence[SampleMove]) -> None:
-    """Carry out the moves one by one, checking that a sample is where it is taken from and finds a slot."""
+    """Carry out the moves one by one; check that each sample is on its source rank and gets a slot."""
     running = {load.rank: {sample.sample_id for sample in load.samples} for load in loads}
     waiting = {load.rank: {sample.sample_id for sample in load.waiting} for load in loads}
     slots = {load.rank: load.num_slots for load in loads}
@@ -192,7 +192,7 @@ def test_balance_keeps_every_sample_and_lowers_the_makespan_if_it_moves_any(
 
 @given(loads=rank_loads(), cost=st.none() | costs, rng=st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_every_rank_plans_the_same_moves_in_whatever_order_loads_arrive(
+def test_every_rank_plans_the_same_moves_for_any_order_of_loads(
     loads: list[RankLoad], cost: MoveCost | None, rng: Random
 ) -> None:
     moves = plan_balance(loads, cost, current_round=100)

@@ -1,4 +1,4 @@
-"""Seconds of a rank's load, against hand-worked values and a loop over single steps."""
+"""Seconds to drain a rank's load, compared with hand-worked values and a loop over single steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def live(*remaining: float, first_id: int = 0) -> tuple[LiveSample, ...]:
     return tuple(LiveSample(first_id + index, 50, tokens) for index, tokens in enumerate(remaining))
 
 
-def test_a_step_is_linear_between_knots_flat_below_and_goes_on_with_the_last_slope() -> None:
+def test_a_step_is_linear_between_knots_flat_below_and_extrapolated_above() -> None:
     curve = StepCurve(((4, 0.010), (8, 0.018)))
     # Slope 2 ms a row: 6 rows 10 + 2·2, 10 rows 18 + 2·2.
     assert [curve.seconds(rows) for rows in (0, 2, 4, 6, 8, 10)] == pytest.approx(
@@ -72,6 +72,6 @@ def test_a_move_recomputes_where_that_is_quicker_than_sending() -> None:
     assert fast.handover(sample) == ("send", pytest.approx(0.02))
 
 
-def test_a_rank_on_which_samples_wait_for_ever_is_refused() -> None:
+def test_a_rank_with_waiting_samples_and_no_slot_is_refused() -> None:
     with pytest.raises(GenerationError, match="at least one slot"):
         RankLoad(3, (), live(1), PER_ROW, free_slots=0)

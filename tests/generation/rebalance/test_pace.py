@@ -1,4 +1,4 @@
-"""Predicted short calls, and learnt seconds of steps."""
+"""Prediction of short calls, and measured seconds of steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_long_call_resets_the_prediction() -> None:
     assert runs_of_silence(calls, "a", num_calls=6) == [0, 1, 2]
 
 
-def test_kinds_are_predicted_apart() -> None:
+def test_every_kind_of_call_is_predicted_separately() -> None:
     calls = ShortCallPredictor()
     runs_of_silence(calls, "a", num_calls=11)
     assert not calls.predict("b")
@@ -56,7 +56,7 @@ def test_step_seconds_follow_a_machine_that_changes_its_speed() -> None:
     assert times.knots() == [(4.0, pytest.approx(0.012, rel=0.01))]
 
 
-def test_a_hiccup_hardly_changes_the_seconds_of_a_step() -> None:
+def test_one_slow_step_hardly_changes_the_seconds_of_a_step() -> None:
     times = StepTimes()
     for _ in range(20):
         times.observe(4, 0.01)
@@ -66,14 +66,14 @@ def test_a_hiccup_hardly_changes_the_seconds_of_a_step() -> None:
     assert times.knots()[0] == (2.0, pytest.approx(2 * times.knots()[1][1]))
 
 
-def test_the_setup_in_the_first_step_of_a_size_is_forgotten() -> None:
+def test_the_first_step_of_a_size_is_replaced_by_a_faster_second_one() -> None:
     times = StepTimes()
     times.observe(4, 1.0)
     times.observe(4, 0.01)
     assert times.knots() == [(4.0, pytest.approx(0.01))]
 
 
-def test_sizes_have_their_own_seconds_and_the_curve_never_falls() -> None:
+def test_every_size_has_its_own_seconds_and_the_curve_never_falls() -> None:
     times = StepTimes()
     for rows, seconds in ((1, 0.01), (2, 0.009), (8, 0.02)):
         times.observe(rows, seconds)
@@ -81,7 +81,7 @@ def test_sizes_have_their_own_seconds_and_the_curve_never_falls() -> None:
     assert [times.seconds(rows) for rows in (1, 2, 8)] == [0.01, 0.01, 0.02]
 
 
-def test_prefills_are_timed_beside_the_decoding_of_the_same_step() -> None:
+def test_prefills_are_timed_separately_from_decoding_in_the_same_step() -> None:
     pace = PaceEstimator()
     for _ in range(200):
         pace.record_step(rows=4, read=0, generated=4, seconds=0.01)
@@ -90,5 +90,5 @@ def test_prefills_are_timed_beside_the_decoding_of_the_same_step() -> None:
     report = pace.report(None)
     assert report.step_s == pytest.approx(0.035)
     assert report.tokens_per_row_step == pytest.approx(1.0)
-    assert pace.report(None).step_s == 0.0  # nothing since
+    assert pace.report(None).step_s == 0.0  # no steps since the last report
     assert pace.report(lambda numbers: [2 * number for number in numbers]).knots[0][1] == pytest.approx(0.02)

@@ -1,4 +1,4 @@
-"""Samples that move between ranks while they are generated get the same tokens as on their own rank."""
+"""Samples that move between ranks during generation get the same tokens as on one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _limits() -> list[int]:
-    """Return bounds that spread the ends of samples; one ends after its first token."""
+    """Return token limits with which samples end at different times; one ends after its first token."""
     return [1 + (17 * prompt) % 48 for prompt in range(NUM_PROMPTS)]
 
 
@@ -56,7 +56,7 @@ def _generate(
     calls: int,
     moves: MovableSamples = "all",
 ) -> list[tuple[list[Completion], Any]]:
-    """Return the results of this rank's calls while samples moved at random, every other step."""
+    """Return the results of this rank's calls while samples move at random every other step."""
     with moving(every=2, plan_balance=at_random):
         return _calls(speculation, max_slots, max_cache_bytes, calls, moves=moves)
 
@@ -70,7 +70,7 @@ def _calls(
     moves: MovableSamples = "all",
 ) -> list[tuple[list[Completion], Any]]:
     peers = _peers(moves)
-    # A clock that ticks: on a busy machine rounds would be as rare as the slowest step is long.
+    # The clock ticks once per call: on a busy machine, slow steps would make rounds rare.
     engine = GenerationEngine(
         tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8,
         max_cache_bytes=max_cache_bytes, clock=map(float, itertools.count()).__next__,
@@ -130,7 +130,7 @@ def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
 
 
 class Chores:
-    """Other calls that always wait and never end; counts the work done on them."""
+    """Other calls that always have work; counts the pieces of work done."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -143,7 +143,7 @@ class Chores:
 
 
 def _generate_and_work(max_cache_bytes: int | None) -> tuple[list[tuple[list[Completion], Any]], int]:
-    """Return the results of two calls, and the work done while this rank had no samples."""
+    """Return the results of two calls, and the pieces of work done while this rank had no samples."""
     chores = Chores()
     with moving(every=2, plan_balance=_gather):
         made = _calls(None, 8, max_cache_bytes, 2, chores)
@@ -153,7 +153,7 @@ def _generate_and_work(max_cache_bytes: int | None) -> tuple[list[tuple[list[Com
 def _gather(
     loads: Sequence[RankLoad], cost: MoveCost | None, *, current_round: int, **_: Any
 ) -> tuple[SampleMove, ...]:
-    """Move at random; in the fourth round move everything of the last rank to the others."""
+    """Move at random; in the fourth round move all samples of the last rank to the others."""
     if current_round != 4:
         return at_random(loads, cost, current_round=current_round)
     *others, last = loads
@@ -188,7 +188,7 @@ class FailingChores(Chores):
 
 
 def _one_fails_at_other_work() -> str:
-    """Return the error of this rank, where the second one has nothing to generate after its first token."""
+    """Return the error of this rank; the second rank has nothing to generate after its first token."""
     peers, rank = _peers(), dist.get_rank()
     engine = GenerationEngine(tiny_model("llama"), peers=peers)
     params = SamplingParams(max_new_tokens=1 if rank else 100, ignore_eos=True)
@@ -210,9 +210,12 @@ TALK = SamplingParams(max_new_tokens=40, n=2, seed=5, stop_token_ids=tuple(range
 
 
 def _answer(turn: Turn) -> list[int] | None:
-    """Answer by the turn after a short delay; end the conversation after a few turns."""
+    """Answer after a short delay with tokens that depend on the turn; end the conversation after a few turns."""
     prompts = _prompts()
-    indices = turn.prompt_index, 2 * turn.prompt_index + turn.sample_id // 2 % 2  # of all prompts, or of one rank's
+    indices = (
+        turn.prompt_index,
+        2 * turn.prompt_index + turn.sample_id // 2 % 2,
+    )  # among all prompts, or among one rank's
     assert list(turn.prompt) in [prompts[index] for index in indices if index < NUM_PROMPTS]
     time.sleep(0.002 * (turn.sample_id % 3))
     return None if turn.number + turn.sample_id % 3 > 4 else [5 + turn.number, turn.token_ids[-1] % 80 + 3]
@@ -221,7 +224,7 @@ def _answer(turn: Turn) -> list[int] | None:
 def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], MigrationStats]]:
     """Return the results of conversations that move at random, in slots or in few pages.
 
-    They are several: when answers come is up to the clock, and on a busy machine a call now and then moves nothing.
+    There are several calls: the times of answers vary, so that a single call on a busy machine may move nothing.
     """
     calls = []
     with moving(every=1, plan_balance=at_random):
@@ -239,7 +242,7 @@ def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], Migration
 
 
 @pytest.mark.parametrize("max_cache_bytes", [None, 60_000], ids=["slots", "pages"])
-def test_conversations_move_between_their_turns_and_within(workers: WorkerPool, max_cache_bytes: int | None) -> None:
+def test_conversations_move_between_and_within_turns(workers: WorkerPool, max_cache_bytes: int | None) -> None:
     alone = GenerationEngine(tiny_model("llama")).generate(_prompts(), TALK, environment=_answer)
     expected = {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for c in alone}
     assert any(not all(c.model_mask) for c in alone)
@@ -253,14 +256,12 @@ def test_conversations_move_between_their_turns_and_within(workers: WorkerPool, 
 
 
 def _generate_while_shipments_are_late() -> list[tuple[list[Completion], Any]]:
-    """Return the results of samples that move at random, and are taken in only once the rank has no other."""
+    """Return the results of samples that move at random, and join a rank only once it has no others."""
     with mock.patch.object(Arrival, "is_here", lambda arrival: False):
         return _generate(None, 6, None, 2)
 
 
-def test_a_sample_may_stay_and_move_again_before_its_first_shipment_is_taken_in(
-    workers: WorkerPool, alone: dict[int, Completion]
-) -> None:
+def test_samples_that_arrive_late_get_the_tokens_of_one_rank(workers: WorkerPool, alone: dict[int, Completion]) -> None:
     for call in zip(*workers.run(_generate_while_shipments_are_late, world_size=3), strict=True):
         made = {c.sample_id: c.token_ids for completions, _ in call for c in completions}
         assert made == {i: c.token_ids for i, c in alone.items()}
@@ -276,11 +277,11 @@ def test_no_two_prompts_of_a_rank_have_the_same_number() -> None:
 
 
 def _generate_queued(max_slots: int) -> list[tuple[list[Completion], Any]]:
-    """Return the results of this rank's calls while queued samples moved at random."""
+    """Return the results of this rank's calls while queued samples move at random."""
     return _generate(None, max_slots, None, 2, "queued")
 
 
-def test_queued_samples_move_as_tokens_alone_and_get_the_tokens_of_one_rank(
+def test_queued_samples_move_as_tokens_only_and_get_the_tokens_of_one_rank(
     workers: WorkerPool, alone: dict[int, Completion]
 ) -> None:
     for call in zip(*workers.run(_generate_queued, 3, world_size=2), strict=True):
@@ -300,7 +301,7 @@ def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, current_round: int, 
 
 
 def _end_on_the_way() -> tuple[list[int], MigrationStats]:
-    """Return the lengths of samples that finish after their keys and values were sent ahead, and their cost."""
+    """Return the lengths of samples that finish after their keys and values were sent ahead, and the statistics."""
     peers, rank = _peers(), dist.get_rank()
     with moving(every=4, plan_balance=_exchange):
         engine = GenerationEngine(tiny_model("llama"), peers=peers, clock=lambda: 0.0)
@@ -312,7 +313,7 @@ def _end_on_the_way() -> tuple[list[int], MigrationStats]:
     return [len(completion.token_ids) for completion in made], engine.migration_stats
 
 
-def test_ranks_whose_samples_end_on_the_way_do_not_wait_for_each_other(workers: WorkerPool) -> None:
+def test_ranks_do_not_wait_for_samples_that_finish_during_their_move(workers: WorkerPool) -> None:
     for lengths, stats in workers.run(_end_on_the_way, world_size=2, deadline_s=15.0):
         assert lengths == [10]
         assert stats.bytes_sent > 2000  # keys and values were sent ahead, and no sample followed them
@@ -330,13 +331,13 @@ def _ids_used_twice() -> str:
     return "nothing"
 
 
-def test_ids_that_several_ranks_use_are_refused_by_all(workers: WorkerPool) -> None:
+def test_sample_ids_that_several_ranks_use_are_refused_by_all(workers: WorkerPool) -> None:
     for message in workers.run(_ids_used_twice, world_size=2):
         assert "[0] are on several" in message
 
 
 def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStats]:
-    """Return the results of this rank: the first has all the long responses."""
+    """Return the results of this rank; only the first rank has long responses."""
     rank = dist.get_rank()
     peers, model, now = _peers(), tiny_model("llama"), 0.0
 
@@ -349,7 +350,7 @@ def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStat
     limits = [100] * 12 if rank == 0 else [4] * 12
     prompts = [[5 + i, 7] for i in range(12)]
     with moving():
-        for _ in range(2):  # steps' seconds are known from the second time on
+        for _ in range(2):  # step times are known from the second call on
             made = engine.generate(
                 prompts, SamplingParams(max_new_tokens=100, ignore_eos=True),
                 sample_ids=range(12 * rank, 12 * rank + 12), token_limits=limits, length_hints=limits,
@@ -358,7 +359,7 @@ def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStat
     return {c.sample_id: c.token_ids for c in made}, engine.migration_stats
 
 
-def test_a_rank_that_is_done_takes_over_from_one_that_is_not(workers: WorkerPool) -> None:
+def test_a_rank_without_work_receives_samples_from_a_busy_one(workers: WorkerPool) -> None:
     moved, stayed = (workers.run(_skewed, peers_move, world_size=2) for peers_move in (True, False))
     assert [tokens for tokens, _ in moved] == [tokens for tokens, _ in stayed]
     assert moved[0][1].num_sent == moved[1][1].num_received
@@ -377,7 +378,7 @@ def _num_rounds(least_period_s: float) -> int:
     model.register_forward_pre_hook(take_time)
     engine = GenerationEngine(model, peers=peers, clock=lambda: now)
     with moving(every=8), mock.patch.object(protocol, "MIN_PERIOD_S", least_period_s):
-        for _ in range(2):  # steps' seconds are known from the second time on
+        for _ in range(2):  # step times are known from the second call on
             engine.generate([[5]], SamplingParams(max_new_tokens=100, ignore_eos=True), sample_ids=[dist.get_rank()])
     peers.mailbox.release(0)
     return engine.migration_stats.num_rounds
@@ -421,7 +422,7 @@ def test_calls_too_short_for_a_move_have_no_rounds(workers: WorkerPool) -> None:
 
 
 def _received_error(error: Exception, mailbox: Mailbox) -> str:
-    """Return an error as the other ranks receive it; where it is theirs, as this rank received it."""
+    """Return this rank's error as the others receive it, or another rank's error as received."""
     if mailbox.has_failed:
         return str(error)
     try:
@@ -433,7 +434,7 @@ def _received_error(error: Exception, mailbox: Mailbox) -> str:
 def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[tuple[int, tuple[int, ...]]] | str:
     """Return, for short calls with responses of these lengths: messages to each peer and tokens.
 
-    Where a call fails on the second rank, return the received error.
+    If a call fails on the second rank, return the received error.
     """
     peers, rank, found = _peers(), dist.get_rank(), []
     model = tiny_model("llama")
@@ -449,14 +450,14 @@ def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[
                 (made,) = engine.generate([[5]], params, sample_ids=[rank])
                 found.append((peers.num_reports - before, made.token_ids))
             if fails_in is not None:
-                peers.mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank)  # as in a call behind it
+                peers.mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank)  # as in a later call
             peers.mailbox.release(0)
         except Exception as error:
             return _received_error(error, peers.mailbox)
     return found
 
 
-def test_short_calls_are_followed_by_others_without_a_message(workers: WorkerPool) -> None:
+def test_most_calls_after_a_short_one_send_no_message(workers: WorkerPool) -> None:
     limits = [8] * 12 + [9, 8]
     (ours, theirs), alone = workers.run(_in_short_calls, limits, world_size=2, deadline_s=20.0), tiny_model("llama")
     for rank, made in enumerate((ours, theirs)):
@@ -472,7 +473,7 @@ def test_a_failure_in_a_call_without_messages_reaches_the_others(workers: Worker
 
 
 def _messages_where_samples_move() -> list[tuple[int, int]]:
-    """Return, for short calls in which samples move: samples that left and messages to each peer."""
+    """Return, for short calls in which samples move: samples that were sent and messages to each peer."""
     peers, rank, found = _peers(), dist.get_rank(), []
     engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=8)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -509,7 +510,7 @@ def _one_fails() -> str:
 
 
 def _one_cannot_begin() -> str:
-    """Return the received error where one rank asks for an impossible call, before any round."""
+    """Return the received error of a rank that requests an impossible call, before any round."""
     peers, rank = _peers(), dist.get_rank()
     engine = GenerationEngine(tiny_model("llama"), peers=peers, max_cache_bytes=90_000)
     prompts = [[5] * (120 if rank else 2)]
@@ -520,18 +521,18 @@ def _one_cannot_begin() -> str:
     return "nothing"
 
 
-def test_a_rank_that_cannot_even_begin_keeps_nobody_waiting(workers: WorkerPool) -> None:
+def test_a_rank_that_cannot_start_does_not_keep_the_others_waiting(workers: WorkerPool) -> None:
     for message in workers.run(_one_cannot_begin, world_size=2, deadline_s=15.0):
         assert "max_cache_bytes=90000 must hold the longest sample of a call" in message
 
 
 def _leave(loads: Sequence[RankLoad], cost: MoveCost, *, current_round: int, **_: Any) -> tuple[SampleMove, ...]:
-    """Move the first rank's sample to the second one in the third round, when that one has none left."""
+    """Move the first rank's sample in the third round to the second rank, which has none left."""
     return tuple(SampleMove(sample.sample_id, 0, 1, "send") for sample in loads[0].samples if current_round == 3)
 
 
 def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
-    """Return the received error, and its delay, where the first rank fails in packing a sample."""
+    """Return the received error and its delay if the first rank fails to pack a sample."""
     peers, rank = _peers(), dist.get_rank()
     engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=4)
 
@@ -556,10 +557,10 @@ def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_rank_that_fails_while_samples_leave_it_keeps_nobody_waiting(workers: WorkerPool, stage: int) -> None:
+def test_a_rank_that_fails_while_it_sends_does_not_keep_the_others_waiting(workers: WorkerPool, stage: int) -> None:
     for message, seconds in workers.run(_one_fails_while_it_sends, stage, world_size=2, deadline_s=30.0):
         assert "no room to pack" in message
-        assert seconds < FAILURE_DEADLINE_S / 2  # else one waited for samples, and the other one for its answer
+        assert seconds < FAILURE_DEADLINE_S / 2  # otherwise one rank waited for samples, and the other one for a reply
 
 
 def test_a_failure_of_one_rank_reaches_the_others(workers: WorkerPool) -> None:
@@ -567,7 +568,7 @@ def test_a_failure_of_one_rank_reaches_the_others(workers: WorkerPool) -> None:
         assert "not finite" in message
 
 
-def test_an_engine_without_peers_loads_nothing_of_this_package() -> None:
+def test_an_engine_without_peers_does_not_import_rebalance() -> None:
     script = (
         "import sys, torch, transformers; from tests.models import tiny_model; "
         "from lightning_realloc.generation import GenerationEngine, SamplingParams; "

@@ -18,19 +18,19 @@ from lightning_realloc.generation.rebalance.protocol import next_round_s
 
 
 def loads(*remaining_tokens: float) -> list[RankLoad]:
-    """Return ranks of one sample each, whose every step takes a second."""
+    """Return ranks with one sample each and steps of one second."""
     curve = StepCurve(((1.0, 1.0),))
     samples = [LiveSample(rank, 1, tokens) for rank, tokens in enumerate(remaining_tokens)]
     return [RankLoad(sample.sample_id, (sample,), (), curve, 0) for sample in samples]
 
 
 @pytest.mark.parametrize(("num_quiet", "seconds"), [(0, 16.0), (1, 32.0), (2, 64.0), (3, 64.0), (50, 64.0)])
-def test_rounds_get_rarer_while_nothing_moves(num_quiet: int, seconds: float) -> None:
+def test_rounds_become_less_frequent_while_nothing_moves(num_quiet: int, seconds: float) -> None:
     assert next_round_s(loads(400.0, 900.0), 16.0, num_quiet) == seconds
 
 
-def test_a_round_comes_before_a_rank_is_idle() -> None:
-    assert next_round_s(loads(160.0, 900.0), 16.0, num_quiet=5) == 64.0  # two fifths of what is left
+def test_the_next_round_comes_before_a_rank_is_idle() -> None:
+    assert next_round_s(loads(160.0, 900.0), 16.0, num_quiet=5) == 64.0  # two fifths of the remaining time
     assert next_round_s(loads(20.0, 900.0), 16.0, num_quiet=5) == 16.0
     assert next_round_s(loads(0.0, 900.0), 16.0, num_quiet=5) == 16.0
 

@@ -1,4 +1,4 @@
-"""What is expected of an unfinished response, from the best evidence to none."""
+"""Expected lengths of unfinished responses, from earlier responses to the same prompt down to no evidence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 
 
-def test_earlier_responses_to_the_prompt_that_were_longer_decide() -> None:
+def test_longer_earlier_responses_to_the_same_prompt_decide() -> None:
     lengths = LengthPredictor({7: [100, 300, 500]})
     for _ in range(50):
         lengths.finish(7, 20)
@@ -21,7 +21,7 @@ def test_earlier_responses_to_the_prompt_that_were_longer_decide() -> None:
     assert lengths.expected(7, 0, max_new_tokens=150) == 150  # never more than there is room for
 
 
-def test_without_evidence_half_of_what_is_left_is_expected() -> None:
+def test_without_evidence_half_of_the_remaining_tokens_is_expected() -> None:
     lengths = LengthPredictor({7: [100]})
     assert lengths.expected(0, 0, max_new_tokens=1000) == 500
     assert lengths.expected(7, 100, max_new_tokens=1000) == 450
@@ -29,7 +29,7 @@ def test_without_evidence_half_of_what_is_left_is_expected() -> None:
 
 @pytest.mark.parametrize("now", [10, 40, 200])
 @pytest.mark.parametrize("mean", [60, 150])
-def test_those_that_are_over_are_not_taken_for_all(mean: int, now: int) -> None:
+def test_short_responses_that_finish_first_do_not_bias_the_expected_length(mean: int, now: int) -> None:
     rng = random.Random(1)
     truth = [1 + int(rng.expovariate(1 / mean)) for _ in range(4000)]
     lengths = LengthPredictor()
@@ -42,7 +42,7 @@ def test_those_that_are_over_are_not_taken_for_all(mean: int, now: int) -> None:
     assert sum(over) / len(over) < 0.9 * mean
 
 
-def test_once_all_is_known_the_mean_of_what_is_left_is_expected() -> None:
+def test_after_all_have_finished_the_mean_remaining_length_is_expected() -> None:
     rng = random.Random(2)
     truth = [1 + int(rng.expovariate(1 / 80)) for _ in range(3000)]
     lengths = LengthPredictor()
@@ -53,7 +53,7 @@ def test_once_all_is_known_the_mean_of_what_is_left_is_expected() -> None:
         assert lengths.expected(1, now, max_new_tokens=10_000) == pytest.approx(sum(longer) / len(longer), rel=0.15)
 
 
-def test_responses_that_are_cut_at_their_limit_say_that_others_reach_it() -> None:
+def test_responses_cut_at_their_limit_predict_that_others_reach_it() -> None:
     lengths = LengthPredictor()
     for _ in range(16):
         lengths.finish(0, 96, is_cut=True)
@@ -61,7 +61,7 @@ def test_responses_that_are_cut_at_their_limit_say_that_others_reach_it() -> Non
         assert 0.9 * (96 - now) < lengths.expected(1, now, max_new_tokens=96) <= 96 - now
 
 
-def test_the_next_generation_begins_with_what_this_one_and_those_before_it_came_to() -> None:
+def test_the_next_generation_starts_with_the_decayed_lengths_of_earlier_ones() -> None:
     lengths, rng = LengthPredictor(), random.Random(3)
     for mean in (40, 40, 160):  # the last one counts as much as all before it
         lengths = lengths.decayed()
@@ -81,7 +81,7 @@ def test_the_next_generation_begins_with_what_this_one_and_those_before_it_came_
     num_tokens=st.integers(0, 40),
     max_new_tokens=st.integers(0, 40),
 )
-def test_what_is_expected_lies_between_nothing_and_what_is_left(
+def test_the_expected_length_lies_between_zero_and_the_remaining_tokens(
     finished: list[tuple[int, int]], growing: list[int], prompt: int, num_tokens: int, max_new_tokens: int
 ) -> None:
     lengths = LengthPredictor({1: [5, 10]})

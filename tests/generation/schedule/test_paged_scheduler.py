@@ -1,4 +1,4 @@
-"""The promises of the scheduler that shares pages, checked by playing its steps on pages that remember contents."""
+"""Invariants of the paged scheduler, checked by simulating its steps on pages that record their tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PAGE_SIZE = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What a scheduler is asked to do, and with what."""
+    """Prompts, responses and limits of one simulated call."""
 
     prompts: list[list[int]]
     n: int
     lengths: list[int]
     """Tokens of each sample's response."""
     most: int
-    """Tokens that a response may come to."""
+    """Maximum tokens of a response."""
     num_slots: int = 4
     num_pages: int = 20
     num_ahead: int = 0
@@ -35,7 +35,7 @@ class Setting:
 
 
 class Play:
-    """A call without a model: pages hold the tokens themselves."""
+    """A call without a model; pages hold token ids instead of keys and values."""
 
     def __init__(self, setting: Setting, pauses: dict[int, Pause] | None = None) -> None:
         self.setting = setting
@@ -55,12 +55,12 @@ class Play:
         self.pauses = dict(pauses or {})
         self.waiting: dict[int, Pause] = {}
         self.admitted: list[int] = []
-        """Samples that hold a slot, the one admitted first at the front."""
+        """Samples that hold a slot, in order of admission."""
         self.num_preempted = self.num_read = self.num_held = 0
         self.history: list[list[int]] = []
 
     def run(self) -> Play:
-        """Play until all samples are over."""
+        """Run steps until all samples have finished."""
         while self.scheduler.has_work or self.waiting:
             self._answer()
             step = self.scheduler.next_step()
@@ -143,7 +143,7 @@ class Play:
         assert not busy or busy[0] in {*running, *reading} or is_full, "who was admitted first gets further"
 
     def _take_tokens(self, slot: int, index: int) -> None:
-        """Write the last token and some drafted ones, and let as many of these stand as the sample's index says."""
+        """Write the last token and some drafted ones; accept a number of drafts that depends on the sample's index."""
         sample, setting = self.samples[index], self.setting
         room = sample.max_new_tokens - len(sample.token_ids) - 1
         ahead = min(setting.num_ahead, room)
@@ -165,7 +165,7 @@ class Play:
 
 @st.composite
 def settings(draw: st.DrawFn) -> Setting:
-    """Draw prompts of which many begin alike, and too few pages for all of them."""
+    """Draw prompts with common prefixes, and few pages."""
     n, most = draw(st.integers(1, 4)), draw(st.integers(1, 30))
     common = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     prompts = [
@@ -188,52 +188,52 @@ PAUSES = st.dictionaries(
 
 
 @given(setting=settings(), pauses=PAUSES)
-def test_every_sample_comes_to_its_end_on_any_number_of_pages_that_holds_one(
+def test_every_sample_finishes_on_any_number_of_pages_that_holds_one_sample(
     setting: Setting, pauses: dict[int, Pause]
 ) -> None:
     lengths = [setting.most if index in pauses else length for index, length in enumerate(setting.lengths)]
     Play(replace(setting, lengths=lengths), pauses).run()
 
 
-def test_the_sample_admitted_last_gives_way_and_is_the_first_to_come_back() -> None:
-    # Four tokens of prompt and up to 60 to follow: 1 page at once and 8 more within the next 32 steps. Of 20 pages,
-    # samples 0 and 1 take 1 and 8 to spare each; 2 waits. Both have 10 pages before the step that reads position 40.
+def test_the_sample_admitted_last_is_preempted_first_and_resumed_first() -> None:
+    # Prompts of four tokens, responses of up to 60: 1 page at once and 8 more within the next 32 steps. Samples 0 and 1
+    # each need 1 + 8 of the 20 pages; sample 2 waits. Both hold 10 pages before the step that reads position 40.
     setting = Setting([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], 1, [44, 50, 10], 60, num_slots=3, num_pages=20)
     play = Play(setting).run()
     assert [(sorted(running), len(list(steps))) for running, steps in groupby(play.history, key=sorted)] == [
         ([0, 1], 37), ([0], 7), ([1], 13), ([2], 10)
     ]  # fmt: skip
     assert play.num_preempted == 1
-    # Sample 1 finds its first 8 pages: the last two went to sample 0. Of 40 positions it reads 8 again.
+    # Sample 1 finds its first 8 pages: the last two went to sample 0. It reads 8 of 40 positions again.
     assert (play.num_read, play.num_held) == (3 + 3 + 3 + 8, 32)
 
 
-def test_samples_do_not_push_each_other_out_in_turn() -> None:
+def test_samples_do_not_preempt_each_other_in_turn() -> None:
     prompts = [[index] * 5 for index in range(12)]
     play = Play(Setting(prompts, 2, [40] * 24, 40, num_slots=24, num_pages=40)).run()
-    # Eleven pages each: three or four run at a time, and are pushed out once, when all are half way.
+    # Eleven pages each: three or four run at a time, and are preempted once, when all are half way.
     assert play.num_preempted <= 24
     assert len(play.history) <= 24 * 40 / 3
 
 
-def test_prompts_that_begin_alike_read_the_same_pages_once() -> None:
+def test_pages_that_prompts_have_in_common_are_read_once() -> None:
     common = list(range(30, 41))
     play = Play(Setting([[*common, index, index] for index in range(5)], 2, [3] * 10, 3, num_slots=10)).run()
-    # Of 12 positions (the last token is the row's), two pages of four are the same; prompts 1 to 4 find them.
+    # Prompts have 12 positions to read (a row reads the last token). Two pages are the same: prompts 1 to 4 find them.
     assert (play.num_read, play.num_held) == (12 + 4 * 4, 4 * 8)
 
 
-def test_samples_admitted_later_copy_the_part_of_a_page_from_one_that_runs() -> None:
+def test_samples_admitted_later_copy_a_partial_page_from_a_running_one() -> None:
     play = Play(Setting([[1, 2, 3, 4, 5, 6, 7]], 3, [2, 9, 5], 9, num_slots=2)).run()
     assert play.num_read == 6 and play.num_held == 0  # once, by the first two
     assert play.history[2] == [2, 1]
 
 
-def test_a_sample_that_waits_for_its_owner_gives_way_before_the_last_one_that_runs_does() -> None:
+def test_a_parked_sample_is_preempted_before_the_last_running_one() -> None:
     # Sample 0 waits with 6 of 18 pages from its 20th token on; sample 1 needs its 13th page for its 46th.
     setting = Setting([[1, 2, 3, 4], [5, 6, 7, 8]], 1, [44, 55], 60, num_slots=2, num_pages=18)
     play = Play(setting, {0: Pause(after=20, num_steps=60, num_tokens=4)}).run()
     assert play.num_preempted == 1
     assert play.history[20:55] == [[1]] * 35
-    # Sample 1 comes to 58 positions, 15 pages: it took the unfinished page of sample 0, and two of its five full ones.
+    # Sample 1 reaches 58 positions, 15 pages: it took the unfinished page of sample 0, and two of its five full ones.
     assert play.num_held == 12

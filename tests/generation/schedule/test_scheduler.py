@@ -1,4 +1,4 @@
-"""The scheduler's promises, checked by playing its steps on slots that remember what they hold."""
+"""Invariants of the scheduler, checked by simulating its steps on slots that record their contents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from lightning_realloc.generation.schedule.scheduler import Admission, Move, Prompt, Read, Scheduler, Step, Swap
 
 Label = tuple[str, int]
-"""What one position of a slot holds: something of a prompt, or of a sample."""
+"""Content of one position of a slot: a token of a prompt or of a sample."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A sample waits once it ran for so many steps, and then has more to read."""
+    """A sample waits ``num_steps`` once it ran ``after`` steps, and then has ``num_tokens`` more to read."""
 
     after: int
     num_steps: int
@@ -24,7 +24,7 @@ class Pause:
 
 
 class Slots:
-    """Slots that remember what they hold, and refuse what does not follow from it."""
+    """Slots that record their contents and check every step against them."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self.held: dict[int, list[Label]] = {}
@@ -66,9 +66,9 @@ def play(
     pauses: Mapping[int, Pause] | None = None,
     holds: Sequence[bool] = (False,),
 ) -> list[list[int]]:
-    """Run every sample for ``lengths[sample]`` steps, checking every promise; return who ran in each step.
+    """Run every sample for ``lengths[sample]`` steps and check the invariants; return the running samples of each step.
 
-    ``holds`` tells in turn whether prompts wait on, where others run.
+    ``holds`` states for one step after the other whether prompts are deferred while samples run.
     """
     scheduler = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
     slots, pauses = Slots(prompts), dict(pauses or {})
@@ -123,7 +123,7 @@ def make_prompts(sizes: list[int], n: int, hints: list[int] | None = None) -> li
     max_prefill_tokens=st.integers(1, 30),
     data=st.data(),
 )
-def test_every_sample_runs_to_its_end_and_every_prompt_is_computed_once(
+def test_every_sample_finishes_and_every_prompt_is_computed_once(
     sizes: list[int], n: int, num_slots: int, max_prefill_tokens: int, data: st.DataObject
 ) -> None:
     total = len(sizes) * n
@@ -132,7 +132,7 @@ def test_every_sample_runs_to_its_end_and_every_prompt_is_computed_once(
     pauses = data.draw(st.dictionaries(st.integers(0, total - 1), pause))
     holds = data.draw(st.lists(st.booleans(), min_size=1, max_size=9))
     history = play(make_prompts(sizes, n), dict(enumerate(lengths)), num_slots, max_prefill_tokens, pauses, holds)
-    assert sum(map(len, history)) == sum(lengths)  # nobody runs a step longer than its response
+    assert sum(map(len, history)) == sum(lengths)  # no sample runs longer than its response
 
 
 def test_a_free_slot_is_refilled_in_the_next_step() -> None:
@@ -141,7 +141,7 @@ def test_a_free_slot_is_refilled_in_the_next_step() -> None:
     assert history == [[0, 1], [2, 1], [2, 1]]
 
 
-def test_the_last_sample_moves_into_a_hole_that_nobody_waits_for() -> None:
+def test_the_last_sample_moves_into_a_free_slot_if_no_sample_waits_for_it() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=3)
     scheduler.next_step()
     scheduler.finish(0)
@@ -156,33 +156,33 @@ def test_later_samples_of_a_prompt_copy_it_from_a_slot_that_holds_it() -> None:
     assert scheduler.next_step().admissions == (Admission(0, (2,), (1,), source=0),)
 
 
-def test_longest_hint_goes_first_and_equal_hints_keep_their_order() -> None:
+def test_the_longest_hint_is_admitted_first_and_equal_hints_keep_their_order() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1, 1], 1, hints=[5, 9, 5, 9]), num_slots=4)
     assert [admission.prompt for admission in scheduler.next_step().admissions] == [1, 3, 0, 2]
 
 
 def test_prompts_beyond_the_prefill_budget_wait_a_step() -> None:
     scheduler = Scheduler(make_prompts([6, 5, 1], 1), num_slots=4, max_prefill_tokens=10)
-    # 6, for which 5 more would exceed 10; then 5 and 1.
+    # First 6, because 6 + 5 exceeds 10; then 5 and 1.
     steps = [[admission.prompt for admission in scheduler.next_step().admissions] for _ in range(3)]
     assert steps == [[0], [1, 2], []]
 
 
-def test_a_prompt_longer_than_the_budget_is_read_beside_those_who_run() -> None:
+def test_a_prompt_longer_than_the_budget_is_read_in_chunks_while_samples_run() -> None:
     scheduler = Scheduler(make_prompts([2, 25, 6], 2), num_slots=6, max_prefill_tokens=10)
     reads, running = [], []
     for _ in range(5):
         step = scheduler.next_step()
         reads.append([(read.samples, read.begin, read.end) for read in step.reads])
         running.append(list(scheduler.running))
-    # 25 = 8 + 10 + 7; both samples of the prompt hold it, and run with its last part; then 6 is whole again.
+    # 25 = 8 + 10 + 7: both samples of the prompt hold it, and run from its last chunk on; then 6 is read at once.
     assert reads == [
         [((0, 1), 0, 2), ((2, 3), 0, 8)], [((2, 3), 8, 18)], [((2, 3), 18, 25)], [((4, 5), 0, 6)], []
     ]  # fmt: skip
     assert running == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
 
 
-def test_a_sample_that_waits_changes_its_slot_with_the_last_that_runs() -> None:
+def test_a_parked_sample_swaps_its_slot_with_the_last_running_one() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=3)
     scheduler.next_step()
     scheduler.park(0)
@@ -195,7 +195,7 @@ def test_a_sample_that_waits_changes_its_slot_with_the_last_that_runs() -> None:
     assert list(scheduler.running) == [2, 0]
 
 
-def test_what_a_waiting_sample_gives_back_goes_to_the_next_prompt() -> None:
+def test_the_slot_of_a_dropped_sample_goes_to_the_next_prompt() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=2)
     scheduler.next_step()
     scheduler.park(0)
@@ -211,7 +211,7 @@ def test_what_a_waiting_sample_gives_back_goes_to_the_next_prompt() -> None:
     num_slots=st.integers(1, 6),
     data=st.data(),
 )
-def test_samples_leave_and_come_at_any_time(sizes: list[int], n: int, num_slots: int, data: st.DataObject) -> None:
+def test_samples_leave_and_arrive_at_any_time(sizes: list[int], n: int, num_slots: int, data: st.DataObject) -> None:
     prompts = make_prompts(sizes, n)
     scheduler, slots = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=12), Slots(prompts)
     left = {sample: data.draw(st.integers(1, 6)) for prompt in prompts for sample in prompt.samples}
@@ -244,7 +244,7 @@ def test_samples_leave_and_come_at_any_time(sizes: list[int], n: int, num_slots:
 
 
 def _welcome(scheduler: Scheduler, slots: Slots, guest: int) -> None:
-    """Let a sample in that brings all that it has read; without a slot it is read again."""
+    """Admit a sample with the contents of its slot; without a free slot it is queued and read again."""
     length = len(slots.sequences[guest])
     slot = scheduler.seat(guest, -guest)
     if slot is None:

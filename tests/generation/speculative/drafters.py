@@ -17,7 +17,7 @@ from tests.generation.markov import VOCABULARY, drafter_model, markov_text
 
 
 class RandomDrafter(Drafter):
-    """Drafts anything, of any length within the limits: no output may depend on it."""
+    """Drafts random tokens of random length within the limits. No output may depend on them."""
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self._rng = random.Random(seed)
@@ -53,7 +53,7 @@ def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
 def speculating(
     model: PreTrainedModel, drafter: str, depth: int | None, verification: Any = "match", **settings: Any
 ) -> GenerationEngine:
-    """Return an engine that drafts as the table says."""
+    """Return an engine with a drafter of ``DRAFTERS``."""
     return GenerationEngine(
         model,
         speculation=Speculation(drafter="none", num_draft_tokens=depth, verification=verification),

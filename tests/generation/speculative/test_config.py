@@ -1,4 +1,4 @@
-"""Settings of speculation: shown, and refused where they cannot work."""
+"""Settings of speculation: their representation, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.generation.speculative.drafters import RandomDrafter
 from tests.models import tiny_model
 
 
-def test_adaptive_rejection_refuses_a_drafter_whose_lengths_depend_on_the_tokens_left_out() -> None:
+def test_adaptive_rejection_refuses_a_drafter_that_anticipates() -> None:
     class Anticipating(RandomDrafter):
         anticipates = True
 
@@ -29,7 +29,7 @@ def test_adaptive_rejection_refuses_a_drafter_whose_lengths_depend_on_the_tokens
         engine.generate([[5]])
 
 
-def test_settings_show_what_is_not_as_by_default_and_of_a_model_its_class_alone() -> None:
+def test_the_representation_shows_changed_settings_and_the_class_of_a_model() -> None:
     assert repr(Speculation()) == "Speculation()"
     shown = repr(Speculation(drafter="model", draft_model=tiny_model("llama"), num_draft_tokens=3))
     assert shown == "Speculation(drafter='model', num_draft_tokens=3, draft_model=LlamaForCausalLM(...))"

@@ -1,4 +1,4 @@
-"""Depths against a brute-force search, and the number of probes: simulated steps, no clock."""
+"""Depths compared with a brute-force search, and the number of probes, in simulated steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Simulation:
     """Depth of every step."""
 
     def run(self, num_steps: int, *, seen_prompts: bool = False) -> list[int]:
-        """Return the depths of so many steps of a generation."""
+        """Return the depths of ``num_steps`` steps of a generation."""
         rng, controller = random.Random(len(self.depths)), self.controller
         controller.begin(seen_prompts=seen_prompts)
         for _ in range(num_steps):
@@ -81,7 +81,7 @@ class Simulation:
 @pytest.mark.parametrize("num_rows", [1, 4, 32])
 @pytest.mark.parametrize("chance", [0.1, 0.6, 0.95])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_the_depth_is_as_fast_as_that_of_a_search_through_all(
+def test_the_depth_is_nearly_as_fast_as_that_of_a_brute_force_search(
     curve: str, num_rows: int, chance: float, noise: float
 ) -> None:
     simulation = Simulation(CURVES[curve], chance, num_rows, noise=noise)
@@ -90,18 +90,18 @@ def test_the_depth_is_as_fast_as_that_of_a_search_through_all(
     depths = simulation.run(500)
     assert np.mean([simulation.speed(depth) for depth in depths]) > 0.94 * best
     usual = max(set(depths), key=depths.count)
-    assert simulation.speed(usual) > 0.93 * best  # a gain below the margin is left
+    assert simulation.speed(usual) > 0.93 * best  # a gain below the margin is ignored
 
 
 @pytest.mark.parametrize(("num_rows", "depth"), [(1, 8), (2, 4), (4, 4), (5, 2), (64, 2)])
-def test_the_first_depth_goes_by_the_number_of_samples_after_a_few_plain_steps(num_rows: int, depth: int) -> None:
+def test_the_first_depth_after_a_few_plain_steps_depends_on_the_number_of_samples(num_rows: int, depth: int) -> None:
     assert first_depth(num_rows) == depth
     begin = int(MIN_WEIGHT) + SETTLING_STEPS
     assert Simulation(CURVES["flat"], 0.9, num_rows).run(begin + 3) == [0] * begin + [depth] * 3
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 32])
-def test_text_that_cannot_be_predicted_costs_few_probes_whose_waits_double(num_rows: int) -> None:
+def test_unpredictable_text_costs_few_probes_with_doubling_waits(num_rows: int) -> None:
     simulation = Simulation(CURVES["linear"], 0.0, num_rows)
     simulation.run(200)
     depths = simulation.run(20_000)
@@ -130,7 +130,7 @@ def test_drafts_that_become_wrong_are_given_up_soon() -> None:
     assert sum(map(bool, simulation.run(400)[100:])) <= 2 * REVIEW_STEPS
 
 
-def test_acceptance_of_seen_prompts_is_learnt_apart() -> None:
+def test_acceptance_of_seen_prompts_is_learnt_separately() -> None:
     simulation = Simulation(CURVES["gentle"], 0.0, 4)
     simulation.run(1000)
     simulation.chance = 0.95
@@ -158,8 +158,8 @@ def test_one_step_that_is_far_too_slow_changes_no_depth() -> None:
     assert simulation.run(60).count(usual) >= 45
 
 
-def test_of_many_samples_that_end_together_the_shallower_draft_is_chosen() -> None:
-    # The last of 64 samples is far behind the mean, the further the more the tokens of a step vary.
+def test_many_samples_that_end_together_get_no_deeper_drafts() -> None:
+    # The last of 64 samples is far behind the mean, and further if the tokens of a step vary more.
     depths = {}
     for horizon in (40.0, float("inf")):
         simulation = Simulation(CURVES["knee"], 0.85, 64)
@@ -169,7 +169,7 @@ def test_of_many_samples_that_end_together_the_shallower_draft_is_chosen() -> No
     assert depths[40.0] <= depths[float("inf")]
 
 
-def test_a_drafter_that_has_to_read_more_than_drafts_save_rests() -> None:
+def test_a_drafter_is_not_used_if_reading_costs_more_than_drafts_save() -> None:
     simulation = Simulation(CURVES["gentle"], 0.9, 4)
     simulation.run(500)
     controller = simulation.controller
@@ -191,7 +191,7 @@ def test_steps_that_are_not_measured_belong_to_no_probe() -> None:
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 4), min_size=100, max_size=150))
-def test_expected_tokens_are_the_mean_and_the_deviation_of_those_seen(accepted: list[int]) -> None:
+def test_expected_tokens_have_the_mean_and_variance_of_the_accepted_ones(accepted: list[int]) -> None:
     acceptance = AcceptanceByDepth(4)
     acceptance.learn([DraftOutcome(4, 4, own) for own in accepted], step=1)
     acceptance.estimate()
@@ -201,7 +201,7 @@ def test_expected_tokens_are_the_mean_and_the_deviation_of_those_seen(accepted: 
     assert acceptance.drafted[4] == pytest.approx(4.0)
 
 
-def test_drafts_that_are_shorter_than_allowed_count_as_rejected_behind_their_end() -> None:
+def test_drafts_shorter_than_allowed_count_as_rejected_after_their_end() -> None:
     acceptance = AcceptanceByDepth(4)
     for step in range(100):
         acceptance.learn([DraftOutcome(4, 2, 2), DraftOutcome(4, 0, 0)], step)
@@ -210,7 +210,7 @@ def test_drafts_that_are_shorter_than_allowed_count_as_rejected_behind_their_end
     assert acceptance.drafted == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0], abs=0.1)
 
 
-def test_a_place_never_drafted_is_expected_to_do_as_the_one_before_it() -> None:
+def test_a_depth_never_drafted_is_expected_to_equal_the_one_before_it() -> None:
     acceptance = AcceptanceByDepth(3)
     for step in range(1000):
         acceptance.learn([DraftOutcome(1, 1, 1)], step)
@@ -219,7 +219,7 @@ def test_a_place_never_drafted_is_expected_to_do_as_the_one_before_it() -> None:
     assert acceptance.drafted[3] == pytest.approx(3.0, abs=0.01)
 
 
-def test_old_acceptance_fades_but_for_the_weight_of_a_few_drafts() -> None:
+def test_old_acceptance_fades_to_the_weight_of_a_few_drafts() -> None:
     acceptance = AcceptanceByDepth(1)
     for step in range(1000):
         acceptance.learn([DraftOutcome(1, 1, 0)] * 8, step)
@@ -228,7 +228,7 @@ def test_old_acceptance_fades_but_for_the_weight_of_a_few_drafts() -> None:
     assert acceptance.tokens[1] == pytest.approx(1.0 + 8 / (8 + 16), abs=0.02)
 
 
-def test_a_line_through_noisy_steps_is_found() -> None:
+def test_the_cost_line_fits_noisy_steps() -> None:
     line, rng = CostLine(), random.Random(0)
     for step in range(400):
         size = rng.randint(8, 64)
@@ -238,7 +238,7 @@ def test_a_line_through_noisy_steps_is_found() -> None:
     assert token_s == pytest.approx(0.1, rel=0.15)
 
 
-def test_one_size_alone_gives_the_line_to_the_plain_step() -> None:
+def test_the_cost_line_of_one_size_goes_through_the_plain_step() -> None:
     line = CostLine()
     for step in range(5):
         line.observe(20, 3.0, step)
@@ -247,7 +247,7 @@ def test_one_size_alone_gives_the_line_to_the_plain_step() -> None:
     assert fixed_s + 30 * token_s == pytest.approx(4.0)
 
 
-def test_a_first_step_that_sets_up_kernels_is_forgotten() -> None:
+def test_a_slow_first_step_that_sets_up_kernels_is_ignored() -> None:
     line = CostLine()
     for step, seconds in enumerate((300.0, 3.0, 3.0)):
         line.observe(20, seconds, step)

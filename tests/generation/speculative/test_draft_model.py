@@ -26,7 +26,7 @@ from tests.models import tiny_model
 
 
 class AllBlocksDrafter(BlocksDrafter):
-    """Drafts by all blocks: as the target draws, if it finds what the target keeps."""
+    """Drafts with all blocks, and so like the target if it reads the target's cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, 1)
@@ -36,7 +36,7 @@ class AllBlocksDrafter(BlocksDrafter):
 @pytest.mark.parametrize("max_cache_bytes", [None, 90_000], ids=["slots", "pages"])
 @pytest.mark.parametrize("slots", [3, 12])
 def test_blocks_draft_on_the_keys_and_values_of_the_target(max_cache_bytes: int | None, slots: int) -> None:
-    # Rounding aside they draw what the target draws, wherever slots move, prompts are copied and pages are shared.
+    # Apart from rounding they draw the target's tokens, also after moves of slots, copies of prompts and shared pages.
     model, params = target(), SamplingParams(max_new_tokens=60, n=2, ignore_eos=True)
     engine = GenerationEngine(
         model, speculation=Speculation(num_draft_tokens=4), drafter=AllBlocksDrafter(model), max_slots=slots,
@@ -46,7 +46,7 @@ def test_blocks_draft_on_the_keys_and_values_of_the_target(max_cache_bytes: int 
     completions = engine.generate(prompts_of(6), params, token_limits=limits)
     plain = GenerationEngine(model).generate(prompts_of(6), params, token_limits=limits)
     assert tokens_of(completions) == tokens_of(plain)
-    # A sample whose prompt is read gets one token; then each step takes five, as long as so many are left.
+    # A sample gets one token in the step that reads its prompt, then five a step while that many are left.
     steps = {1: 1, 6: 2, 16: 4, 41: 9, 60: 13}
     alone = 2 * sum(steps[limit] for limit in limits)
     most = alone + 2 * engine.stats.num_preemptions
@@ -55,7 +55,7 @@ def test_blocks_draft_on_the_keys_and_values_of_the_target(max_cache_bytes: int 
     assert (engine.stats.num_preemptions > 0) == (max_cache_bytes is not None)
 
 
-def test_blocks_keep_nothing_of_their_own() -> None:
+def test_blocks_need_no_cache_of_their_own() -> None:
     model, params = target(), SamplingParams(max_new_tokens=12, n=2, ignore_eos=True)
     plain = GenerationEngine(model, max_cache_bytes=80_000)
     drafting = GenerationEngine(
@@ -79,21 +79,21 @@ def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_reaches() -> N
 
 
 class Watched(ModelDrafter):
-    """Looks whether it holds no more of a sample than there is."""
+    """Checks that it holds no more positions of a sample than there are."""
 
     def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
         assert all(0 <= filled <= sample.position for filled, sample in zip(self._filled, running, strict=False))
         return super().propose(running, limits)
 
 
-def test_a_draft_model_forgets_a_response_whose_slot_another_one_takes_over() -> None:
+def test_a_draft_model_drops_a_response_whose_slot_is_reused() -> None:
     drafter = Watched(drafter_model(), target())
     engine = GenerationEngine(target(), max_slots=1, speculation=Speculation(num_draft_tokens=2), drafter=drafter)
     engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, n=3, ignore_eos=True))
     assert engine.stats.drafted_tokens > 0
 
 
-def test_what_a_draft_model_missed_is_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_a_draft_model_missed_are_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "_MOST_READ", 10)
     prompts = [tuple(range(25)), (1,), tuple(range(4)), tuple(range(15))]
     given = [PrefillChunk(tokens, (slot,), begin=slot) for slot, tokens in enumerate(prompts)]
@@ -105,7 +105,7 @@ def test_what_a_draft_model_missed_is_read_in_bounded_pieces(monkeypatch: pytest
         begins = itertools.accumulate((len(part.tokens) for part in parts), initial=slot)
         assert [part.begin for part in parts] == list(begins)[:-1]
     assert draft_model._in_pieces([]) == [[]]
-    # Prompts that are read so are drafted for as well as others.
+    # Drafts after such prompts are as good as after others.
     drafts = GenerationEngine(
         target(), speculation=Speculation(num_draft_tokens=2), drafter=ModelDrafter(target(), target())
     )
@@ -119,7 +119,7 @@ def test_what_a_draft_model_missed_is_read_in_bounded_pieces(monkeypatch: pytest
 
 @pytest.mark.parametrize("depth", [3, None])
 @pytest.mark.parametrize("max_cache_bytes", [None, 300_000])
-def test_a_draft_model_of_learnt_positions_drafts_as_far_as_these_reach(
+def test_a_draft_model_with_learnt_positions_drafts_as_far_as_they_reach(
     depth: int | None, max_cache_bytes: int | None
 ) -> None:
     model = tiny_model("gpt2", vocab_size=VOCABULARY)
@@ -128,7 +128,7 @@ def test_a_draft_model_of_learnt_positions_drafts_as_far_as_these_reach(
     engine = GenerationEngine(model, max_slots=4, speculation=learning, max_cache_bytes=max_cache_bytes)
     plain = GenerationEngine(model)
     params = SamplingParams(max_new_tokens=40, n=2, ignore_eos=True)
-    # Some prompts are longer than the draft model's context, some samples leave it on the way, others begin anew.
+    # Some prompts are longer than the draft model's context, some samples exceed it later, others start in used slots.
     prompts = [*prompts_of(3), *(row[:30] for row in markov_text(2, 30, seed=5).tolist()), *prompts_of(3, seed=1)]
     limits = [40, 8, 12, 40, 20, 5, 8, 12]
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_a_draft_model_of_learnt_positions_drafts_as_far_as_these_reach(
 
 
 @pytest.mark.parametrize("verification", ["match", "gumbel"])
-def test_a_draft_model_that_diverged_costs_its_drafts_alone(verification: Any) -> None:
+def test_a_draft_model_that_diverged_loses_only_its_drafts(verification: Any) -> None:
     small = tiny_model("llama", vocab_size=VOCABULARY)
     torch.nn.init.constant_(small.model.norm.weight, math.nan)
     settings = {"drafter": "model", "draft_model": small, "num_draft_tokens": 3, "verification": verification}
@@ -150,7 +150,7 @@ def test_a_draft_model_that_diverged_costs_its_drafts_alone(verification: Any) -
     assert engine.stats.drafted_tokens > 0
 
 
-def test_a_step_of_learning_without_a_finite_gradient_is_left_out() -> None:
+def test_a_step_of_distillation_without_a_finite_gradient_is_skipped() -> None:
     model = tiny_model("llama", vocab_size=VOCABULARY)
     distillation = Distillation(model, learning_rate=1e-2)
     rows = [(tuple(row[:10]), tuple(row[10:])) for row in markov_text(4, 30, seed=3).tolist()]
@@ -165,14 +165,14 @@ def test_a_step_of_learning_without_a_finite_gradient_is_left_out() -> None:
     assert not torch.equal(model.lm_head.weight, before["lm_head.weight"])
 
 
-def test_weights_that_were_learnt_are_spread_over_ranks_that_draft_alike() -> None:
+def test_distillation_passes_all_learnt_weights_to_spread() -> None:
     spread: list[Any] = []
     model = tiny_model("llama", vocab_size=VOCABULARY)
     Distillation(model, learning_rate=1e-2, spread=spread.extend).learn([((5, 6), (7, 8))])
     assert [tensor.data_ptr() for tensor in spread] == [weight.data_ptr() for weight in model.parameters()]
 
 
-def test_a_draft_model_learns_though_all_goes_on_in_inference_mode() -> None:
+def test_a_draft_model_learns_in_inference_mode() -> None:
     small = tiny_model("llama", vocab_size=VOCABULARY)
     learning = Speculation(drafter="model", draft_model=small, draft_learning_rate=1e-2, num_draft_tokens=2)
     with torch.inference_mode():
@@ -215,21 +215,21 @@ def test_a_draft_model_that_learns_drafts_better_and_changes_no_token() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in small.state_dict().items())  # a copy learns
 
 
-def test_distillation_learns_from_the_last_responses_and_from_them_alone() -> None:
+def test_distillation_learns_only_from_the_last_responses() -> None:
     model = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
     distillation = Distillation(model, learning_rate=1e-2, most_tokens=64 * 30)
     losses = []
     for seed in range(12):
         rows = markov_text(96, 40, seed=seed).tolist()
-        # The first third, which is too much, is noise that nobody could learn.
+        # The first third exceeds most_tokens; it is noise that cannot be learnt.
         noise = [(tuple(row[:10]), tuple(reversed(row[10:]))) for row in rows[:32]]
         losses.append(distillation.learn([*noise, *((tuple(row[:10]), tuple(row[10:])) for row in rows[32:])]))
-    assert losses[0] == pytest.approx(math.log(VOCABULARY), abs=0.3)  # random weights know nothing
+    assert losses[0] == pytest.approx(math.log(VOCABULARY), abs=0.3)  # random weights predict all tokens alike
     assert losses[-1] < losses[0] - 0.5
     assert distillation.learn([]) is None
 
 
-# ---- what cannot work
+# ---- errors
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(GenerationError, match=r"vocabulary of 128 tokens and the target one of 32; .* tokenizer"):
         GenerationEngine(target(), speculation=Speculation(drafter="model", draft_model=tiny_model("llama")))
@@ -241,12 +241,12 @@ def test_a_drafter_of_all_or_no_blocks_is_refused(count: int) -> None:
         first_blocks(target(), count)
 
 
-def test_a_model_of_one_block_has_no_first_ones() -> None:
+def test_a_model_of_one_block_cannot_draft_with_its_first_blocks() -> None:
     one = tiny_model("llama", num_hidden_layers=1)
     with pytest.raises(GenerationError, match=r"two blocks at least .* LlamaForCausalLM has 1; draft by 'history'"):
         GenerationEngine(one, speculation=Speculation(drafter="blocks", draft_blocks=1))
 
 
-def test_a_draft_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_draft_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match=f"draft_model='{tmp_path}' could not be loaded"):
         GenerationEngine(target(), speculation=Speculation(drafter="model", draft_model=tmp_path))

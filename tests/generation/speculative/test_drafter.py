@@ -53,7 +53,7 @@ def test_methods_under_the_names_of_earlier_releases_are_called_and_warn(base: t
     assert drafter.heard == [((5,), (1,))]
 
 
-def test_methods_under_their_own_names_are_found_by_those_of_earlier_releases() -> None:
+def test_method_names_of_earlier_releases_call_the_current_methods() -> None:
     drafter = HistoryDrafter()
     drafter.hear([((5,), (1,))])
     assert drafter.is_acquainted([Sample(0, 0, [5], 4, 0)])

@@ -1,4 +1,4 @@
-"""Speculation changes the number of steps alone: compared with plain generation and with enumerated distributions."""
+"""Speculation changes only the number of steps, compared with plain generation and enumerated distributions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_greedy_tokens_are_those_of_generate_with_any_drafter(drafter: str) -> N
 
 @cache
 def greedy_by_generate() -> list[tuple[int, ...]]:
-    """Return what `generate` makes of every prompt on its own."""
+    """Return the response of `generate` to every prompt on its own."""
     responses = []
     for prompt in prompts_of(6):
         ids = torch.tensor([prompt])
@@ -68,7 +68,7 @@ def test_sampled_tokens_are_the_same_with_and_without_drafts(drafter: str, verif
             assert tokens_of(engine.generate(prompts, SAMPLED[params])) == expected
 
 
-def test_a_draft_by_the_target_itself_always_stands() -> None:
+def test_a_draft_by_the_target_itself_is_always_accepted() -> None:
     for verification in ("match", "gumbel", "reject"):
         engine = speculating(copy.deepcopy(target()).double(), "itself", 4, verification)
         engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, n=2, ignore_eos=True))
@@ -88,7 +88,7 @@ def test_drafts_of_text_that_repeats_save_steps() -> None:
     assert plain.stats.num_steps == 40
 
 
-# ---- the law of what is drawn
+# ---- the distribution of responses
 HOT = SamplingParams(max_new_tokens=3, temperature=1.3, n=6000, ignore_eos=True)
 
 
@@ -145,7 +145,7 @@ def drawn(
     [("match", "model"), ("match", "history"), ("gumbel", "model"), ("reject", "model"), ("reject", "history"),
      ("reject", "random")],
 )  # fmt: skip
-def test_responses_follow_the_law_of_the_target(verification: str, drafter: str) -> None:
+def test_responses_follow_the_distribution_of_the_target(verification: str, drafter: str) -> None:
     prompt = prompts_of(1, seed=1)[0]
     law = joint_law(target(), prompt, HOT.temperature)
     for seed in (0, 1, 2):
@@ -153,7 +153,7 @@ def test_responses_follow_the_law_of_the_target(verification: str, drafter: str)
 
 
 @pytest.mark.parametrize(("verification", "drafter"), [("match", "model"), ("reject", "model"), ("reject", "random")])
-def test_a_penalty_counts_what_is_drafted_before(verification: str, drafter: str) -> None:
+def test_a_repetition_penalty_counts_earlier_drafted_tokens(verification: str, drafter: str) -> None:
     prompt = prompts_of(1, seed=1)[0]
     law = penalized_law(target(), prompt, 2.0)
     engine = speculating(target(), drafter, 1, verification, max_slots=512)
@@ -164,7 +164,7 @@ def test_a_penalty_counts_what_is_drafted_before(verification: str, drafter: str
 
 
 class KeepsTheTarget(Rejection):
-    """A wrong rule: what takes a fallen draft's place is drawn from the target, not from what is left of it."""
+    """A wrong rule: the token after a rejected draft is drawn from the target, not from the residual distribution."""
 
     def _finals(self, weights: Any, starts: Any, samples: Any, drafts: Any, standing: Any) -> list[int]:
         bare = [Draft(draft.tokens, draft.kinds, [torch.zeros(VOCABULARY)] * len(draft)) for draft in drafts]
@@ -172,23 +172,25 @@ class KeepsTheTarget(Rejection):
 
 
 class Lenient(Rejection):
-    """A wrong rule: drafts stand more often than their ratio says."""
+    """A wrong rule: drafts are accepted more often than their probability ratio allows."""
 
     def _num_accepted(self, weights: Any, starts: Any, samples: Any, drafts: Any) -> list[int]:
         return super()._num_accepted(1.65 * weights, starts, samples, drafts)
 
 
 @pytest.mark.parametrize("wrong", [KeepsTheTarget, Lenient])
-def test_the_test_of_the_law_sees_rules_that_are_wrong(wrong: type[Rejection], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_of_the_distribution_detects_wrong_rules(
+    wrong: type[Rejection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speculation, "Rejection", wrong)
     prompt = prompts_of(1, seed=1)[0]
     law = joint_law(target(), prompt, HOT.temperature)
     assert probability_of_counts(drawn("reject", "model", 0, prompt), law) < 1e-6
 
 
-def test_rejection_is_biased_where_a_draft_is_dropped_for_its_own_token() -> None:
-    # Target (.5, .5), drafter (.9, .1). Verified only when it is token 0, it stands with 5/9: 0.9 * 5/9 = 0.5 of all
-    # responses, and falls to token 1 for 0.4. Dropped when it is token 1 (0.1), half of those become 0: 0.55 in all.
+def test_rejection_is_biased_if_a_draft_is_dropped_because_of_its_own_token() -> None:
+    # Target (.5, .5), drafter (.9, .1). A draft of token 0 is accepted with probability 5/9: 0.9 * 5/9 = 0.5 of all
+    # responses; 0.4 become token 1. If drafts of token 1 (0.1) are dropped, half of those become 0: 0.55 in all.
     rule = Rejection(SamplingParams())
     law, count = torch.tensor([0.9, 0.1]), 20_000
     samples = [Sample(i, 0, [0], 4, sample_key(0, i)) for i in range(count)]
@@ -219,7 +221,7 @@ def test_a_clock_that_stands_still_stops_no_generation() -> None:
 
 @pytest.mark.parametrize("drafter", ["model", "history"])
 def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> None:
-    # Every step takes a tick, whatever it reads: after the first plain steps drafts pay.
+    # Every step takes equally long, so that drafts pay after the first plain steps.
     engine = speculating(target(), drafter, None, "reject", clock=itertools.count().__next__)
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     completions = engine.generate(prompts_of(6), params)
@@ -227,7 +229,7 @@ def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> N
     assert engine.stats.accepted_tokens > 0
 
 
-# ---- the rest of what a response is
+# ---- log-probabilities, slots and stops
 @pytest.mark.parametrize("verification", ["match", "gumbel", "reject"])
 @pytest.mark.parametrize("drafter", ["random", "history", "model"])
 def test_logprobs_are_those_of_a_full_forward(verification: str, drafter: str) -> None:
@@ -245,7 +247,7 @@ def test_logprobs_are_those_of_a_full_forward(verification: str, drafter: str) -
 
 
 @pytest.mark.parametrize("drafter", ["random", "history", "model", "blocks"])
-def test_samples_do_not_depend_on_slots_order_or_company(drafter: str) -> None:
+def test_samples_do_not_depend_on_slots_order_or_other_samples(drafter: str) -> None:
     model, prompts = copy.deepcopy(target()).double(), prompts_of(9)
     params = SamplingParams(max_new_tokens=20, n=2, seed=7)
     limits = [3, 20, 9, 1, 14, 6, 20, 2, 11]

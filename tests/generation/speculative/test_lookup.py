@@ -1,4 +1,4 @@
-"""Places after the same tokens, compared with a search through all texts."""
+"""N-gram lookup: tokens that followed the same context, compared with a search through all texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.generation.markov import target
 LONGEST = ORDERS[0]
 TOKENS = st.lists(st.integers(0, 3), max_size=10)
 TEXTS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)
-"""Each with what is before it; no token is as common as the places that are looked at."""
+"""Texts with the tokens before them. No token occurs more often than a lookup considers."""
 
 
 def recurrences_in(texts: list[tuple[list[int], list[int]]]) -> NgramIndex:
@@ -37,7 +37,7 @@ def followers_of(branch: Branch | None) -> list[int]:
 
 
 def found_by_reading(texts: list[tuple[list[int], list[int]]], context: list[int]) -> tuple[int, list[int]]:
-    """Return the length of the longest end of a context that is known, as one of `ORDERS`, and what followed it."""
+    """Return the largest of `ORDERS` with which the end of a context occurs, and the tokens that followed it."""
     for order in ORDERS:
         followers = []
         for before, text in texts:
@@ -53,7 +53,7 @@ def found_by_reading(texts: list[tuple[list[int], list[int]]], context: list[int
 
 
 @given(TEXTS, st.lists(st.integers(0, 3), min_size=LONGEST, max_size=LONGEST))
-def test_the_longest_known_end_of_a_context_is_found_with_all_that_followed_it(
+def test_the_longest_known_end_of_a_context_is_found_with_all_its_followers(
     texts: list[tuple[list[int], list[int]]], context: list[int]
 ) -> None:
     order, branch = recurrences_in(texts).find(context)
@@ -61,7 +61,7 @@ def test_the_longest_known_end_of_a_context_is_found_with_all_that_followed_it(
 
 
 @given(TEXTS, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
-def test_what_is_kept_for_others_is_what_would_be_found_anew(
+def test_results_kept_for_other_samples_equal_those_of_a_new_search(
     texts: list[tuple[list[int], list[int]]], tries: list[tuple[int, int]]
 ) -> None:
     shared = SharedNgramIndex()
@@ -76,7 +76,7 @@ def test_what_is_kept_for_others_is_what_would_be_found_anew(
                 assert followers_of(branch.behind(token)) == followers_of(own_branch.behind(token))
 
 
-def test_no_more_contexts_are_kept_than_samples_of_a_prompt_are_at() -> None:
+def test_the_number_of_kept_contexts_is_bounded() -> None:
     shared = SharedNgramIndex()
     shared.add([], list(range(200)))
     for last in range(200):
@@ -86,7 +86,7 @@ def test_no_more_contexts_are_kept_than_samples_of_a_prompt_are_at() -> None:
 
 
 @given(st.lists(TOKENS, max_size=3))
-def test_a_text_that_grows_bit_by_bit_is_one_text(bits: list[list[int]]) -> None:
+def test_a_text_added_in_pieces_is_one_text(bits: list[list[int]]) -> None:
     whole, by_bits = NgramIndex(), NgramIndex()
     whole.extend([token for bit in bits for token in bit])
     for bit in bits:
@@ -98,7 +98,7 @@ def test_a_text_that_grows_bit_by_bit_is_one_text(bits: list[list[int]]) -> None
 
 
 @given(st.lists(TOKENS, max_size=4), st.integers(0, 3), st.integers(0, 3))
-def test_places_behind_a_token_are_those_of_a_context_longer_by_it(
+def test_a_branch_after_a_token_equals_a_search_with_that_token_appended(
     bare: list[list[int]], last: int, token: int
 ) -> None:
     texts: list[tuple[list[int], list[int]]] = [([], text) for text in bare]
@@ -108,14 +108,14 @@ def test_places_behind_a_token_are_those_of_a_context_longer_by_it(
     assert followers_of(branch and branch.behind(token)) == (followers if order == 2 else [])
 
 
-def test_common_tokens_are_told_by_the_latest_places() -> None:
+def test_common_tokens_use_their_latest_places() -> None:
     recurrences = NgramIndex()
     recurrences.extend([7, 1] * 50 + [7, 2] * 50 + [7])
     _, branch = recurrences.find([0] * 7 + [7])
     assert followers_of(branch) == [2] * 32
 
 
-def test_responses_are_kept_for_others_only_where_somebody_asks() -> None:
+def test_responses_are_kept_for_other_ranks_only_if_there_are_listeners() -> None:
     drafters = [HistoryDrafter(), HistoryDrafter()]
     drafters[1].has_listeners = True
     for drafter in drafters:
@@ -126,7 +126,7 @@ def test_responses_are_kept_for_others_only_where_somebody_asks() -> None:
     assert drafters[1].news() == []
 
 
-def test_history_knows_whether_most_prompts_were_met_before() -> None:
+def test_history_knows_whether_most_prompts_were_seen_before() -> None:
     drafter = HistoryDrafter()
     drafter.receive_news([((5, 6, 7), (1, 2)), ((5, 6), (3,))])
 

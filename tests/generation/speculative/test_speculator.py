@@ -1,4 +1,4 @@
-"""Draft depths follow the workload: a loop of simulated steps on a simulated clock."""
+"""Draft depths follow the workload, in simulated steps on a simulated clock."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ NEW_TOKENS = 120
 
 
 def token_at(place: int) -> int:
-    """Return what the pretended target draws."""
+    """Return the token that the simulated target draws."""
     return 1 + place % 50
 
 
 class Foreteller(Drafter):
-    """Names the right token as often as it is told to, on a clock of its own."""
+    """Drafts the right token with a given frequency, on a simulated clock."""
 
     def __init__(self, *, costs_a_forward: bool = False) -> None:
         self.costs_a_forward = costs_a_forward
         self.now_s = 0.0
         self.right = 0.0
-        """Share of tokens that are."""
+        """Share of drafted tokens that are right."""
         self.unread = 0
-        """Tokens since it last drafted, of all samples."""
+        """Tokens of all samples that it has not read."""
         self.num_read = 0
         self.read_s = 0.05
-        """Seconds in which it reads one of them."""
+        """Seconds to read one token."""
         self.prepare_s = 0.0
-        """Seconds that it takes before every step in which it drafts, however few tokens."""
+        """Seconds of preparation before every step with drafts."""
         self.num_prepared = 0
-        """Such steps."""
+        """Steps with a preparation."""
         self.acquainted = False
-        """Whether it has met the prompts of the next generation."""
+        """Whether it has seen the prompts of the next generation."""
 
     def has_seen_prompts(self, samples: Sequence[Sample]) -> bool:
         return self.acquainted
@@ -78,7 +78,7 @@ class Foreteller(Drafter):
 
 
 class Pretended(KeyedDraws):
-    """Draws the token of each place, whatever the logits are."""
+    """Draws the token of each position, for any logits."""
 
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
@@ -98,16 +98,16 @@ class Pretended(KeyedDraws):
 
 @dataclass
 class Pretence:
-    """Generations by pretended steps of ``step_s(tokens)`` seconds."""
+    """Generations of simulated steps that take ``step_s(tokens)`` seconds."""
 
     drafter: Foreteller
     step_s: Callable[[int], float]
     max_draft_tokens: int = 8
     num_samples: int = 4
     num_prompt_tokens: int = 0
-    """Which a draft model has not read, of all samples."""
+    """Prompt tokens of all samples, which a draft model has to read."""
     fewer_each: int = 0
-    """Tokens that every sample has less than the one before it."""
+    """Difference in length between one sample and the next, in tokens."""
 
     def __post_init__(self) -> None:
         speculation = Speculation(drafter="none", max_draft_tokens=self.max_draft_tokens)
@@ -127,7 +127,7 @@ class Pretence:
             drafter.now_s += self.step_s(len(running) + sum(map(len, drafts)))
             self.speculator.emit(torch.empty(0), running, None)
             row_steps += len(running)
-            drafter.unread += len(running)  # what it drafted itself it need not read
+            drafter.unread += len(running)  # drafted tokens need not be read
             for sample in running:
                 if len(sample.token_ids) == sample.max_new_tokens:
                     sample.finish_reason = "length"
@@ -139,27 +139,27 @@ class Pretence:
 
 
 def flat(tokens: int) -> float:
-    """Return what a step costs on a device that hardly minds a few tokens more."""
+    """Return the seconds of a step that hardly depend on the number of tokens."""
     return 1.0 + 0.01 * tokens
 
 
 def gentle(tokens: int) -> float:
-    """Return what it costs where sixteen tokens take twice as long as none."""
+    """Return the seconds of a step in which sixteen tokens take twice as long as none."""
     return 1.0 + 0.06 * tokens
 
 
 def steep(tokens: int) -> float:
-    """Return what it costs where each token takes as long as any other."""
+    """Return the seconds of a step that are nearly proportional to the number of tokens."""
     return 0.05 + 0.25 * tokens
 
 
 def leap(tokens: int) -> float:
-    """Return what it costs where more than a hundred tokens do not fit into a cache."""
+    """Return the seconds of a step that jump beyond a hundred tokens, as if those do not fit into a cache."""
     return flat(tokens) + (6.0 if tokens > 100 else 0.0)
 
 
 @pytest.mark.parametrize("max_draft_tokens", [1, 8])
-def test_what_stands_is_drafted(max_draft_tokens: int) -> None:
+def test_drafts_that_are_always_accepted_are_as_long_as_possible(max_draft_tokens: int) -> None:
     drafter = Foreteller()
     drafter.right = 1.0
     pretence = Pretence(drafter, flat, max_draft_tokens)
@@ -170,7 +170,7 @@ def test_what_stands_is_drafted(max_draft_tokens: int) -> None:
 def drafted_lengths(
     pretence: Pretence, agree: Callable[[Sequence[float]], Sequence[float]], shares: Sequence[float]
 ) -> list[list[int]]:
-    """Return the lengths of drafts in every step of generations in which such shares of drafted tokens are right."""
+    """Return the draft lengths of every step, in one generation for each share of right tokens."""
     drafter = pretence.drafter
     speculation = Speculation(drafter="none", max_draft_tokens=pretence.max_draft_tokens)
     lengths: list[list[int]] = []
@@ -188,7 +188,7 @@ def drafted_lengths(
 
 
 @pytest.mark.parametrize("costs_a_forward", [False, True])
-def test_ranks_that_go_by_one_ranks_seconds_draft_alike(costs_a_forward: bool) -> None:
+def test_ranks_that_use_the_seconds_of_one_rank_draft_the_same_lengths(costs_a_forward: bool) -> None:
     shares = [0.0] * 4 + [0.9] * 6
     told: list[list[float]] = []
 
@@ -210,7 +210,7 @@ def test_ranks_that_go_by_one_ranks_seconds_draft_alike(costs_a_forward: bool) -
     assert next(heard, None) is None
 
 
-def test_drafts_that_never_stand_cost_a_percent_at_most() -> None:
+def test_drafts_that_are_never_accepted_cost_one_percent_at_most() -> None:
     drafter = Foreteller()
     pretence = Pretence(drafter, steep)
     for _ in range(3):
@@ -219,8 +219,8 @@ def test_drafts_that_never_stand_cost_a_percent_at_most() -> None:
     assert sum(seconds) < 1.01 * 10 * NEW_TOKENS * steep(4)
 
 
-def test_drafting_begins_soon_once_drafts_would_stand() -> None:
-    # As in the second epoch over the same prompts: what was of no use for long is right all at once.
+def test_drafting_begins_soon_once_drafts_would_be_accepted() -> None:
+    # As in the second epoch over the same prompts: drafts that were wrong for long are suddenly right.
     drafter = Foreteller()
     pretence = Pretence(drafter, flat)
     for _ in range(6):
@@ -232,14 +232,14 @@ def test_drafting_begins_soon_once_drafts_would_stand() -> None:
 
 
 @pytest.mark.parametrize("known_before", [0, 60])
-def test_prompts_that_come_again_are_drafted_for_at_once_and_others_go_on_without(known_before: int) -> None:
+def test_drafting_begins_at_once_for_seen_prompts_and_not_for_others(known_before: int) -> None:
     drafter = Foreteller()
     pretence = Pretence(drafter, gentle)
     for _ in range(known_before):
         pretence.generate()
     for _ in range(3):
         drafter.acquainted, drafter.right = True, 0.95
-        pretence.generate()  # what drafts come to is seen in it
+        pretence.generate()  # it measures the acceptance
         assert pretence.generate()[1] > 2.5
         drafter.acquainted, drafter.right = False, 0.0
         if known_before:
@@ -248,7 +248,7 @@ def test_prompts_that_come_again_are_drafted_for_at_once_and_others_go_on_withou
             pretence.generate()
 
 
-def test_drafting_stops_soon_once_drafts_stand_no_more() -> None:
+def test_drafting_stops_soon_once_drafts_are_no_longer_accepted() -> None:
     drafter = Foreteller()
     drafter.right = 0.95
     pretence = Pretence(drafter, steep)
@@ -259,9 +259,9 @@ def test_drafting_stops_soon_once_drafts_stand_no_more() -> None:
     assert pretence.generate()[0] < 1.1 * NEW_TOKENS * steep(4)
 
 
-def test_what_is_done_before_drafting_counts_as_well() -> None:
+def test_preparation_counts_as_a_cost_of_drafting() -> None:
     drafter = Foreteller()
-    drafter.right, drafter.prepare_s = 1.0, 4.0  # at most three tokens in more than the seconds of five steps
+    drafter.right, drafter.prepare_s = 1.0, 4.0  # at most three tokens a step, in about the time of five plain steps
     pretence = Pretence(drafter, flat, max_draft_tokens=2)
     plain_s = NEW_TOKENS * flat(4)
     for _ in range(4):
@@ -269,10 +269,10 @@ def test_what_is_done_before_drafting_counts_as_well() -> None:
     drafter.num_prepared = 0
     seconds, _ = pretence.generate()
     assert seconds < 1.1 * plain_s
-    assert drafter.num_prepared <= 4  # nor is it done where nothing is drafted
+    assert drafter.num_prepared <= 4  # steps without drafts have no preparation
 
 
-def test_a_draft_model_that_does_not_pay_hardly_reads_what_it_missed() -> None:
+def test_a_draft_model_that_does_not_pay_reads_few_of_the_tokens_it_missed() -> None:
     drafter = Foreteller(costs_a_forward=True)
     pretence = Pretence(drafter, steep)
     for _ in range(2):
@@ -284,8 +284,8 @@ def test_a_draft_model_that_does_not_pay_hardly_reads_what_it_missed() -> None:
 
 
 @pytest.mark.parametrize("right", [0.3, 0.9])
-def test_a_draft_model_that_just_fails_to_pay_is_not_tried_over_and_over(right: float) -> None:
-    # Whatever a try gains, catching up takes more: 500 tokens of prompts first, then 16 in every plain step.
+def test_a_draft_model_that_just_fails_to_pay_is_rarely_probed(right: float) -> None:
+    # Catching up costs more than a probe gains: 500 tokens of prompts first, then 16 in every plain step.
     drafter = Foreteller(costs_a_forward=True)
     drafter.right, drafter.read_s = right, 0.05
     pretence = Pretence(drafter, gentle, num_samples=16, num_prompt_tokens=500)
@@ -298,9 +298,9 @@ def test_a_draft_model_that_just_fails_to_pay_is_not_tried_over_and_over(right: 
 
 
 @pytest.mark.parametrize(("costs_a_forward", "share"), [(False, 0.6), (True, 0.8)])
-def test_where_costs_leap_between_two_depths_the_shallower_one_is_found(costs_a_forward: bool, share: float) -> None:
-    # Eight or four tokens each of 32 samples are far too dear. With two of them a step costs half as much again as a
-    # plain one, but more than they save on a line from plain steps to those of four.
+def test_where_costs_jump_between_two_depths_the_shallower_one_is_found(costs_a_forward: bool, share: float) -> None:
+    # Drafts of eight or four tokens for 32 samples are far too expensive. With two tokens a step takes 1.5 times as
+    # long as a plain one. On a line from plain steps to those of four, two tokens would cost more than they save.
     drafter = Foreteller(costs_a_forward=costs_a_forward)
     drafter.right, drafter.read_s = 0.9, 0.0001
     pretence = Pretence(drafter, leap, num_samples=32)
@@ -328,13 +328,13 @@ CHARGED = pytest.mark.xfail(
         (True, 0.9, 2.2),
     ],
 )
-def test_drafts_that_pay_are_found_though_steps_that_verified_some_were_slow_at_first(
+def test_drafts_that_pay_are_found_although_verification_was_slow_at_first(
     costs_a_forward: bool, right: float, slowness: float
 ) -> None:
-    # As in a first generation, in which kernels are made and caches are cold. What a model missed takes as long to read
-    # as tries may lose in some ten generations.
+    # As in a first generation, which compiles kernels and has cold caches. Reading missed tokens takes as long as
+    # probes may lose in about ten generations.
     drafter = Foreteller(costs_a_forward=costs_a_forward)
-    drafter.right, drafter.read_s = right, 0.005  # prompts in the seconds of one plain step
+    drafter.right, drafter.read_s = right, 0.005  # prompts take as long as one plain step
     pretence = Pretence(
         drafter, lambda tokens: gentle(tokens) * (slowness if tokens > 16 else 1.0), num_samples=16,
         num_prompt_tokens=400,
@@ -342,10 +342,10 @@ def test_drafts_that_pay_are_found_though_steps_that_verified_some_were_slow_at_
     pretence.generate()
     slowness = 1.0
     rates = [pretence.generate()[1] for _ in range(40)]
-    assert sorted(rates[-4:])[1] > 2.0 * right, rates  # one of them may hold a pause of plain steps
+    assert sorted(rates[-4:])[1] > 2.0 * right, rates  # one of them may contain a period of plain steps
 
 
-def test_prompts_that_are_read_at_once_keep_no_draft_model_from_drafting() -> None:
+def test_prompts_that_are_quick_to_read_do_not_prevent_drafting() -> None:
     drafter = Foreteller(costs_a_forward=True)
     drafter.right, drafter.read_s = 1.0, 0.0005
     pretence = Pretence(drafter, flat, num_prompt_tokens=8000)  # in 4 s; 120 plain steps take 125 s
@@ -363,7 +363,7 @@ def test_prompts_that_take_longer_than_drafts_save_are_not_read() -> None:
     assert pretence.generate() == (pytest.approx(NEW_TOKENS * flat(4)), 1.0)
 
 
-def test_to_see_what_half_of_a_depth_takes_no_prompts_are_read_that_take_longer_than_it_may_save() -> None:
+def test_a_probe_of_half_the_depth_reads_no_prompts_that_cost_more_than_it_saves() -> None:
     drafter = Foreteller(costs_a_forward=True)
     drafter.right, drafter.read_s = 0.9, 0.0001
     pretence = Pretence(drafter, flat, num_samples=8)
@@ -385,8 +385,8 @@ def test_a_draft_model_that_pays_is_used() -> None:
 
 
 @pytest.mark.parametrize("right", [0.3, 0.5])
-def test_a_draft_model_that_has_got_better_drafts_deeper(right: float) -> None:
-    # As one that learns from rollouts: that deep tokens fell before must not keep them from being drafted for good.
+def test_a_draft_model_that_has_improved_drafts_deeper(right: float) -> None:
+    # As for a model that learns from rollouts: earlier rejections at a depth must not exclude that depth for ever.
     drafter = Foreteller(costs_a_forward=True)
     drafter.right, drafter.read_s = right, 0.0005
     pretence = Pretence(drafter, gentle)
@@ -398,7 +398,7 @@ def test_a_draft_model_that_has_got_better_drafts_deeper(right: float) -> None:
 
 
 class Lawgiver(Foreteller):
-    """Gives the distributions of its tokens, and counts how many of them are kept at a time."""
+    """Drafts with the distributions of its tokens, and counts how many of them are kept at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,8 +424,8 @@ def test_learning_keeps_no_distributions() -> None:
     assert 0 < drafter.most_kept <= 3 * 4 * 8  # three steps of 4 samples with 8 tokens each
 
 
-def test_drafting_is_tried_in_steps_that_read_no_prompts_until_it_pays() -> None:
-    # Others are not measured: with a queue, drafting in vain would last as long as that does.
+def test_drafting_is_probed_only_in_steps_without_prefills_until_it_pays() -> None:
+    # Other steps are not measured: useless drafting would last as long as prompts are queued.
     now_s = 0.0
     speculator = Speculator(Speculation(drafter="none"), RandomDrafter(VOCABULARY), clock=lambda: now_s)
     samples = [Sample(i, i, [5], 10_000, sample_key(0, i)) for i in range(4)]
