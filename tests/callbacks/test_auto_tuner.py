@@ -1,4 +1,4 @@
-"""AutoTuner: the same training as without it, the fastest measured plan at the end, and resumption."""
+"""AutoTuner leaves training unchanged, commits the fastest measured plan, and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAMPLING = replace(runs.SAMPLING, max_new_tokens=4)
 ITERATIONS = 21
 WORLD_SIZE = 4
 EPOCH = WARM_UP_ITERATIONS + COUNTED_ITERATIONS + 1
-"""Iterations; the last one of the first epoch is the first one of a trial."""
+"""Iterations in an epoch; the last one of the first epoch is the first one of a trial."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Watching(AutoTuner):
 def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, save: Any = None, after: int = 0) -> Kept:
     """Train GRPO for ``steps``, or until ``after`` if a checkpoint is saved; return the result."""
     record, module = Recording(save=save, after=after), runs.grpo(optimizer=DESCENT, sampling=SAMPLING)
-    # Otherwise losses that some ranks alone know would be logged an iteration late.
+    # With other settings a loss that only some ranks know is logged an iteration late.
     strategy = ReallocStrategy(plan, overlap="calls")
     callbacks = [record] if tuner is None else [tuner, record]
     trainer = runs.trainer(strategy, WORLD_SIZE, max_steps=steps, max_epochs=-1, callbacks=callbacks)
@@ -123,14 +123,14 @@ def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, sa
 
 
 def tuned_and_untuned(folder: str) -> list[Kept]:
-    """Train with a tuner from a slow plan, and without; a run of a thousand iterations has time to measure passes."""
+    """Train with a tuner from a slow plan, and without one. A run of 1,000 iterations has time to measure passes."""
     os.chdir(folder)
     tuner = Watching(first=IMPOSSIBLE, **FEW)
     return [train(tuner, START, 1000, after=ITERATIONS), train(None, "heuristic", ITERATIONS)]
 
 
 @pytest.mark.slow
-def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_tuned_run_gives_the_same_results_as_an_untuned_one(workers: WorkerPool, tmp_path: Path) -> None:
     everyone = workers.run(tuned_and_untuned, str(tmp_path), world_size=4, init_process_group=False, deadline_s=90.0)
     tuned, untuned = everyone[0]
     assert tuned.outcome.tokens == untuned.outcome.tokens
@@ -139,7 +139,7 @@ def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_
         assert ours["reward"] == theirs["reward"]
     assert runs.largest_difference(tuned.outcome.weights, untuned.outcome.weights) <= 1e-5
     assert all(other[0].plans == tuned.plans and other[0].scores == tuned.scores for other in everyone)
-    # Measured: the start and some others; the impossible plan was not.
+    # The start and some other plans were measured; the impossible plan was not.
     assert tuned.has_profile
     assert tuned.tried >= 2 and len(tuned.scores) == tuned.tried and tuned.tunings == 1
     start = ExecutionPlan.from_mapping(START).digest
@@ -152,7 +152,7 @@ def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_
     assert written.read_text().startswith("# RecordedGRPO on 4 x cpu: ")
 
 
-# ---- going on from a checkpoint
+# ---- resuming from a checkpoint
 @dataclass
 class Resumed:
     """Results of runs that were stopped and resumed."""
@@ -176,11 +176,11 @@ def stopped_and_resumed(folder: str) -> Resumed:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_with_its_plan_or_with_its_tuning(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_committed_plan_or_continues_tuning(workers: WorkerPool, tmp_path: Path) -> None:
     found = workers.run(stopped_and_resumed, str(tmp_path), world_size=4, init_process_group=False, deadline_s=120.0)[0]
     start = ExecutionPlan.from_mapping(START).digest
     assert found.in_a_trial.phase == "trial" and found.in_a_trial.digest != start
-    # Interrupted in a trial: that plan is not run again, the others are, and one is committed.
+    # Interrupted in a trial: that plan does not run again, the others do, and one is committed.
     assert found.in_a_trial.digest not in found.after_it.plans
     assert found.after_it.tunings == 1 and found.after_it.digest == found.after_it.best
     assert found.in_a_trial.outcome.tokens + found.after_it.outcome.tokens == found.straight.outcome.tokens
@@ -198,7 +198,7 @@ class Runs:
     generation_chunks: int = 1
 
 
-def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
+def test_tuning_does_not_continue_from_a_checkpoint_of_another_run() -> None:
     plan, module = ExecutionPlan.from_mapping, runs.grpo()
     start = Runs(plan(START), 4, module)
     state = {
@@ -206,7 +206,7 @@ def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
         "tuner": Tuner(start.plan, TunerSettings(), None).state_dict(), "yardstick": {"plan": OTHER, "lengths": []},
     }  # fmt: skip
     assert reason_not_to_resume(state, start) is None
-    assert reason_not_to_resume(state, Runs(plan(OTHER), 4, module)) is None  # what an earlier tuning began with
+    assert reason_not_to_resume(state, Runs(plan(OTHER), 4, module)) is None  # an earlier tuning's start
     assert "tuned on 4 ranks, this run has 2" in str(reason_not_to_resume(state, Runs(plan(START), 2, module)))
     assert "another plan than the checkpoint's" in str(reason_not_to_resume(state, Runs(plan(IMPOSSIBLE), 4, module)))
     assert "this algorithm has actor.train" in str(
@@ -214,7 +214,7 @@ def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
     )
 
 
-def test_a_tuning_of_other_settings_is_not_gone_on_with() -> None:
+def test_tuning_does_not_continue_from_a_checkpoint_with_other_settings() -> None:
     plan = ExecutionPlan.from_mapping(START)
     settings = tuning_settings(Runs(plan, 4, runs.grpo()))
     state = {
@@ -256,7 +256,7 @@ class Tokens(WorkUnit):
         return lengths.num_tokens / 10
 
 
-def test_an_iteration_is_judged_by_what_is_logged_after_the_next_one() -> None:
+def test_an_iteration_is_timed_by_the_rate_that_is_logged_after_the_next_one() -> None:
     callback = AutoTuner()
     callback._tuner, callback._work_unit = tuned(0.5), Tokens()
     callback._tuner.committed()
@@ -285,7 +285,7 @@ class Stepping:
         return self
 
 
-def test_a_batch_without_a_step_is_passed_over() -> None:
+def test_a_batch_without_a_step_is_not_timed() -> None:
     clock, strategy = IterationClock(), Stepping()
     clock.start(strategy)
     strategy.seconds["actor.generate"] = 2.0  # dynamic sampling found too few groups
@@ -303,7 +303,7 @@ def test_a_batch_without_a_step_is_passed_over() -> None:
         clock.stop(strategy)
 
 
-# ---- what is refused
+# ---- errors
 class Classifier(nn.Module):
     """A model without a decoder's config."""
 
@@ -341,7 +341,7 @@ def refusals() -> list[str]:
     return told
 
 
-def test_where_there_is_nothing_to_tune_it_is_refused(workers: WorkerPool) -> None:
+def test_a_run_without_anything_to_tune_is_refused(workers: WorkerPool) -> None:
     (told,) = workers.run(refusals, world_size=1, init_process_group=False, deadline_s=60.0)
     words = (
         "AutoTuner needs Trainer(strategy='realloc'), which can change plans; this Trainer has SingleDeviceStrategy",
@@ -353,7 +353,7 @@ def test_where_there_is_nothing_to_tune_it_is_refused(workers: WorkerPool) -> No
         assert expected in message
 
 
-def test_arguments_without_sense_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"give it a name that ends with \.yaml"):
         AutoTuner(save_to="plan.json")
     with pytest.raises(ConfigError, match="max_trials=0 must be a whole number"):
@@ -367,7 +367,7 @@ def test_arguments_without_sense_are_refused() -> None:
         _ = AutoTuner().tuner
 
 
-# ---- what users read
+# ---- messages and tables
 FSDP, APART = (
     ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4@0-3")),
     ExecutionPlan.from_mapping({
@@ -389,7 +389,7 @@ def tuned(seconds: float) -> Tuner:
     return tuner
 
 
-def test_a_line_says_what_changed_and_what_it_bought() -> None:
+def test_the_summary_line_names_the_speedup_its_cost_and_the_changed_calls() -> None:
     head, tail = describe_outcome(tuned(0.5)).split("): ")
     assert head == (
         "AutoTuner commits a plan of 0.5 s an iteration, 4.00 times as fast as the one of 2 s it began with (1 other "
@@ -408,7 +408,7 @@ def test_a_line_says_what_changed_and_what_it_bought() -> None:
     assert describe_outcome(tuned(2.0)).startswith("AutoTuner keeps the plan of 2 s an iteration: 1 other plan tried")
 
 
-def test_predicted_and_measured_stand_side_by_side() -> None:
+def test_the_table_has_predicted_and_measured_values_next_to_each_other() -> None:
     table = comparison_table(
         APART, Measured({"actor.generate": 0.25, "actor.train": 0.5}, (2**20, 2**21, 2**20, 2**20)),
         seconds=0.75, predicted_s=1.0,

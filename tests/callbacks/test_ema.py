@@ -1,4 +1,4 @@
-"""EMA: equal to averages of whole weights, on every layout, saved, resumed and exported."""
+"""EMA equals the average of whole weights in every layout, and is saved, resumed and exported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
 
 DECAY = 0.75
-# The default eps lets the last bit of a tiny gradient decide.
+# With the default eps the last bit of a tiny gradient decides the step.
 OPTIMIZERS = {"adam": partial(AdamW, lr=1e-2, eps=1e-4), "sgd": partial(SGD, lr=0.5)}
 
 
@@ -79,7 +79,7 @@ def average(plans: list[Any], optimizer: str, folder: Path) -> list[Run]:
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_averages_are_those_of_whole_weights(workers: WorkerPool, tmp_path: Path, optimizer: str) -> None:
+def test_averages_equal_those_of_whole_weights(workers: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     plans = [("fsdp2",), ("fsdp2", "tp2", "pp2", "dp2")]
     ranks = workers.run(average, plans, optimizer, tmp_path, world_size=2, init_process_group=False, deadline_s=120.0)
     for number, ((*trained, last), validated, averages) in enumerate(ranks[0]):
@@ -90,7 +90,7 @@ def test_averages_are_those_of_whole_weights(workers: WorkerPool, tmp_path: Path
         assert runs.largest_difference(averages, last) > 1e-3, "the test averages what does not change"
         assert runs.largest_difference(validated[0], expected) <= 1e-7
         assert runs.largest_difference(last, trained[-1]) == 0.0, "the weights came back"
-        # Out of the checkpoint, and out of the running model.
+        # From the checkpoint, and from the running model.
         exported = export_checkpoint(tmp_path / f"run-{number}", tmp_path / f"exported-{number}", averaged=True)
         for folder in (exported, tmp_path / f"model-{number}"):
             read = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
@@ -122,7 +122,7 @@ def evaluate(name: str, folder: Path) -> dict[str, Any]:
             getattr(trainer, evaluation)(module, batches)
         found[f"last {averages}"], found[f"here {averages}"] = whole(trainer.strategy), weights.validated[::3]
         found["trained"] = weights.trained
-        if averages:  # of the checkpoint, and of the model that was read from it
+        if averages:  # the checkpoint, and the model that was read from it
             trainer.test(module, batches, ckpt_path=path, verbose=False)
             trainer.test(module, batches, verbose=False)
             found["reread"] = weights.validated[9::3]
@@ -134,7 +134,7 @@ def evaluate(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(HELD))
-def test_averages_are_evaluated_after_training_and_out_of_checkpoints(
+def test_averages_are_evaluated_after_training_and_from_checkpoints(
     workers: WorkerPool, tmp_path: Path, name: str
 ) -> None:
     found = workers.run(evaluate, name, tmp_path, world_size=2, init_process_group=False, deadline_s=120.0)[0]
@@ -215,7 +215,7 @@ def refused(kind: str, folder: Path) -> str:
     return "it ran"
 
 
-def test_averages_that_cannot_be_are_refused(workers: WorkerPool, tmp_path: Path) -> None:
+def test_averages_that_cannot_be_computed_are_refused(workers: WorkerPool, tmp_path: Path) -> None:
     for kind, message in (
         ("lightning", "EMAWeightAveraging copies RecordedGRPO before its models are divided over ranks, and its copy "
                       "cannot follow them; use lightning_realloc.EMA(decay=...)"),

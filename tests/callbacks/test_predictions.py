@@ -1,4 +1,4 @@
-"""PredictionWriter: every row once, in order, the same for any number of ranks."""
+"""PredictionWriter writes every row once, in order, and the same rows for any number of ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def break_off(folder: str) -> list[str]:
     return [f"{file.name}: {len(file.read_text().splitlines())}" for file in Path(folder).iterdir()]
 
 
-def test_half_a_file_does_not_get_the_name_of_a_whole_one(workers: WorkerPool, tmp_path: Path) -> None:
+def test_an_incomplete_file_keeps_the_suffix_part(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(break_off, str(tmp_path), world_size=1, init_process_group=False) == [
         ["predictions.jsonl.part: 3"]
     ]
@@ -92,7 +92,7 @@ def run_without_a_column(folder: str, algorithm: str) -> tuple[str, list[dict[st
 
 
 @pytest.mark.parametrize(("algorithm", "reward"), [("grpo", "reward"), ("ppo", "score")])
-def test_rows_that_cannot_be_judged_are_predicted_without_rewards(
+def test_rows_without_a_column_of_the_reward_are_predicted_without_rewards(
     workers: WorkerPool, tmp_path: Path, algorithm: str, reward: str
 ) -> None:
     ((told, rows, refused),) = workers.run(
@@ -108,7 +108,7 @@ class Plain(L.LightningModule):
     """Not an algorithm of this package."""
 
 
-def test_what_cannot_be_written_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+def test_predictions_that_cannot_be_written_are_refused_before_generation(tmp_path: Path) -> None:
     trainer: Any = None
     with pytest.raises(ConfigError, match=r"Plain has no sample_rows\(\)"):
         PredictionWriter(tmp_path / "predictions.jsonl").setup(trainer, Plain(), "predict")

@@ -15,12 +15,12 @@ from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
 def report(moved: int, seconds: float = 0.5) -> ReallocationReport:
-    """Return a report of ``moved`` bytes, half of which had to move."""
+    """Return a report of ``moved`` bytes, twice the least possible number."""
     return ReallocationReport(moved, moved // 2, moved, seconds, "direct")
 
 
 class Pool:
-    """A model pool that moves weights for one call, every other time."""
+    """A model pool that moves weights for one call, in every second phase."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -31,7 +31,7 @@ class Pool:
         return report(100) if len(self.asked) % 4 == 1 else None
 
     def relinquish(self, call: str, *, free: bool) -> None:
-        """Record whether memory was to be freed."""
+        """Record whether the caller asked to free memory."""
         self.asked.append(f"relinquish {call}, free={free}")
 
 
@@ -90,7 +90,7 @@ class Listener(PhaseCallback):
         self.heard.append(("moved", phase, report.bytes_moved))
 
 
-def test_hooks_reach_those_that_have_them_and_the_module_last() -> None:
+def test_hooks_run_in_callbacks_that_define_them_and_then_in_the_module() -> None:
     listener = Listener()
     trainer: Any = Trainer(Callback(), listener)
     dispatch(trainer, "on_phase_start", "actor.train")
@@ -104,7 +104,7 @@ def test_hooks_reach_those_that_have_them_and_the_module_last() -> None:
     assert trainer.profiler.names[1] == "[LightningModule]Module.on_phase_start"
 
 
-def test_every_call_is_made_real_and_given_back_and_what_moved_is_summed() -> None:
+def test_every_call_is_realized_and_relinquished_and_moved_bytes_are_summed() -> None:
     reallocation, listener = ParameterReallocation(), Listener()
     trainer: Any = Trainer(reallocation, listener)
     for _ in range(4):
@@ -114,17 +114,17 @@ def test_every_call_is_made_real_and_given_back_and_what_moved_is_summed() -> No
     totals = reallocation.summary()["actor.generate"]
     assert totals == SwitchTotals(count=2, bytes_moved=200, bytes_minimum=100, seconds=1.0)
     assert totals.bytes_per_s == 200.0
-    # Told of the move before the phase starts: the layout is real by then.
+    # The report comes before the phase starts: the layout is in place by then.
     assert listener.heard[:2] == [("moved", "actor.generate", 100), ("start", "actor.generate")]
 
 
-def test_storage_is_freed_where_that_was_asked_for() -> None:
+def test_free_after_frees_the_storage_of_a_call() -> None:
     trainer: Any = Trainer(ParameterReallocation(free_after=True))
     dispatch(trainer, "on_phase_end", "actor.generate")
     assert trainer.strategy.pool.asked == ["relinquish actor.generate, free=True"]
 
 
-def test_switched_off_it_leaves_every_role_where_it_is() -> None:
+def test_a_disabled_callback_moves_no_role() -> None:
     reallocation = ParameterReallocation(enabled=False)
     trainer: Any = Trainer(reallocation)
     dispatch(trainer, "on_phase_start", "actor.generate")
@@ -133,7 +133,7 @@ def test_switched_off_it_leaves_every_role_where_it_is() -> None:
     assert reallocation.summary() == {}
 
 
-def test_nothing_moved_has_no_throughput() -> None:
+def test_the_throughput_of_no_moves_is_zero() -> None:
     assert SwitchTotals().bytes_per_s == 0.0
     totals = SwitchTotals()
     totals.add(report(10, seconds=0.25))

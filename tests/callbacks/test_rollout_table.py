@@ -1,4 +1,4 @@
-"""RolloutTable: contents on one rank and on two, in every mode, and output files."""
+"""Contents and output files of RolloutTable, on one rank and on two, for several algorithms and strategies."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def show_everywhere(folder: str) -> Any:
     return tables.tables
 
 
-def test_every_logger_that_can_shows_it_and_a_resumed_run_goes_on(workers: WorkerPool, tmp_path: Path) -> None:
+def test_every_logger_shows_the_table_and_a_resumed_run_continues_it(workers: WorkerPool, tmp_path: Path) -> None:
     (tables,) = workers.run(show_everywhere, str(tmp_path), world_size=1, init_process_group=False)
     own = read(tmp_path / "own.csv")
     assert [row["step"] for row in own] == ["1", "1", "2", "2"]
@@ -160,7 +160,7 @@ def test_every_logger_that_can_shows_it_and_a_resumed_run_goes_on(workers: Worke
     assert f"| 2 | {own[3]['prompt']} |" in texts[1]
 
 
-def test_markdown_keeps_a_row_on_a_line() -> None:
+def test_each_row_is_one_line_of_markdown() -> None:
     rows = [{"step": 1, "response": "a|b\nc", "reward": None}, {"step": 1, "response": "d" * 2000, "reward": 0.25}]
     header, rule, first, second = markdown(rows).split("\n")
     assert (header, rule) == ("| step | response | reward |", "| --- | --- | --- |")
@@ -176,7 +176,7 @@ class Elsewhere:
         self.loggers = loggers
 
 
-def test_a_table_that_nobody_would_see_is_refused() -> None:
+def test_a_table_without_a_logger_or_path_is_refused() -> None:
     trainer: Any = Elsewhere(runs.ReallocStrategy())
     with pytest.raises(ConfigError, match=r"the loggers are: none; add one, or give path='rollouts.csv'"):
         RolloutTable().setup(trainer, runs.grpo(), "fit")
