@@ -38,7 +38,7 @@ class Case:
     tolerance: float = 2e-5
 
     def build(self) -> nn.Module:
-        """Return the model with its full weights, in training mode: the same on every call and rank."""
+        """Return the model with its full weights, in training mode; the weights are equal on every call and rank."""
         model = tiny_model(self.family, **self.overrides)
         if self.num_labels is not None:
             from transformers import AutoModelForSequenceClassification

@@ -1,4 +1,4 @@
-"""Divergences over the vocabulary, chunk by chunk, against autograd through the plain formula."""
+"""Divergences over the vocabulary, computed in chunks, equal autograd through the plain formula."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain(student: Tensor, teacher: Tensor, divergence: str, mix: float) -> Tens
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk_elements", [1 << 23, 40])
-def test_values_and_gradients_are_those_of_the_definition(
+def test_values_and_gradients_equal_those_of_the_definition(
     divergence: Any, with_bias: bool, chunk_elements: int
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def test_values_and_gradients_are_those_of_the_definition(
     assert torch.allclose(gradient, slope, atol=1e-5)
 
 
-def test_what_is_alike_is_not_apart_and_has_no_gradient() -> None:
+def test_equal_distributions_have_no_divergence_and_no_gradient() -> None:
     generator = torch.Generator().manual_seed(2)
     states, weight = torch.randn(3, 4, generator=generator), torch.randn(9, 4, generator=generator)
     logits = (states @ weight.T + 1.0).requires_grad_()
@@ -76,7 +76,7 @@ def test_padding_of_one_vocabulary_is_left_out(longer: str) -> None:
     assert gradient.shape == ours.shape and not gradient[:, 6:].any()
 
 
-def test_a_device_has_the_part_of_a_head_that_it_was_last_asked_for() -> None:
+def test_a_device_holds_the_columns_of_a_head_that_were_selected_last() -> None:
     weight, bias = torch.arange(12.0).view(6, 2), torch.arange(6.0)
     head, device = TeacherHead(weight, bias), torch.empty(0, device="meta")
     for columns, num in ((slice(0, 3), 3), (slice(3, 6), 3), (slice(0, 6), 6), (slice(6, 6), 0)):
@@ -93,7 +93,7 @@ def test_a_device_has_the_part_of_a_head_that_it_was_last_asked_for() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_a_head_makes_the_logits_of_the_states_that_were_read(family: str, share_prompts: bool) -> None:
+def test_a_head_computes_the_logits_from_the_predicting_states(family: str, share_prompts: bool) -> None:
     model = tiny_model(family)
     columns = {
         "prompt_ids": Ragged.from_list([[5, 6, 7], [5, 6, 7], [8]]),

@@ -1,4 +1,4 @@
-"""Liger's kernels replace norms, rotary embeddings and gated layers, and no losses; errors where they cannot run."""
+"""Liger's kernels replace norms, rotary embeddings and gated layers, but no losses, and need CUDA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FakeLiger(ModuleType):
         self.asked.append((model, kernels))
 
 
-def test_kernels_are_asked_for_layers_and_not_for_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_replace_layers_and_no_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeLiger()
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -48,7 +48,7 @@ def test_kernels_are_asked_for_layers_and_not_for_losses(monkeypatch: pytest.Mon
     assert len(fake.asked) == 1
 
 
-def test_without_the_package_or_without_cuda_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match="needs the package liger-kernel, which cannot be imported here"):
         use_liger_kernels(tiny_model("llama"), "actor", CUDA)
@@ -61,6 +61,6 @@ def _fit() -> str:
     return str(caught.value)
 
 
-def test_a_run_on_cpu_says_so_before_it_begins(workers: WorkerPool) -> None:
+def test_kernels_are_refused_on_cpu_before_a_run_begins(workers: WorkerPool) -> None:
     (message,) = workers.run(_fit, world_size=1, init_process_group=False)
     assert message.startswith("liger_kernels=True needs CUDA, and actor runs on cpu; leave")

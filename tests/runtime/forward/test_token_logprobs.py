@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against torch's own log_softmax, values and gradients."""
+"""Values and gradients of chunked log-probabilities equal those of torch's log_softmax."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_two_equal_logits_give_half_the_probability_each() -> None:
     assert statistics.entropy.tolist() == pytest.approx([math.log(2), 0.0])
 
 
-def test_half_precision_logits_are_normalised_in_fp32_and_get_gradients_of_their_own_type() -> None:
+def test_half_precision_logits_are_normalised_in_fp32_and_keep_their_gradient_dtype() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     statistics = selected_logprobs(logits, torch.zeros(4, dtype=torch.int64))
     torch.testing.assert_close(statistics.logprobs, logits.float().log_softmax(-1)[:, 0], atol=1e-5, rtol=0)
@@ -52,11 +52,11 @@ def test_half_precision_logits_are_normalised_in_fp32_and_get_gradients_of_their
     assert logits.grad.dtype == torch.bfloat16
 
 
-def test_two_draws_are_the_same_as_often_as_squared_probabilities_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collision_logprobs_are_the_log_of_summed_squared_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", 10)  # chunks of two rows and of one
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -torch.inf], [2.0, 1.0, 0.0, -1.0, 3.0], [90.0, 0.0, 0.0, 0.0, 0.0]])
     expected = (logits / 0.5).softmax(-1).square().sum(-1).log()
     assert torch.allclose(collision_logprobs(logits.requires_grad_(), temperature=0.5), expected, atol=1e-6)
-    # Of four equally likely tokens, two draws are the same one time in four.
+    # With four equally likely tokens, two draws are equal one time in four.
     assert collision_logprobs(logits)[0].exp().item() == pytest.approx(0.25)
     assert not collision_logprobs(logits).requires_grad

@@ -21,7 +21,7 @@ NUM_ROWS = 7
 
 def _logits(vocabulary: int) -> Tensor:
     logits = 4 * torch.randn(NUM_ROWS, vocabulary, generator=torch.Generator().manual_seed(0))
-    logits[2, : vocabulary // 2] = -torch.inf  # all that the first of two ranks has, and its tokens are taken elsewhere
+    logits[2, : vocabulary // 2] = -torch.inf  # all columns of the first of two ranks
     return logits
 
 
@@ -51,7 +51,7 @@ def _agrees(whole: Tensor, size: int, value: Callable[[Tensor], Tensor], **setti
     answers = _on_ranks(whole, size, value, **settings)
     for found, _, _ in answers:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        assert torch.equal(found, answers[0][0])  # ranks go on with the same bits
+        assert torch.equal(found, answers[0][0])  # ranks continue with the same bits
     gradient = torch.cat([gradient for _, gradient, _ in answers], -1)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-5)
     return answers[0][2]
@@ -78,10 +78,10 @@ def _logprobs_and_entropy(vocabulary: int) -> Callable[[Tensor], Tensor]:
     return value
 
 
-# Of 11 columns 2 ranks have 6 and 5; of 9, 4 ranks have 3, 3, 3 and none.
+# 11 columns are 6 and 5 on 2 ranks; 9 columns are 3, 3, 3 and 0 on 4 ranks.
 @pytest.mark.parametrize(("size", "vocabulary"), [(2, 12), (2, 11), (4, 9), (3, 7)])
 @pytest.mark.parametrize("chunk_elements", [1 << 23, 10])
-def test_shares_give_the_logprobs_entropies_and_gradients_of_whole_logits(
+def test_shares_give_the_same_logprobs_entropies_and_gradients_as_whole_logits(
     monkeypatch: pytest.MonkeyPatch, size: int, vocabulary: int, chunk_elements: int
 ) -> None:
     monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", chunk_elements)
@@ -89,7 +89,7 @@ def test_shares_give_the_logprobs_entropies_and_gradients_of_whole_logits(
     assert received == 3 * NUM_ROWS * size  # in both directions
 
 
-def test_shares_give_the_collisions_of_whole_logits() -> None:
+def test_shares_give_the_same_collision_logprobs_as_whole_logits() -> None:
     logits = _logits(11)
 
     def on_rank(group: SimulatedGroup) -> Tensor:
@@ -102,7 +102,7 @@ def test_shares_give_the_collisions_of_whole_logits() -> None:
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js"])
 @pytest.mark.parametrize(("student", "teacher"), [(11, 11), (11, 5), (9, 12)])  # columns: a rank may share none of them
-def test_shares_give_the_divergences_of_whole_logits(divergence: Any, student: int, teacher: int) -> None:
+def test_shares_give_the_same_divergences_as_whole_logits(divergence: Any, student: int, teacher: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits, states = torch.randn(NUM_ROWS, student, generator=generator), torch.randn(NUM_ROWS, 4, generator=generator)
     weight, bias = torch.randn(teacher, 4, generator=generator), torch.randn(teacher, generator=generator)
@@ -115,7 +115,7 @@ def test_shares_give_the_divergences_of_whole_logits(divergence: Any, student: i
     assert _agrees(logits, 4, value) == 4 * NUM_ROWS * 4
 
 
-def test_half_precision_shares_are_normalised_in_fp32_and_get_gradients_of_their_own_type() -> None:
+def test_half_precision_shares_are_normalised_in_fp32_and_keep_their_gradient_dtype() -> None:
     logits = _logits(300).bfloat16()
     value = _logprobs_and_entropy(300)
     ((expected, expected_gradient, _),) = _on_whole(logits, value)
@@ -131,7 +131,7 @@ def _soft_cap(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_done_to_each_logit_leaves_them_in_shares(size: int) -> None:
+def test_elementwise_changes_keep_logits_in_shares(size: int) -> None:
     logits = _logits(11).clamp(min=-9.0)
     assert _agrees(logits, size, _logprobs_and_entropy(11), change=_soft_cap) == 3 * NUM_ROWS * size
 
@@ -146,13 +146,13 @@ def test_what_is_done_to_each_logit_leaves_them_in_shares(size: int) -> None:
         lambda z: torch.where(z > z.mean(-1, keepdim=True), z, z / 2),
     ],
 )
-def test_what_looks_at_more_than_each_logit_gets_all_of_them(change: Callable[[Tensor], Tensor]) -> None:
+def test_changes_across_logits_gather_all_of_them(change: Callable[[Tensor], Tensor]) -> None:
     logits = _logits(11).clamp(min=-9.0)
     received = _agrees(logits, 2, _logprobs_and_entropy(11), change=change)
     assert received >= 2 * NUM_ROWS * 6  # padded shares of 6 columns, joined
 
 
-def test_what_is_written_into_shares_is_in_all_logits() -> None:
+def test_writes_into_shares_change_the_whole_logits() -> None:
     logits, changed = _logits(11), _logits(11)
 
     def on_rank(group: SimulatedGroup) -> Tensor:
@@ -169,7 +169,7 @@ def test_what_is_written_into_shares_is_in_all_logits() -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_shares_answer_for_all_logits_without_joining_them() -> None:
+def test_shares_have_the_shape_of_all_logits_without_a_gather() -> None:
     logits = _logits(11)
 
     def on_rank(group: SimulatedGroup) -> int:
@@ -187,8 +187,8 @@ def test_shares_answer_for_all_logits_without_joining_them() -> None:
     assert run_ranks(2, on_rank) == [0, 0]
 
 
-def test_a_row_with_one_finite_logit_is_certain_on_all_ranks() -> None:
-    # z = (-inf, -inf, 0, -inf): log p of the third is 0 and the entropy 0; of two draws both are the same
+def test_a_row_with_one_finite_logit_has_entropy_zero_on_all_ranks() -> None:
+    # z = (-inf, -inf, 0, -inf): log p of the third is 0 and the entropy 0; two draws are always equal
     logits = torch.tensor([[-math.inf, -math.inf, 0.0, -math.inf]])
 
     def on_rank(group: SimulatedGroup) -> list[float]:

@@ -1,4 +1,4 @@
-"""The fastest run is found although first runs are slow, some are disturbed, and every rank has its own clock."""
+"""Timing of the fastest run despite slow first runs, disturbed runs, and one clock per rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def runs_until_settled(seconds: Iterator[float]) -> list[float]:
         ([0.2, 0.2, 0.2, 9.0], 3),  # steady from the first
         ([0.4, 0.3, 0.2, 0.21, 0.2, 9.0], 5),  # slow at first
         ([0.2, 0.4, 0.2, 0.5, 0.2, 9.0], 5),  # disturbed now and then
-        ([0.3, 0.3, 0.1, 0.2, 0.2, 0.2, 9.0], MAX_RUNS),  # a fastest one that nothing confirms
+        ([0.3, 0.3, 0.1, 0.2, 0.2, 0.2, 9.0], MAX_RUNS),  # a fastest run that no other run confirms
         ([3.0, 2.0, 1.0, 9.0], MAX_LONG_RUNS),  # long
     ],
 )
-def test_work_is_run_until_some_runs_are_as_fast_as_the_fastest(seconds: list[float], expected: int) -> None:
+def test_work_runs_until_several_runs_are_as_fast_as_the_fastest(seconds: list[float], expected: int) -> None:
     assert len(runs_until_settled(iter(seconds))) == expected
 
 
@@ -59,11 +59,11 @@ def _measure() -> list[float]:
     watch = GroupTimer(
         meshes=meshes, device=torch.device("cpu"), rank=rank, world_size=dist.get_world_size(), clock=clock
     )
-    # Rank 1 is the slower one but for its first run; seconds that were measured already are passed through.
+    # Rank 1 is slower, except in its first run; seconds that were measured already pass through.
     seconds = [[5.0, 1.0, 1.0, 1.0], [4.0, 2.0, 2.0, 2.0]][rank] if rank in layout else []
     return watch.time_slowest(layout, lambda: [clock.work(seconds), 7.0 + rank], count=2)
 
 
-def test_all_ranks_learn_the_slowest_ranks_fastest_run(workers: WorkerPool) -> None:
+def test_all_ranks_receive_the_fastest_run_of_the_slowest_rank(workers: WorkerPool) -> None:
     assert workers.run(_measure)[0] == [2.0, 8.0]
     assert workers.run(_measure)[3] == [2.0, 8.0]

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_realloc.runtime.measure import host_memory
 
-# Run by path, in a process that imports nothing else: the setting cannot be taken back.
+# Run by path, in a process that imports nothing else: the setting cannot be undone.
 FAULTS = """
 import resource, runpy, sys
 if sys.argv[1] == "keep":
@@ -29,7 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is told to keep memory")
-def test_a_step_that_repeats_takes_no_new_pages() -> None:
+def test_a_repeated_step_takes_no_new_pages() -> None:
     faults = {}
     for mode in ("default", "keep"):
         command = [sys.executable, "-c", FAULTS, mode, host_memory.__file__]
@@ -40,7 +40,7 @@ def test_a_step_that_repeats_takes_no_new_pages() -> None:
     assert faults["default"] > pages_of_one_step
 
 
-def test_settings_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_settings_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert not host_memory.keep_freed_memory()
 
@@ -54,7 +54,7 @@ def _default_threshold() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_default_threshold")
-def test_new_objects_are_looked_at_less_often_until_it_stops() -> None:
+def test_garbage_is_collected_less_often_between_start_and_stop() -> None:
     collection = host_memory.InfrequentCollection()
     collection.start()
     collection.start()  # by a fit that follows a failed one
@@ -66,7 +66,7 @@ def test_new_objects_are_looked_at_less_often_until_it_stops() -> None:
 
 @pytest.mark.usefixtures("_default_threshold")
 @pytest.mark.parametrize("chosen", [0, 50_000])
-def test_a_threshold_that_somebody_chose_stays(chosen: int) -> None:
+def test_a_threshold_that_was_set_before_start_is_kept(chosen: int) -> None:
     gc.set_threshold(chosen, 10, 10)
     collection = host_memory.InfrequentCollection()
     collection.start()
@@ -75,7 +75,7 @@ def test_a_threshold_that_somebody_chose_stays(chosen: int) -> None:
 
 
 @pytest.mark.usefixtures("_default_threshold")
-def test_a_threshold_that_somebody_chooses_meanwhile_stays() -> None:
+def test_a_threshold_that_is_set_after_start_is_kept() -> None:
     collection = host_memory.InfrequentCollection()
     collection.start()
     gc.set_threshold(5_000, 10, 10)

@@ -20,7 +20,7 @@ def meter() -> Iterator[StorageMeter]:
     meter.stop()
 
 
-def test_what_is_alive_at_the_start_counts() -> None:
+def test_tensors_that_exist_at_the_start_count() -> None:
     kept = torch.zeros(1 << 20)
     meter = StorageMeter()
     meter.start()
@@ -53,7 +53,7 @@ def test_views_and_results_in_place_count_once(meter: StorageMeter) -> None:
     assert meter.current_bytes == before
 
 
-def test_storage_that_is_resized_counts_what_it_has(meter: StorageMeter) -> None:
+def test_resized_storage_counts_with_its_current_size(meter: StorageMeter) -> None:
     before = meter.current_bytes
     tensor = torch.empty(1000)
     tensor.untyped_storage().resize_(0)
@@ -62,7 +62,7 @@ def test_storage_that_is_resized_counts_what_it_has(meter: StorageMeter) -> None
     assert meter.current_bytes - before == 8000
 
 
-def test_memory_of_others_does_not_count(meter: StorageMeter) -> None:
+def test_memory_that_torch_did_not_allocate_does_not_count(meter: StorageMeter) -> None:
     before = meter.current_bytes
     foreign = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
     view = foreign[16:].view(torch.int32)
@@ -70,7 +70,7 @@ def test_memory_of_others_does_not_count(meter: StorageMeter) -> None:
     assert view.sum() == 0
 
 
-def test_after_stop_nothing_is_watched() -> None:
+def test_nothing_is_counted_after_stop() -> None:
     resize = torch.UntypedStorage.resize_
     meter = StorageMeter()
     meter.start()

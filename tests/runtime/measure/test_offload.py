@@ -28,21 +28,21 @@ def test_tensors_and_their_views_come_back_as_they_were() -> None:
     torch.testing.assert_close(view, expected[0][3:9], rtol=0, atol=0)
 
 
-def test_content_is_copied_again_only_where_it_is_said_to_be_new() -> None:
+def test_content_is_copied_again_only_under_a_new_version() -> None:
     offload, tensor = Offload(make_copier(CPU)), torch.zeros(1000)
     offload.move_out([tensor], version=1)
     offload.finish_return()
     tensor.fill_(2.0)
     offload.move_out([tensor], version=1)
     offload.finish_return()
-    assert float(tensor.sum()) == 0.0  # the old copy: nobody said that it had changed
+    assert float(tensor.sum()) == 0.0  # the old copy: the version is the same
     tensor.fill_(3.0)
     offload.move_out([tensor], version=2)
     offload.finish_return()
     assert float(tensor.sum()) == 3000.0
 
 
-def test_other_tensors_may_take_their_place() -> None:
+def test_other_tensors_can_be_offloaded_after_the_first_return() -> None:
     offload, first, second = Offload(make_copier(CPU)), torch.ones(10), torch.full((20,), 2.0)
     offload.move_out([first], version=1)
     offload.finish_return()
@@ -67,7 +67,7 @@ def test_memory_that_torch_cannot_free_is_refused(tmp_path: Path) -> None:
         Offload(make_copier(CPU)).move_out([torch.ones(3), mapped], version=1)
 
 
-def test_a_full_disk_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_full_disk_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -81,12 +81,12 @@ def test_a_full_disk_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-def test_cuda_tensors_come_back_while_other_work_goes_on() -> None:
+def test_cuda_tensors_return_during_other_work() -> None:
     device = torch.device("cuda")
     offload, tensor = Offload(make_copier(device)), torch.randn(1 << 24, device=device)
     expected = tensor.cpu()
     for version in (1, 1, 2):
-        before = torch.cuda.memory_allocated()  # products have a workspace once there was one
+        before = torch.cuda.memory_allocated()  # the first matrix product allocates a workspace
         offload.move_out([tensor], version=version)
         assert torch.cuda.memory_allocated() <= before - (1 << 26)
         busy = torch.randn(2048, 2048, device=device)

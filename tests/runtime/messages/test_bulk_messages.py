@@ -35,7 +35,7 @@ def _exchange() -> list[bool]:
         for number in numbers:
             ours.send(other, number, _content(rank, number))
     dist.barrier()
-    # What is allocated now takes the place of what nobody holds any more.
+    # These allocations overwrite memory that was freed too early.
     junk = [
         torch.full((size,), 7, dtype=torch.uint8) for size in (*SIZES, 16_384) for _ in range(20)
     ]  # in freed memory
@@ -47,7 +47,7 @@ def _exchange() -> list[bool]:
     return whole
 
 
-def test_messages_of_every_size_are_told_apart_by_their_numbers(workers: WorkerPool) -> None:
+def test_messages_of_every_size_are_identified_by_their_numbers(workers: WorkerPool) -> None:
     assert workers.run(_exchange, world_size=3) == [[True] * (2 * 2 * len(SIZES))] * 3
 
 
@@ -63,12 +63,12 @@ def _ask_for_it() -> tuple[bool, bool, bool]:
     dist.barrier()
     deadline = time.monotonic() + 20.0
     while not parcel.has_arrived() and time.monotonic() < deadline:
-        time.sleep(0.001)  # nobody waits on this side, and yet it comes
+        time.sleep(0.001)  # arrives without a wait on this rank
     arrived = parcel.has_arrived()
     whole = torch.equal(parcel.wait(), _content(0, 5))
     dist.barrier()
     return early, arrived, whole
 
 
-def test_it_can_be_asked_whether_a_message_is_there(workers: WorkerPool) -> None:
+def test_has_arrived_reports_whether_a_message_is_complete(workers: WorkerPool) -> None:
     assert workers.run(_ask_for_it, world_size=2)[1] == (False, True, True)

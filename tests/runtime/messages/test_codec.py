@@ -33,7 +33,7 @@ def test_samples_come_back_bit_for_bit(ids: list[int]) -> None:
     assert decode(encode(samples)).equals(samples)
 
 
-def test_python_objects_stay_at_home() -> None:
+def test_python_objects_are_not_sent() -> None:
     samples = _samples([1, 2]).with_columns(prompt=("a", object()))
     assert decode(encode(samples)).equals(_samples([1, 2]))
 
@@ -88,12 +88,12 @@ def gather_failures() -> list[str]:
     return texts
 
 
-def test_what_one_rank_failed_with_is_raised_on_all(workers: WorkerPool) -> None:
+def test_the_exception_of_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
     everyone = workers.run(gather_failures)
     reward = "RewardError: bad reward; after "
     unknown = "ReallocError: rank 2 failed with KeyError: 'typo'; after None"
     assert everyone[0] == [reward + "None", unknown]
     assert everyone[1] == [reward + "None", unknown]
     assert everyone[2] == [reward + "None", "KeyError: 'typo'; after None"]
-    # The lowest rank's error is everybody's; a rank with one of its own shows that as the cause.
+    # All ranks raise the lowest rank's error; a rank with an error of its own has it as the cause.
     assert everyone[3] == [reward + "DataError('bad data')", unknown]

@@ -42,7 +42,7 @@ def _send_in_one_order_and_receive_in_another() -> list[list[int]]:
     return received
 
 
-def test_frames_are_found_by_name_whatever_the_order(workers: WorkerPool) -> None:
+def test_frames_are_found_by_name_in_any_order(workers: WorkerPool) -> None:
     for rank, received in enumerate(workers.run(_send_in_one_order_and_receive_in_another, world_size=3)):
         others = [source for source in range(3) if source != rank]
         expected = [[10 * run + call] * (s + call) for run in (1, 0) for call in (2, 0, 1) for s in others]
@@ -63,7 +63,7 @@ def _send_to_a_rank_that_sleeps() -> tuple[float, float]:
     return 0.0, mailbox.seconds_waited
 
 
-def test_a_sender_does_not_wait_until_it_lets_go(workers: WorkerPool) -> None:
+def test_a_sender_does_not_wait_before_release(workers: WorkerPool) -> None:
     (sent_after, let_go_after), (_, waited) = workers.run(_send_to_a_rank_that_sleeps, world_size=2)
     assert sent_after < 0.6 < 0.8 < let_go_after
     assert waited < 0.8
@@ -124,7 +124,7 @@ def _end_in_a_collective() -> str:
     return "nothing"
 
 
-def test_a_broken_collective_is_told_as_what_broke_it(workers: WorkerPool) -> None:
+def test_a_broken_collective_raises_the_error_that_broke_it(workers: WorkerPool) -> None:
     heard = workers.run(_end_in_a_collective, world_size=3)
     assert heard == [
         "ReallocError: rank 1 failed with ArithmeticError: overflow",
@@ -145,6 +145,6 @@ def _explained() -> list[str]:
     return getattr(error, "__notes__", [])
 
 
-def test_an_error_that_another_ranks_end_has_caused_is_told_why(workers: WorkerPool) -> None:
+def test_a_closed_connection_gets_a_note_about_the_rank_that_failed_first(workers: WorkerPool) -> None:
     assert workers.run(_explained, world_size=2) == [[], ["rank 0 failed first, with KeyError: 'x'"]]
     assert not is_broken_connection(RuntimeError("shape mismatch"))

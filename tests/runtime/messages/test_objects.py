@@ -26,5 +26,5 @@ def test_values_of_any_length_arrive_in_the_order_of_ranks(workers: WorkerPool) 
         assert answers[1][1] == [3, 1]
 
 
-def test_a_process_alone_gets_its_own() -> None:
+def test_a_single_process_gets_its_own_value() -> None:
     assert gather_objects({"a": 1}) == [{"a": 1}]

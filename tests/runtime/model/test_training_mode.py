@@ -35,7 +35,7 @@ def test_recomputing_activations_changes_no_gradient_and_starts_no_dropout(famil
         torch.testing.assert_close(ours, theirs)
 
 
-def test_dropout_is_active_when_asked_for() -> None:
+def test_dropout_is_active_on_request() -> None:
     model = tiny_model("gpt2", resid_pdrop=0.5)
     set_training_mode(model, dropout=True)
     first, second = _gradients(model), _gradients(model)

@@ -1,4 +1,4 @@
-"""Blocks under torch.compile: equal losses and gradients, one program for all lengths, no forward left replaced."""
+"""Blocks under torch.compile give equal losses and gradients, with one program for all lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 from tests.models import tiny_model
 from tests.strategies.runs import Batches
 
-BACKEND = "aot_eager"  # traces forward and backward as inductor does, and leaves out its minute of C++
+BACKEND = "aot_eager"  # traces forward and backward as inductor does, without its minute of C++ compilation
 
 
 def loss_and_gradients(model: Any, batch: Any) -> tuple[float, dict[str, Tensor]]:
@@ -28,7 +28,7 @@ def loss_and_gradients(model: Any, batch: Any) -> tuple[float, dict[str, Tensor]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_losses_and_gradients_stay_and_one_program_serves_all_lengths(recomputes: bool) -> None:
+def test_losses_and_gradients_are_equal_and_one_program_serves_all_lengths(recomputes: bool) -> None:
     torch._dynamo.reset()
     model = tiny_model("qwen3")
     if recomputes:
@@ -51,7 +51,7 @@ def test_losses_and_gradients_stay_and_one_program_serves_all_lengths(recomputes
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_what_cannot_be_compiled_is_refused() -> None:
+def test_unknown_backends_and_models_without_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"compile='inducktor' must be a backend of torch\.compile: .*inductor"):
         TrainOptions(compile="inducktor")
     with (

@@ -85,7 +85,7 @@ def test_holders_are_replicas_and_shared_heads() -> None:
 
 
 def _spoilt(layout_texts: list[str]) -> list[tuple[float, str | None, bool]]:
-    """Return norm, bad parameter, and whether clipping left the gradients, where the last rank has the only NaN."""
+    """Return norm, bad parameter, and whether clipping kept the gradients; only the last rank has NaN."""
     meshes, answers = MeshRegistry("cpu"), []
     meshes.create([Layout.parse(text) for text in layout_texts])
     for text in layout_texts:
@@ -105,7 +105,7 @@ def _spoilt(layout_texts: list[str]) -> list[tuple[float, str | None, bool]]:
     return answers
 
 
-def test_a_bad_gradient_of_one_rank_is_named_on_all_and_the_others_stay(workers: WorkerPool) -> None:
+def test_a_nan_gradient_of_one_rank_is_named_on_all_and_others_are_unchanged(workers: WorkerPool) -> None:
     for answers in workers.run(_spoilt, ["dp2", "fsdp2", "tp2"], world_size=2):
         for norm, name, kept in answers:
             assert math.isnan(norm) and kept

@@ -56,7 +56,7 @@ def _many_layouts() -> tuple[bool, bool, int, float | None]:
     left, right, whole = Layout.parse("tp2@0,1"), Layout.parse("fsdp2@2,3"), Layout.parse("dp2.tp2@0-3")
     meshes.create([left, right])
     before = meshes.group(left, "tp") if dist.get_rank() in left else None
-    meshes.create([whole, right, left])  # only what is new is made, in one order everywhere
+    meshes.create([whole, right, left])  # creates only new groups, in the same order on every rank
     mine = left if dist.get_rank() in left else right
     group = meshes.group(mine, *AXES)
     total = torch.tensor([float(dist.get_rank())])
@@ -65,7 +65,7 @@ def _many_layouts() -> tuple[bool, bool, int, float | None]:
     return same, meshes.group(whole, *AXES) is dist.group.WORLD, len(meshes._groups), total.item()
 
 
-def test_every_group_is_made_once_and_subsets_work_side_by_side(workers: WorkerPool) -> None:
+def test_every_group_is_made_once_and_subsets_work_in_parallel(workers: WorkerPool) -> None:
     answers = workers.run(_many_layouts)
 
     assert all(same and is_world for same, is_world, _, _ in answers)
@@ -90,7 +90,7 @@ def _misuse() -> list[str]:
     return messages
 
 
-def test_a_group_that_was_not_made_is_an_error_with_the_way_out(workers: WorkerPool) -> None:
+def test_the_error_of_a_missing_group_names_the_way_out(workers: WorkerPool) -> None:
     unknown, nothing_to_shard, outside = workers.run(_misuse, world_size=2)[0]
 
     assert "call MeshRegistry.create with every layout on all ranks first" in unknown

@@ -50,7 +50,7 @@ def test_key_value_heads_allow_more_ranks_than_there_are_heads() -> None:
     assert describe_model(tiny_model("gpt2")).tensor_parallel_degrees(8) == (1,)
 
 
-def test_a_model_without_weights_is_described_alike() -> None:
+def test_a_model_without_weights_has_the_same_description() -> None:
     model = tiny_model("qwen3")
 
     assert describe_model(copy.deepcopy(model).to("meta")) == describe_model(model)
@@ -81,7 +81,7 @@ def test_blocks_are_the_outermost_list_even_where_blocks_hold_lists() -> None:
     assert find_blocks(nn.Linear(2, 2)) == ()
 
 
-def test_transformers_classes_say_which_list_holds_the_blocks() -> None:
+def test_blocks_are_found_by_the_transformers_class_and_not_by_size() -> None:
     config = AutoConfig.for_model("gpt2", **FAMILIES["gpt2"])
     model = AutoModelForCausalLM.from_config(config)
     model.value_heads = nn.ModuleList([nn.Linear(2000, 64)])  # bigger than both blocks together

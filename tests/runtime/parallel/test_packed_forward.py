@@ -1,4 +1,4 @@
-"""Packed forward passes against one forward pass per sequence, for every family: values, gradients, isolation."""
+"""Packed forward passes equal one forward pass per sequence in values and gradients, and isolate sequences."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _gradients(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_sequences_get_the_logprobs_and_gradients_of_single_ones(name: str) -> None:
+def test_packed_sequences_have_the_logprobs_and_gradients_of_single_ones(name: str) -> None:
     family, overrides = MODELS[name]
     model, packed = tiny_model(family, **overrides), _packed()
     weights = torch.linspace(-1, 1, packed.num_tokens)
@@ -86,7 +86,7 @@ def test_packed_sequences_get_the_logprobs_and_gradients_of_single_ones(name: st
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_one_each(name: str) -> None:
+def test_a_shared_prompt_gives_the_same_results_as_one_prompt_per_response(name: str) -> None:
     family, overrides = MODELS[name]
     model = tiny_model(family, **overrides)
     results = []
@@ -103,7 +103,7 @@ def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_one_each(name: str)
         torch.testing.assert_close(shared, apart, atol=2e-5, rtol=1e-4)
 
 
-def test_a_model_that_looks_ahead_refuses_shared_prompts() -> None:
+def test_shared_prompts_are_refused_for_a_bidirectional_model() -> None:
     model = tiny_model("llama")
     for module in model.modules():
         if hasattr(module, "is_causal"):
@@ -122,7 +122,7 @@ def _group() -> Samples:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_changing_one_sequence_leaves_the_others_bits_alone(name: str) -> None:
+def test_changing_one_sequence_changes_no_bit_of_the_others(name: str) -> None:
     family, overrides = MODELS[name]
     model, packed = tiny_model(family, **overrides), _packed()
     before = packed_logits(model, packed)
@@ -135,7 +135,7 @@ def test_changing_one_sequence_leaves_the_others_bits_alone(name: str) -> None:
     assert not torch.equal(before[second], after[second])
 
 
-def test_only_responses_gives_the_same_values_where_the_mask_is_true_and_zero_elsewhere() -> None:
+def test_only_responses_gives_the_same_values_inside_the_mask_and_zero_outside() -> None:
     for family in ("llama", "opt"):
         model, packed = tiny_model(family), _packed()
         everywhere, responses = token_logprobs(model, packed), token_logprobs(model, packed, only_responses=True)
@@ -197,7 +197,7 @@ def test_models_that_cannot_keep_sequences_apart_are_refused_by_name() -> None:
         ("doge", {}, "DogeAttention attends with a mask of its own"),
     ],
 )
-def test_what_packs_would_leave_out_without_a_word_is_refused(
+def test_attention_and_positions_that_packs_would_change_are_refused(
     family: str, settings: dict[str, Any], reason: str
 ) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **settings))
@@ -205,7 +205,7 @@ def test_what_packs_would_leave_out_without_a_word_is_refused(
         packed_logits(model, _packed())
 
 
-def test_experts_in_float64_run_one_by_one_alone() -> None:
+def test_experts_in_float64_need_the_eager_implementation() -> None:
     model, packed = tiny_model("mixtral").double(), _packed()
     with pytest.raises(ConfigError, match=r"experts are in float64, .*set_experts_implementation\('eager'\)"):
         token_logprobs(model, packed)
@@ -215,7 +215,7 @@ def test_experts_in_float64_run_one_by_one_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_embeddings_that_a_rows_longest_sequence_decides_are_refused_where_it_would_matter(kind: str) -> None:
+def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused(kind: str) -> None:
     factors: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8} if kind == "longrope" else {}
     for original, matters in ((11, False), (8, True)):  # sequences of 7, 3, 11 and 3 tokens
         rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": original}
@@ -237,7 +237,7 @@ def test_attention_with_capped_scores_is_refused() -> None:
         packed_logits(model, _packed())
 
 
-def test_a_head_that_scores_whole_rows_is_refused_and_one_that_scores_tokens_is_not() -> None:
+def test_a_head_is_refused_if_it_scores_rows_and_accepted_if_it_scores_tokens() -> None:
     config, packed = tiny_model("llama").config, _packed()
     config.num_labels, config.pad_token_id = 1, 0
     with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification gave \(1, 1\) for 24 tokens"):

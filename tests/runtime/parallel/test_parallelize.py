@@ -58,7 +58,7 @@ def test_double_precision_agrees_to_rounding(workers: WorkerPool) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_uneven_sizes_head_counts_biases_and_ties(workers: WorkerPool) -> None:
+def test_uneven_sizes_head_counts_biases_and_ties_equal_one_process(workers: WorkerPool) -> None:
     uneven = {"vocab_size": 131, "intermediate_size": 90}
     biases = {"attention_bias": True, "mlp_bias": True}
     cases = [
@@ -75,7 +75,7 @@ def test_uneven_sizes_head_counts_biases_and_ties(workers: WorkerPool) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_heads_micro_batches_checkpointing_and_a_plan_of_ones_own(workers: WorkerPool) -> None:
+def test_heads_micro_batches_checkpointing_and_custom_plans_equal_one_process(workers: WorkerPool) -> None:
     opt_plan = {
         "model.decoder.embed_tokens": "embedding_rowwise",
         "model.decoder.layers.*.fc1": "colwise",
@@ -96,7 +96,7 @@ def test_heads_micro_batches_checkpointing_and_a_plan_of_ones_own(workers: Worke
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_adapters_train_on_divided_layers(workers: WorkerPool) -> None:
+def test_adapters_train_on_sharded_layers(workers: WorkerPool) -> None:
     everywhere = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
     cases = [
         Case("qwen3", "tp4@0-3", lora_modules=everywhere),
@@ -163,7 +163,7 @@ def _refusals() -> list[str]:
     return [str(precision.value), str(twice.value)]
 
 
-def test_what_cannot_run_is_refused_with_the_way_out(workers: WorkerPool) -> None:
+def test_models_that_cannot_run_are_refused_with_the_way_out(workers: WorkerPool) -> None:
     precision, twice = workers.run(_refusals, world_size=2)[0]
 
     assert "torch.autocast" in precision

@@ -49,7 +49,7 @@ def test_pipelines_compose_with_every_other_axis(workers: WorkerPool) -> None:
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
 
 
-def test_any_number_of_micro_batches_goes_through(workers: WorkerPool) -> None:
+def test_any_number_of_micro_batches_equals_one_process(workers: WorkerPool) -> None:
     cases = [
         Case("llama", "pp4", num_layers=4, num_micro_batches=1),
         Case("llama", "pp4", num_layers=4, num_micro_batches=2),
@@ -61,7 +61,7 @@ def test_any_number_of_micro_batches_goes_through(workers: WorkerPool) -> None:
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
 
 
-def test_critics_adapters_and_recomputed_activations(workers: WorkerPool) -> None:
+def test_critics_adapters_and_recomputed_activations_equal_one_process(workers: WorkerPool) -> None:
     cases = [
         Case("qwen2", "pp2.tp2", token_classifier=True),
         Case("llama", "pp2.fsdp2", token_classifier=True, checkpointing=True, num_micro_batches=4),
@@ -127,14 +127,14 @@ def test_models_that_cannot_be_divided_are_refused_on_every_rank(
             _stage(model, rank)
 
 
-def test_ties_across_stages_and_too_few_blocks_are_refused_before_anything_is_laid_out() -> None:
+def test_ties_across_stages_and_too_few_blocks_are_refused_by_the_layout() -> None:
     with pytest.raises(LayoutError, match=r"pp=2 would put 'lm_head.weight' and 'model.embed_tokens.weight'.*untie"):
         ModelLayout(describe_model(tiny_model("qwen2")), Layout.parse("pp2"))
     with pytest.raises(LayoutError, match="pp=3 needs at least one block per stage but the model has 2 blocks"):
         ModelLayout(describe_model(tiny_model("llama")), Layout.parse("pp3"))
 
 
-def test_a_stage_is_called_on_the_tokens_that_the_others_see_or_not_at_all() -> None:
+def test_a_stage_refuses_calls_outside_the_pipeline_and_other_tokens() -> None:
     stage = _stage(tiny_model("llama"), 1)
     ids = torch.arange(6).unsqueeze(0)
     with pytest.raises(LayoutError, match="is stage 1 of 2 of a pipeline, and cannot be called by itself"):
@@ -148,7 +148,7 @@ def test_a_stage_is_called_on_the_tokens_that_the_others_see_or_not_at_all() -> 
         get_stage_io(tiny_model("llama"))
 
 
-def test_a_norm_that_is_registered_before_the_blocks_and_runs_behind_them_is_refused() -> None:
+def test_a_norm_registered_before_the_blocks_that_runs_after_them_is_refused() -> None:
     case = Case("opt", "pp2")
     stage, (batch, *_) = _stage(case.build(), 1), case.batches(1)[0]
 

@@ -39,7 +39,7 @@ def _shards_through_a_model_s_life(layout_text: str) -> dict[str, bool]:
     optimizer.step()
     facts["stable over a step"] = _same_storage(local_tensors(model), shards)
     with torch.no_grad():
-        model(input_ids=IDS)  # leaves the root gathered, so that what is written next would go unnoticed
+        model(input_ids=IDS)  # leaves the root gathered, so that the next write would have no effect
     for name, full in whole.named_parameters():
         shards[name].copy_(local_part(full.detach(), model_layout, name, rank))
     reshard(model)
@@ -55,7 +55,7 @@ def _same_storage(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("layout", ["fsdp4@0-3", "fsdp2.tp2@0-3", "dp2.tp2@0-3", "tp4@0-3"])
-def test_local_tensors_are_the_live_storage_of_the_layout_s_regions(workers: WorkerPool, layout: str) -> None:
+def test_local_tensors_share_storage_with_the_regions_of_the_layout(workers: WorkerPool, layout: str) -> None:
     for facts in workers.run(_shards_through_a_model_s_life, layout):
         assert all(facts.values()), facts
 
@@ -76,7 +76,7 @@ def test_bound_tensors_are_shared_and_ties_stay_tied() -> None:
         assert not torch.equal(weightless(IDS).logits, model(IDS).logits)
 
 
-def test_binding_other_tensors_than_the_parameters_is_refused() -> None:
+def test_binding_tensors_under_other_names_is_refused() -> None:
     weightless = weightless_copy(tiny_model("qwen2"))
     tensors = dict(weightless.named_parameters())
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")

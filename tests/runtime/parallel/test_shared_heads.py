@@ -1,4 +1,4 @@
-"""Heads cut over the vocabulary, on gloo ranks: results equal one process, and no rank holds all logits."""
+"""Heads split over the vocabulary give the results of one process, and no gloo rank holds all logits."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ def _differences(cases: list[Case]) -> list[tuple[list[str], int] | None]:
     return found
 
 
-def test_ranks_say_of_tokens_what_one_process_does_and_never_have_all_logits(workers: WorkerPool) -> None:
+def test_statistics_equal_those_of_one_process_and_no_rank_has_all_logits(workers: WorkerPool) -> None:
     for answers in workers.run(_differences, list(CASES.values())):
         taken = {name: answer for name, answer in zip(CASES, answers, strict=True) if answer is not None}
         assert taken == dict.fromkeys(taken, ([], 0))
 
 
-def test_a_head_that_is_whole_gives_all_logits_to_every_rank(workers: WorkerPool) -> None:
+def test_a_head_that_is_not_split_gives_all_logits_to_every_rank(workers: WorkerPool) -> None:
     for answers in workers.run(_differences, [WHOLE_HEAD], world_size=2):
         ((wrong, num_rows),) = answers
-        assert wrong == [] and num_rows >= 24  # tokens that others come before
+        assert wrong == [] and num_rows >= 24  # tokens that have a predecessor
 
 
 def _nothing_to_predict() -> list[bool]:

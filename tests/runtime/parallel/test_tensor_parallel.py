@@ -134,7 +134,7 @@ def _one_sum_for_q_k_and_v() -> tuple[int, int, bool]:
     return forward, calls[0] - forward, tensor_parallel.shared_copy is None
 
 
-def test_layers_that_read_one_activation_sum_its_gradient_once(workers: WorkerPool) -> None:
+def test_layers_that_share_an_activation_sum_its_gradient_once(workers: WorkerPool) -> None:
     # Forward: the embedding, and two sums in each of two blocks. Backward: q/k/v and gate/up in each, and the head.
     assert workers.run(_one_sum_for_q_k_and_v, world_size=2) == [(5, 5, True)] * 2
 
@@ -166,6 +166,6 @@ def _installed(case: str) -> str:
         ("sliced twice", "slice a model with full weights, once"),
     ],
 )
-def test_what_would_go_wrong_silently_is_refused(workers: WorkerPool, case: str, reason: str) -> None:
+def test_setups_that_would_compute_wrong_results_are_refused(workers: WorkerPool, case: str, reason: str) -> None:
     for message in workers.run(_installed, case, world_size=2):
         assert reason in message

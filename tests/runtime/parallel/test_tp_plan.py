@@ -21,7 +21,7 @@ def test_layer_numbers_become_wildcards_and_digits_inside_words_stay() -> None:
     assert with_wildcards("blocks.0") == "blocks.*"
 
 
-def test_heads_are_told_from_sizes_in_the_config() -> None:
+def test_heads_are_counted_from_sizes_in_the_config() -> None:
     # 4 query heads and 2 key-value heads of 16: 64 and 32 output features.
     cuts = read_tp_plan(tiny_model("qwen3")).cuts
     attention = "model.layers.1.self_attn"
@@ -77,7 +77,7 @@ def test_packed_styles_cut_both_halves() -> None:
     assert plan.cuts["model.layers.0.mlp.gate_up_proj.weight"] == TensorParallelCut(0, block_sizes=(128, 128))
 
 
-def test_a_model_without_a_plan_says_how_to_pass_one() -> None:
+def test_the_refusal_of_a_model_without_a_plan_says_how_to_pass_one() -> None:
     refusal = read_tp_plan(tiny_model("opt")).refusal
 
     assert refusal is not None
@@ -92,8 +92,8 @@ def test_an_unknown_style_is_refused_with_its_name_and_its_module() -> None:
     assert refusal.startswith("model.layers.0.mlp.experts: the tensor-parallel style 'moe_tp_experts' is not supported")
 
 
-def test_parameters_between_divided_layers_are_refused_until_the_plan_names_them() -> None:
-    apertus = _on_meta("apertus")  # its activation has learned parameters, which its own plan forgets
+def test_parameters_between_sharded_layers_need_a_plan_that_names_them() -> None:
+    apertus = _on_meta("apertus")  # its activation has learned parameters, which transformers' plan leaves out
     activation = "model.layers.*.mlp.act_fn"
 
     refusal = read_tp_plan(apertus).refusal
@@ -113,7 +113,7 @@ def test_parameters_between_divided_layers_are_refused_until_the_plan_names_them
         ({"transformer.wte.weight": "colwise"}, "to a bare parameter"),
     ],
 )
-def test_what_a_plan_asks_in_vain_is_a_refusal(entry: dict[str, str], reason: str) -> None:
+def test_plan_entries_that_cannot_apply_are_refused(entry: dict[str, str], reason: str) -> None:
     refusal = read_tp_plan(tiny_model("gpt2"), entry).refusal
 
     assert refusal is not None
@@ -125,7 +125,7 @@ def test_a_plan_for_modules_that_do_not_exist_is_an_error() -> None:
         read_tp_plan(tiny_model("llama"), {"model.layer.*.mlp.up_proj": "colwise"})
 
 
-def test_adapters_are_cut_as_the_layers_they_adapt() -> None:
+def test_adapters_are_cut_like_the_layers_they_adapt() -> None:
     from peft import LoraConfig, get_peft_model
 
     names = ["k_proj", "down_proj"]

@@ -1,4 +1,4 @@
-"""A small model with every kind of cut, and a naive computation of every rank's local tensors."""
+"""A small model that is sharded in every way, and a naive computation of every rank's local tensors."""
 
 from __future__ import annotations
 

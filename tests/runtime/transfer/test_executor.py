@@ -1,4 +1,4 @@
-"""Reallocations by real ranks, compared with slices of the full tensors."""
+"""Reallocations between real ranks give the slices of the full tensors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_layout_reaches_every_other_and_comes_back_bit_by_bit(workers: Wor
 
 
 def _go_over_two_nodes(transport_name: str) -> list[int]:
-    """fsdp2 on node 0 to replicas on both nodes: node 1 gets each piece once and spreads it."""
+    """fsdp2 on node 0 to replicas on both nodes: node 1 receives each piece once and distributes it."""
     rank, source, target = dist.get_rank(), lay_out("fsdp2@0-1"), lay_out("dp4")
     full = full_tensors(source.model)
     two_nodes = ClusterSpec(**_local_cluster(2, 2))
@@ -95,7 +95,7 @@ def _local_cluster(num_nodes: int, devices_per_node: int) -> dict[str, Any]:
     }
 
 
-def test_between_nodes_a_piece_travels_once_and_is_spread_inside(workers: WorkerPool) -> None:
+def test_a_piece_crosses_between_nodes_once_and_is_distributed_inside(workers: WorkerPool) -> None:
     hops = workers.run(_go_over_two_nodes, "direct")
     assert {1} <= set(hops[2]) | set(hops[3])
 
@@ -138,9 +138,9 @@ def _alias(name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["push", "direct"])
-def test_what_does_not_change_is_the_sources_own_tensor(workers: WorkerPool, name: str) -> None:
+def test_unchanged_tensors_share_storage_with_the_source(workers: WorkerPool, name: str) -> None:
     moved, written = workers.run(_alias, name)[0]
-    # Ranks 2 and 3 get all they hold; what tp does not cut (norm of both layers and scale) is written once for the two.
+    # Ranks 2 and 3 receive all they hold. Tensors that tp does not split (both norms and scale) are written once.
     assert moved - written == (4 * (2 * 10 + 3) if name == "push" else moved)
 
 
@@ -187,7 +187,7 @@ def _widen(name: str) -> int:
     return report.bytes_minimum
 
 
-def test_a_narrow_source_is_widened_after_it_has_travelled(workers: WorkerPool) -> None:
+def test_a_bfloat16_source_is_cast_after_the_transfer(workers: WorkerPool) -> None:
     assert workers.run(_widen, "push") == workers.run(_widen, "direct")
 
 
@@ -217,7 +217,7 @@ def _memory_of(realloc: Reallocation) -> int:
 
 
 @pytest.mark.parametrize("name", ["push", "direct"])
-def test_released_memory_goes_back_and_the_next_run_has_it_again(workers: WorkerPool, name: str) -> None:
+def test_released_memory_is_freed_and_the_next_run_allocates_it_again(workers: WorkerPool, name: str) -> None:
     for before, after in workers.run(_release_and_run_again, name):
         assert before > 0
         assert after == 0
@@ -234,7 +234,7 @@ def _release_on_some() -> None:
     _assert_holds(there, full, "ranks that have not released still read")
     there.run()
     if rank % 2 == 0:
-        there.release()  # as often as the others by now, but not after the same run
+        there.release()  # the same number of releases as the others, but not after the same run
     dist.barrier()
     if rank % 2:
         _assert_holds(there, full, "after a run")
@@ -255,7 +255,7 @@ def _disagree() -> str:
     return ""
 
 
-def test_ranks_that_plan_differently_all_hear_who_they_are(workers: WorkerPool) -> None:
+def test_the_error_of_different_plans_names_the_ranks_on_all_of_them(workers: WorkerPool) -> None:
     messages = workers.run(_disagree)
     assert len(set(messages)) == 1
     assert "plan digest differs" in messages[0]
@@ -309,7 +309,7 @@ def test_a_fault_on_one_rank_is_an_error_on_every_rank(workers: WorkerPool, faul
 
 
 def _without_shared_memory(name: str) -> tuple[str, str]:
-    """Two pretended hosts: "push" is refused with the way out, "auto" takes the other way and says why."""
+    """Two simulated hosts: "push" is refused with the way out, "auto" chooses "direct" and gives the reason."""
     original = shared_memory.host_identity
     shared_memory.host_identity = lambda: f"host{dist.get_rank()}"
     records: list[str] = []
@@ -332,7 +332,7 @@ def _without_shared_memory(name: str) -> tuple[str, str]:
         logger.removeHandler(handler)
 
 
-def test_auto_chooses_direct_between_hosts_and_says_why(workers: WorkerPool) -> None:
+def test_auto_chooses_direct_between_hosts_and_gives_the_reason(workers: WorkerPool) -> None:
     answers = workers.run(_without_shared_memory, "auto", world_size=2)
     assert [choice for choice, _ in answers] == ["direct"] * 2
     assert "direct, because ranks 0 and 1 are on different hosts" in answers[0][1]
@@ -345,7 +345,7 @@ def test_push_between_hosts_is_refused_with_the_way_out(workers: WorkerPool) -> 
 
 
 def _alone() -> None:
-    """One process without a process group: everything is a local copy or nothing."""
+    """One process without a process group: everything is a local copy or needs no copy."""
     model = odd_model()
     layout, full = lay_out("dp1", model), full_tensors(model)
     there = Reallocation(layout, full, layout, rank=0, world_size=1, dtype=torch.bfloat16, device="cpu")
@@ -376,7 +376,7 @@ def _large_pieces() -> int:
 
 
 def test_only_strided_pieces_are_staged(workers: WorkerPool) -> None:
-    # column: fsdp2 and tp2 cut alike, nothing moves. row: each rank sends (150, 256) floats out of rows of 512, which
+    # column: fsdp2 and tp2 split alike, nothing moves. row: each rank sends (150, 256) floats from rows of 512, which
     # must be copied first, and receives as many into whole rows of 256, in place.
     piece = 150 * 256 * 4
     assert workers.run(_large_pieces, world_size=2) == [piece] * 2
@@ -396,5 +396,5 @@ def _one_rank_stays_away() -> str:
     return message
 
 
-def test_a_rank_that_does_not_come_to_a_push_is_named(workers: WorkerPool) -> None:
+def test_the_error_of_a_push_names_the_rank_that_did_not_arrive(workers: WorkerPool) -> None:
     assert "rank 1 did not arrive within 0.3 s" in workers.run(_one_rank_stays_away, world_size=2)[0]

@@ -53,7 +53,7 @@ def test_discarding_returns_the_pages_and_keeps_the_mapping() -> None:
     assert not contents.any()
 
 
-def test_a_segment_larger_than_memory_is_refused_before_anything_is_touched(
+def test_a_segment_larger_than_memory_is_refused_without_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "_SHARED_MEMORY_FOLDER", tmp_path)  # other tests use the real one meanwhile
@@ -63,14 +63,14 @@ def test_a_segment_larger_than_memory_is_refused_before_anything_is_touched(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recycled_path_is_not_taken_for_the_segment() -> None:
+def test_a_path_with_another_segment_is_refused() -> None:
     made = SharedSegment.create(64, backing="memfd")
     impostor = shared_memory.SegmentHandle(made.handle.path, made.handle.size, b"x" * 16)
     with pytest.raises(OSError, match="not the segment that was announced"):
         SharedSegment.attach(impostor)
 
 
-def test_waiting_ends_with_an_error_that_says_for_whom() -> None:
+def test_the_error_of_a_barrier_names_the_missing_rank() -> None:
     barrier = FlagBarrier(SharedSegment.create(64, backing="memfd"), 0, ["rank 0", "rank 3"], deadline_s=0.05)
     with pytest.raises(ReallocError, match=r"rank 3 did not arrive within 0\.05 s"):
         barrier.wait()
@@ -106,7 +106,7 @@ def _meet_many_times(rounds: int) -> bool:
     return True
 
 
-def test_the_flag_barrier_lets_nobody_pass_before_everybody_has_come(workers: WorkerPool) -> None:
+def test_no_rank_passes_the_flag_barrier_before_all_have_arrived(workers: WorkerPool) -> None:
     assert workers.run(_meet_many_times, 300, world_size=4) == [True] * 4
 
 
@@ -115,7 +115,7 @@ def _share_among(members: tuple[int, ...]) -> tuple[bool, str | None]:
     return segment is not None, obstacle
 
 
-def test_only_members_map_the_segment_and_all_ranks_know_that_it_exists(workers: WorkerPool) -> None:
+def test_only_members_map_the_segment_and_no_rank_has_an_error(workers: WorkerPool) -> None:
     assert workers.run(_share_among, (1, 2), world_size=3) == [(False, None), (True, None), (True, None)]
 
 
@@ -128,7 +128,7 @@ def _share_with_too_little() -> str | None:
         shared_memory._available_bytes = original
 
 
-def test_too_little_memory_is_a_reason_that_every_rank_hears(workers: WorkerPool) -> None:
+def test_every_rank_gets_the_reason_if_one_lacks_memory(workers: WorkerPool) -> None:
     reasons = workers.run(_share_with_too_little, world_size=2)
     assert reasons[0] == reasons[1]
     assert "0 MB of shared memory needed" in str(reasons[0])
@@ -149,7 +149,7 @@ def test_ranks_of_two_hosts_do_not_share(workers: WorkerPool) -> None:
 
 
 def _sum_both_ways(rounds: int) -> list[tuple[bool, torch.Tensor]]:
-    """Sums of random tensors: close to gloo's, and their bits for a comparison between the ranks."""
+    """Compare sums of random tensors with gloo's; return their bits for a comparison between ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reducer = SharedMemoryAllReduce.create(max_bytes=8192, deadline_s=30.0)
     assert reducer is not None
@@ -220,5 +220,5 @@ def _sum_alone() -> str:
     return message
 
 
-def test_a_rank_that_does_not_come_to_a_sum_is_named(workers: WorkerPool) -> None:
+def test_the_error_of_a_sum_names_the_rank_that_did_not_arrive(workers: WorkerPool) -> None:
     assert "rank 1 did not arrive within 0.2 s" in workers.run(_sum_alone, world_size=2)[0]

@@ -15,7 +15,7 @@ from lightning_realloc.runtime.transfer.transport import (
 )
 
 
-def test_an_arena_gives_its_memory_back_under_the_tensors_and_has_it_again() -> None:
+def test_an_arena_frees_and_restores_the_memory_of_its_tensors() -> None:
     arena = Arena(torch.device("cpu"))
     first, second = arena.allocate((3, 5), torch.float32), arena.allocate((7,), torch.bfloat16)
     arena.restore()
@@ -30,7 +30,7 @@ def test_an_arena_gives_its_memory_back_under_the_tensors_and_has_it_again() -> 
     assert view.sum() == 6 and second.sum() == 14
 
 
-def test_a_rewound_arena_is_as_large_as_its_largest_filling() -> None:
+def test_a_rewound_arena_is_as_large_as_its_largest_use() -> None:
     arena = Arena(torch.device("cpu"), alignment_bytes=2)
     arena.allocate((10,), torch.bfloat16)
     arena.rewind()
