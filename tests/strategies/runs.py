@@ -27,7 +27,7 @@ SAMPLING = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=tuple(range(100,
 
 
 class Batches:
-    """The same batches of random prompts in every epoch and on every rank; with ``responses``, of supervised pairs.
+    """The same batches of random prompts, or supervised pairs with ``responses``, in every epoch and on every rank.
 
     ``silent`` pairs of each batch, the last ones, have an empty response.
     """
@@ -124,12 +124,12 @@ def rows_of_tokens(samples: Samples) -> list[list[int]]:
 
 
 def high_rate(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return a learning rate at which two iterations differ, where no optimizer brings its own."""
+    """Return a learning rate that makes two iterations differ, unless an optimizer has its own."""
     return {} if "optimizer" in settings else {"learning_rate": 1e-2}
 
 
 def grpo(**settings: Any) -> RecordedGRPO:
-    """Return GRPO on the tiny llama, with a learning rate at which two iterations differ."""
+    """Return GRPO on the tiny llama, with a learning rate that makes two iterations differ."""
     settings = {"sampling": SAMPLING, "tokenizer": byte_tokenizer(), **high_rate(settings), **settings}
     reward = settings.pop("reward", low_tokens)
     model = settings.pop("actor", None) or tiny_model("llama")

@@ -59,7 +59,7 @@ def refusals(cases: Sequence[Callable[[], Any]]) -> list[str]:
 
 
 def expect(workers: WorkerPool, expected: dict[Callable[[], Any], str]) -> None:
-    """Run all cases on two ranks. Each must be refused with its text on both, before any step."""
+    """Run all cases on two ranks, and require that both refuse each with its text before any step."""
     everyone = workers.run(refusals, list(expected), world_size=WORLD_SIZE, init_process_group=False, deadline_s=120.0)
     for rank, texts in enumerate(everyone):
         for (case, text), found in zip(expected.items(), texts, strict=True):
@@ -122,7 +122,7 @@ def no_tensor_parallel_plan() -> Any:
 
 
 class WithoutModel(SFT):
-    """An algorithm that forgets to build its model."""
+    """An algorithm that does not build its model."""
 
     def configure_model(self) -> None:
         """Build nothing."""
@@ -133,7 +133,7 @@ def role_without_model() -> Any:
     return WithoutModel(tiny_model("llama")), "heuristic", Batches(1, responses=True)
 
 
-def test_plans_that_do_not_fit_are_refused(workers: WorkerPool) -> None:
+def test_invalid_plans_are_refused(workers: WorkerPool) -> None:
     expect(
         workers,
         {
@@ -154,12 +154,12 @@ def test_plans_that_do_not_fit_are_refused(workers: WorkerPool) -> None:
 
 
 def different_plans() -> Any:
-    """A plan per rank; the second rank's fits no run."""
+    """A different plan on each rank; the second rank's plan is invalid."""
     layout = "fsdp2" if os.environ["LOCAL_RANK"] == "0" else "fsdp4"
     return runs.sft(), calls(actor_train=layout), Batches(1, responses=True)
 
 
-# ---- what calls are given and make
+# ---- inputs and outputs of calls
 
 
 def shouting(prompts: Sequence[object], **columns: object) -> list[float]:
@@ -170,7 +170,7 @@ def shouting(prompts: Sequence[object], **columns: object) -> list[float]:
 
 
 def forgetful(prompts: Sequence[object], **columns: object) -> list[float]:
-    """A reward function that loses a reward, on one rank only."""
+    """A reward function that returns one reward too few, on one rank only."""
     return [0.0] * (len(prompts) - ("prompt 3" in prompts))
 
 
@@ -180,7 +180,7 @@ def undefined(prompts: Sequence[object], **columns: object) -> list[float]:
 
 
 def raising_reward() -> Any:
-    """Prompt 3 is judged on one rank only."""
+    """A reward function that fails on one rank, which has prompt 3."""
     return runs.grpo(reward=shouting), "heuristic", Batches(1)
 
 
@@ -204,7 +204,7 @@ class LongPrompt(Batches):
 
 
 def long_prompt() -> Any:
-    """A prompt that only one rank would generate from."""
+    """A prompt that only one rank generates from."""
     return runs.grpo(), "heuristic", LongPrompt(1)
 
 
@@ -278,7 +278,7 @@ def reward_with_another_vocabulary() -> Any:
 
 
 def limit_of_nothing() -> Any:
-    """A limit of a metric that no loss reports."""
+    """A limit on a metric that no loss reports."""
     return runs.ppo(train_options=runs.options(stop_above={"surprise": 1.0})), "static", Batches(1)
 
 
@@ -297,7 +297,7 @@ def sequence_longer_than_a_micro_batch() -> Any:
     return runs.sft(train_options=runs.options(micro_batch_tokens=4)), "heuristic", Batches(1, responses=True)
 
 
-def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
     expect(
         workers,
         {
@@ -336,14 +336,14 @@ def fit_again_after_a_failure() -> list[float]:
     return module.rewards[-1]
 
 
-def test_a_run_can_go_on_once_its_reward_function_is_mended(workers: WorkerPool) -> None:
+def test_a_run_can_continue_after_its_reward_function_was_repaired(workers: WorkerPool) -> None:
     first, second = workers.run(fit_again_after_a_failure, world_size=WORLD_SIZE, init_process_group=False)
     assert first == second
     assert len(first) == 12
 
 
 def failing_elsewhere() -> str:
-    """Return the error that an exception of user code becomes on this rank."""
+    """Return this rank's error after an exception in user code on one rank."""
     try:
         make_and_fit(failing_inference, runs.Record())
     except Exception as error:
@@ -351,20 +351,20 @@ def failing_elsewhere() -> str:
     return "not raised"
 
 
-def test_an_error_of_other_code_keeps_its_type_where_it_was_raised(workers: WorkerPool) -> None:
+def test_an_exception_of_user_code_keeps_its_type_on_its_rank(workers: WorkerPool) -> None:
     texts = workers.run(failing_elsewhere, world_size=WORLD_SIZE, init_process_group=False)
     assert sorted(text.split(":")[0] for text in texts) == ["ArithmeticError", "ReallocError"]
     assert all("overflow" in text for text in texts)
 
 
-def test_a_group_of_one_or_a_greedy_group_is_refused_at_once() -> None:
+def test_a_group_of_one_or_a_greedy_group_is_refused_by_the_constructor() -> None:
     with pytest.raises(ConfigError, match=r"sampling\.n=1: a group needs 2 or more responses to compare; set n >= 2"):
         runs.grpo(sampling=SamplingParams(n=1))
     with pytest.raises(ConfigError, match=r"sampling\.temperature=0 gives every response of a group the same tokens"):
         runs.grpo(sampling=SamplingParams(n=2, temperature=0.0))
 
 
-def test_an_algorithm_without_the_strategy_says_which_one_it_needs(workers: WorkerPool) -> None:
+def test_the_error_of_another_strategy_names_the_one_that_is_needed(workers: WorkerPool) -> None:
     (text,) = workers.run(run_under_another_strategy, world_size=1, init_process_group=False)
     assert "needs Trainer(strategy='realloc'), which runs its calls; this Trainer has SingleDeviceStrategy" in text
 
@@ -378,7 +378,7 @@ def run_under_another_strategy() -> str:
     return "not refused"
 
 
-def test_settings_that_are_misspelt_are_refused_when_they_are_given() -> None:
+def test_misspelt_settings_are_refused_by_the_constructor() -> None:
     for options, message in (
         ({"overlap": "always"}, "overlap='always' must be one of iterations, calls, none"),
         ({"transport": "pull"}, "transport='pull' must be one of auto, push, direct"),
@@ -400,7 +400,7 @@ def test_settings_that_are_misspelt_are_refused_when_they_are_given() -> None:
 
 
 def too_many_minibatches() -> Any:
-    """More optimizer steps than samples, which is known before any sample is made."""
+    """More optimizer steps than samples, which is known before generation."""
     return runs.grpo(train_options=runs.options(num_minibatches=100)), "heuristic", Batches(1)
 
 
@@ -408,7 +408,7 @@ def test_more_minibatches_than_samples_are_refused_before_generation(workers: Wo
     expect(workers, {too_many_minibatches: "num_minibatches=100 needs as many samples in an iteration, and this one"})
 
 
-# ---- what comes from other libraries
+# ---- objects of other libraries
 
 
 def rows_in_place_of_batches() -> Any:
@@ -421,7 +421,7 @@ def prompts_for_kto() -> Any:
     return KTO(tiny_model("llama"), tokenizer=byte_tokenizer()), "heuristic", Batches(1)
 
 
-def test_what_is_no_batch_of_the_algorithm_is_refused_with_its_data_module(workers: WorkerPool) -> None:
+def test_the_error_of_a_wrong_batch_names_the_data_module_or_columns(workers: WorkerPool) -> None:
     expected = {
         rows_in_place_of_batches: "the loader gave a list; give trainer.fit(model, SFTDataModule(data, batch_size=",
         prompts_for_kto: "KTO needs response_ids, label, and the batch has prompt",
@@ -442,7 +442,7 @@ def other_callbacks(folder: str) -> tuple[str, list[str]]:
     return said, sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_callbacks_of_transformers_are_refused_and_a_lone_model_needs_no_name(
+def test_callbacks_of_transformers_are_refused_and_a_single_role_needs_no_name(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
     ((said, files),) = workers.run(other_callbacks, str(tmp_path), world_size=1, init_process_group=False)
@@ -474,6 +474,6 @@ def seeds() -> tuple[int, int, list[int]]:
     return module.seed, data.seed, next(iter(data.train_dataloader())).ids.tolist()
 
 
-def test_ranks_that_seed_themselves_apart_go_by_the_first_ones_seed(workers: WorkerPool) -> None:
+def test_ranks_with_different_seeds_use_the_seed_of_the_first(workers: WorkerPool) -> None:
     first, second = workers.run(seeds, world_size=WORLD_SIZE, init_process_group=False)
     assert first == second and first[:2] == (7, 7)

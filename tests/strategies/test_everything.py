@@ -1,4 +1,4 @@
-"""Drafting tokens and moving samples leaves training bitwise unchanged, compared with runs without either.
+"""Speculative decoding and sample reallocation leave training bitwise unchanged.
 
 Tokens are equal in any case. Log-probabilities recorded by the engine differ in their last bits, and change the weights
 unless ratios are taken to the trained model's own.
@@ -44,12 +44,12 @@ def first_rank(workers: WorkerPool, world_size: int, *args: Any) -> tuple[Outcom
 
 
 def without_engine(logged: dict[str, float]) -> dict[str, float]:
-    """Return the metrics without the difference between the engine's and the trained model's rounding."""
+    """Return the metrics without those that compare the engine's and the trained model's rounding."""
     return {name: value for name, value in logged.items() if not name.startswith("actor/engine_")}
 
 
 @pytest.mark.parametrize(("world_size", "num_minibatches"), [(1, 1), (2, 1), (2, 2)])
-def test_everything_on_learns_the_same_bits_as_everything_off(
+def test_all_features_together_give_the_same_bits_as_none(
     workers: WorkerPool, world_size: int, num_minibatches: int
 ) -> None:
     plain, _ = first_rank(workers, world_size, False, "proximal", num_minibatches)
@@ -61,15 +61,15 @@ def test_everything_on_learns_the_same_bits_as_everything_off(
     assert all(torch.equal(full.weights[name], weight) for name, weight in plain.weights.items())
 
 
-def test_with_ratios_to_what_the_engine_recorded_weights_are_the_same_up_to_rounding_alone(workers: WorkerPool) -> None:
+def test_with_ratios_to_behaviour_logprobs_weights_are_equal_up_to_rounding(workers: WorkerPool) -> None:
     plain, _ = first_rank(workers, 2, False, "behaviour", 2)
     full, _ = first_rank(workers, 2, True, "behaviour", 2)
     assert full.tokens == plain.tokens
     assert 0 < runs.largest_difference(full.weights, plain.weights) < 1e-4
 
 
-def test_over_several_steps_ratios_are_to_the_weights_before_the_first(workers: WorkerPool) -> None:
-    """The engine's log-probabilities are of the same weights."""
+def test_over_several_steps_proximal_ratios_use_the_weights_before_the_first(workers: WorkerPool) -> None:
+    """The engine's log-probabilities come from the same weights."""
     by_engine, _ = first_rank(workers, 1, False, "behaviour", 3)
     by_trainer, _ = first_rank(workers, 1, False, "proximal", 3)
     assert by_trainer.tokens == by_engine.tokens
@@ -82,6 +82,6 @@ def run_stale() -> None:
     runs.train(module, ReallocStrategy(plan, max_staleness=1), 1, Batches(1))
 
 
-def test_ratios_that_leave_out_older_weights_are_refused(workers: WorkerPool) -> None:
+def test_proximal_ratios_are_refused_if_generation_runs_ahead(workers: WorkerPool) -> None:
     with pytest.raises(WorkerFailure, match="max_staleness=1 draws them from older weights"):
         workers.run(run_stale, world_size=1, init_process_group=False)

@@ -22,7 +22,7 @@ GRPO_PLANS = (
     ("dp2.tp2", "tp2@2-3"), ("dp4", "fsdp4"), ("dp2.fsdp2", "dp2.tp2@0,2,1,3"),
 )  # fmt: skip
 
-# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+# Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 DESCENT = partial(SGD, lr=1.0)
 
 
@@ -39,7 +39,7 @@ def run_grpo(plans: Sequence[Any], settings: dict[str, Any], batches: Batches) -
 
 
 def run_switched(switches: Sequence[dict[str, Any]], plan: Any) -> list[tuple[Outcome, list[str], int]]:
-    """Train with each kind of reallocation; also return the calls it moved weights for, and the bytes."""
+    """Train with each reallocation setting; also return the calls that weights moved for, and the bytes."""
     world_size = runs.world_size()
     found = []
     for settings in switches:
@@ -81,7 +81,7 @@ def assert_same(ours: Outcome, theirs: Outcome, *, weights: float = WEIGHT_TOLER
     assert runs.largest_difference(ours.weights, theirs.weights) <= weights
 
 
-def test_sft_learns_the_same_in_every_layout_and_on_1_2_and_4_ranks(workers: WorkerPool) -> None:
+def test_sft_gives_the_same_results_in_every_layout_and_on_1_2_and_4_ranks(workers: WorkerPool) -> None:
     batches = Batches(2, responses=True)
     (one,) = on_ranks(workers, run_sft, ["heuristic"], {}, batches, 1)
     assert one.steps == [1, 2]
@@ -93,7 +93,7 @@ def test_sft_learns_the_same_in_every_layout_and_on_1_2_and_4_ranks(workers: Wor
         assert_same(outcome, one)
 
 
-def test_grpo_samples_judges_and_learns_the_same_in_every_layout_and_on_1_2_and_4_ranks(workers: WorkerPool) -> None:
+def test_grpo_gives_the_same_results_in_every_layout_and_on_1_2_and_4_ranks(workers: WorkerPool) -> None:
     batches = Batches(2)
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], {}, batches, 1)
     assert one.tokens[0] != one.tokens[1]
@@ -108,8 +108,8 @@ def test_grpo_samples_judges_and_learns_the_same_in_every_layout_and_on_1_2_and_
         assert_same(outcome, one, weights=2e-5)
 
 
-def test_mini_batches_epochs_and_micro_batches_change_nothing_between_layouts(workers: WorkerPool) -> None:
-    # Eight steps: a smaller rate, or the last bit of the first grows beyond the tolerance.
+def test_layouts_agree_for_mini_batches_epochs_and_micro_batches(workers: WorkerPool) -> None:
+    # A smaller rate for eight steps, or rounding in the first grows beyond the tolerance.
     slow = partial(SGD, lr=0.2)
     many = {"optimizer": slow, "train_options": runs.options(num_epochs=2, num_minibatches=2, micro_batch_tokens=18)}
     few = {"optimizer": slow, "train_options": runs.options(num_epochs=2, num_minibatches=2)}
@@ -127,7 +127,7 @@ def test_mini_batches_epochs_and_micro_batches_change_nothing_between_layouts(wo
         assert_same(outcome, one, weights=1e-4)
 
 
-def test_clipping_shortens_the_same_gradient_by_the_same_factor_in_every_layout(workers: WorkerPool) -> None:
+def test_clipping_scales_gradients_by_the_same_factor_in_every_layout(workers: WorkerPool) -> None:
     batches = Batches(2, responses=True)
     clipped = {"train_options": runs.options(max_grad_norm=0.05)}
     unclipped = {"train_options": runs.options(max_grad_norm=None)}
@@ -143,7 +143,7 @@ def test_clipping_shortens_the_same_gradient_by_the_same_factor_in_every_layout(
         assert_same(outcome, one)
 
 
-def test_ranks_may_have_nothing_to_do(workers: WorkerPool) -> None:
+def test_ranks_may_have_no_samples(workers: WorkerPool) -> None:
     plans = [
         calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="dp4"),
         calls(actor_train="dp4", actor_generate="fsdp4", reference_infer="fsdp4"),
@@ -154,8 +154,8 @@ def test_ranks_may_have_nothing_to_do(workers: WorkerPool) -> None:
             assert_same(outcome, one)
 
 
-def test_empty_responses_teach_nothing_and_disturb_nothing(workers: WorkerPool) -> None:
-    # The longest sequence goes to a rank of its own; of four ranks at least two have empty responses alone.
+def test_empty_responses_do_not_change_results_between_layouts(workers: WorkerPool) -> None:
+    # The longest sequence has a rank to itself; at least two of four ranks have only empty responses.
     batches = Batches(2, size=4, responses=True, silent=3)
     (one,) = on_ranks(workers, run_sft, ["heuristic"], {}, batches, 1)
     plans = [calls(actor_train=layout) for layout in ("fsdp4", "dp2.tp2", "dp4")]
@@ -163,7 +163,7 @@ def test_empty_responses_teach_nothing_and_disturb_nothing(workers: WorkerPool) 
         assert_same(outcome, one)
 
 
-def test_a_static_layout_moves_nothing_and_samples_the_same(workers: WorkerPool) -> None:
+def test_a_static_layout_moves_no_weights_and_gives_the_same_results(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp4", actor_generate="dp2.tp2", reference_infer="dp4")
     switches = [{}, {"enabled": False}, {"free_after": True}]
     everyone = workers.run(run_switched, switches, plan, init_process_group=False, deadline_s=120.0)
@@ -178,7 +178,7 @@ def test_a_static_layout_moves_nothing_and_samples_the_same(workers: WorkerPool)
 
 
 def read_registered_names() -> dict[str, list[str]]:
-    """Return, per registered name, the layouts that a default run chooses, and the bytes it moved."""
+    """Return, per registered name, the layouts that a default run chooses, and the calls that weights moved for."""
     found = {}
     for name in ("realloc", "realloc-static"):
         moved = ParameterReallocation()
@@ -190,7 +190,7 @@ def read_registered_names() -> dict[str, list[str]]:
     return found
 
 
-def test_both_registered_names_choose_their_plan(workers: WorkerPool) -> None:
+def test_both_registered_names_choose_their_default_plan(workers: WorkerPool) -> None:
     first, second = workers.run(read_registered_names, world_size=2, init_process_group=False)
     assert first == second
     assert first["realloc"] == ["dp2@0-1", "fsdp2@0-1", "actor.generate"]

@@ -1,4 +1,4 @@
-"""Tiny batches of pairs, of judged responses and of steps, and every algorithm that learns from them."""
+"""Tiny batches of pairs, labelled responses and steps, and every algorithm that learns from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 
-# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+# Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 DESCENT = partial(SGD, lr=0.05)
 
 
@@ -27,9 +27,9 @@ class Responses:
 
     Args:
         count: Batches.
-        size: Prompts of each.
-        per_prompt: Responses to each prompt, next to each other.
-        columns: Makes further columns of a batch from its responses.
+        size: Prompts per batch.
+        per_prompt: Adjacent responses to each prompt.
+        columns: Function that makes further columns of a batch from its responses.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ def pairs(count: int = 2, *, size: int = 6, margins: bool = False) -> Responses:
 
 
 def judged(count: int = 2, *, size: int = 6) -> Responses:
-    """Return batches of responses of which every third one is good."""
+    """Return batches of responses; every third response is good."""
     return Responses(count, size=size, columns=lambda responses: {"label": torch.arange(len(responses)) % 3 == 0})
 
 
 def steps(count: int = 2, *, size: int = 6) -> Responses:
-    """Return batches of responses whose odd and last tokens end a step; steps that end on low tokens are right."""
+    """Return batches of responses whose odd and last tokens end a step; steps that end on low tokens are correct."""
 
     def columns(responses: Ragged) -> Mapping[str, Column]:
         ends = [[place % 2 == 1 or place == length - 1 for place in range(length)] for length in responses.lengths]
@@ -88,7 +88,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dpo(**settings: Any) -> DPO:
-    """Return DPO on the tiny llama, whose reference is another one: log-ratios are not all zero."""
+    """Return DPO on the tiny llama, with another model as the reference, so that log-ratios are not all zero."""
     return DPO(tiny_model("llama"), **_settings({"reference": tiny_model("llama", seed=1), **settings}))
 
 
@@ -113,7 +113,7 @@ def orpo(**settings: Any) -> ORPO:
 
 
 def reward_model(**settings: Any) -> RewardModel:
-    """Return a reward model whose scores tell sequences well apart from the beginning."""
+    """Return a reward model whose scores differ clearly between sequences from the beginning."""
     return RewardModel(tiny_scorer("llama", seed=5), **_settings(settings))
 
 

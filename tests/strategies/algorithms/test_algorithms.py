@@ -1,4 +1,4 @@
-"""Every policy algorithm end to end: the same on one rank and on two ranks under two plans."""
+"""Every policy algorithm trains the same on one rank as on two ranks under two plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.strategies.pool.test_set_plan import Move
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
-# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+# Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 DESCENT = partial(SGD, lr=0.2)
 LAYOUTS = (
     {"generate": "dp2", "infer": "dp2", "train": "fsdp2"},
@@ -49,7 +49,7 @@ DAPO = {
 
 
 def ends_early(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
-    """Reward short responses, all alike, so that many groups agree."""
+    """Reward all short responses equally, so that many groups have equal rewards."""
     return [float(len(ids) < 4) for ids in completion_ids]
 
 
@@ -110,7 +110,7 @@ ALONE = ({"generate": "dp1", "infer": "dp1", "train": "dp1"},)
 
 @pytest.fixture(scope="module")
 def everything(workers: WorkerPool) -> tuple[dict[str, list[runs.Outcome]], dict[str, list[runs.Outcome]]]:
-    """What comes of every case on one rank, and on two."""
+    """Outcomes of every case on one rank, and on two."""
     names = list(CASES)
     (alone,) = workers.run(fit, names, ALONE, world_size=1, init_process_group=False, deadline_s=120.0)
     together = workers.run(fit, names, LAYOUTS, world_size=2, init_process_group=False, deadline_s=240.0)
@@ -136,7 +136,7 @@ LOGGED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_every_algorithm_is_the_same_on_one_rank_and_on_two(everything: Any, name: str) -> None:
+def test_every_algorithm_gives_the_same_results_on_one_rank_and_on_two(everything: Any, name: str) -> None:
     (alone,), together = (found[name] for found in everything)
     assert alone.logged[-1]["actor/grad_norm"] > 0
     if "peft_config" not in CASES[name][1]:
@@ -150,7 +150,7 @@ def test_every_algorithm_is_the_same_on_one_rank_and_on_two(everything: Any, nam
         assert runs.largest_difference(outcome.weights, alone.weights) <= 1e-5
 
 
-def test_groups_that_agree_are_replaced_before_a_step_is_taken(everything: Any) -> None:
+def test_groups_with_equal_rewards_are_replaced_before_the_step(everything: Any) -> None:
     (alone,), _ = (found["refilled"] for found in everything)
     assert alone.steps == [0, 1, 1, 2, 2, 3]
     for rewards in alone.rewards:
@@ -158,7 +158,7 @@ def test_groups_that_agree_are_replaced_before_a_step_is_taken(everything: Any) 
         assert len(groups) == 6 and all(group == {0.0, 1.0} for group in groups)
 
 
-def test_what_is_learnt_from_is_what_was_chosen(everything: Any) -> None:
+def test_training_uses_only_the_chosen_samples(everything: Any) -> None:
     (best,), (pairs,) = (everything[0][name] for name in ("best_of_n", "online_dpo"))
     for tokens, logged in zip(best.tokens, best.logged, strict=True):
         assert len(tokens) == 6  # one of two per prompt
@@ -167,7 +167,7 @@ def test_what_is_learnt_from_is_what_was_chosen(everything: Any) -> None:
         assert all(chosen > rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True))
 
 
-def test_remax_s_baseline_is_what_the_model_finds_likeliest_and_nothing_to_learn(everything: Any) -> None:
+def test_the_baseline_of_remax_is_the_greedy_response_and_is_not_trained_on(everything: Any) -> None:
     (alone,), _ = (found["remax"] for found in everything)
     model: Any = tiny_model("llama")
     greedy = []
@@ -182,17 +182,17 @@ def test_remax_s_baseline_is_what_the_model_finds_likeliest_and_nothing_to_learn
 
 
 SHARES = {"actor.generate": "dp2", "teacher.infer": "dp1@1", "actor.train": "tp2"}
-"""Each rank trains with its share of the vocabulary, and so with one of the teacher's head."""
+"""Each rank trains with a share of the vocabulary, and so with a share of the teacher's head."""
 
 
 def distil_in_shares() -> runs.Outcome:
-    """Train where ranks exchange their shares after a step, and where each has all logits after another."""
+    """Train with shares of the vocabulary; exchange the shares after step 1, and use all logits after step 2."""
     moves = {step: {"calls": SHARES | {"actor.train": layout}} for step, layout in ((1, "tp2@1,0"), (2, "fsdp2"))}
     module = module_of("distilled_js")
     return runs.train(module, {"calls": SHARES}, runs.world_size(), Batches(3), callbacks=[Move(moves)])
 
 
-def test_a_teacher_s_head_goes_with_the_student_s_shares(everything: Any, workers: WorkerPool) -> None:
+def test_the_teachers_head_is_split_like_the_students(everything: Any, workers: WorkerPool) -> None:
     (alone,) = everything[0]["distilled_js"]
     shared, _ = workers.run(distil_in_shares, world_size=2, init_process_group=False, deadline_s=60.0)
     for ours, theirs in zip(shared.logged, alone.logged, strict=True):
@@ -201,7 +201,7 @@ def test_a_teacher_s_head_goes_with_the_student_s_shares(everything: Any, worker
 
 
 def refusals() -> list[str]:
-    """Return what is said of strategies that work ahead of what is chosen."""
+    """Return the errors of settings that work ahead of the choice of samples."""
     said = []
     for strategy, settings in (
         (ReallocStrategy(max_staleness=1), {}),
@@ -215,7 +215,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_strategies_that_work_ahead_of_what_is_chosen_are_refused(workers: WorkerPool) -> None:
+def test_settings_that_work_ahead_of_the_choice_of_samples_are_refused(workers: WorkerPool) -> None:
     (said,) = workers.run(refusals, world_size=1, init_process_group=False)
     for text, way_out in zip(said, ("max_staleness=0", "generation_chunks=1", "leave rollout_budget out"), strict=True):
         assert "BestOfN chooses among" in text and way_out in text

@@ -1,4 +1,4 @@
-"""PPO with four models: the same on one rank and on two, and a task so simple that it must be learnt."""
+"""PPO with four models trains the same on one rank as on two, and learns a simple task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
 
-# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+# Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 DESCENT = partial(SGD, lr=0.2)
 EVERYTHING = {
     "kl_target": 0.5, "normalize_values": True, "entropy_coef": 0.01, "reward_scale": 2.0, "reward_clip": 1.5,
@@ -39,7 +39,7 @@ PLANS = (
 
 
 def run_ppo(cases: Sequence[Mapping[str, Any]], plans: Sequence[Any]) -> list[tuple[runs.Outcome, dict[str, Tensor]]]:
-    """Train a fresh PPO with a reward model in each case under each plan; return the critic's weights besides."""
+    """Train a fresh PPO with a reward model for each case and plan; also return the critic's weights."""
     found, world_size = [], runs.world_size()
     for settings in cases:
         for plan in plans:
@@ -50,7 +50,7 @@ def run_ppo(cases: Sequence[Mapping[str, Any]], plans: Sequence[Any]) -> list[tu
     return found
 
 
-def test_ppo_is_the_same_on_one_rank_and_on_two(workers: WorkerPool) -> None:
+def test_ppo_gives_the_same_results_on_one_rank_and_on_two(workers: WorkerPool) -> None:
     alone = workers.run(run_ppo, CASES, ["heuristic"], world_size=1, init_process_group=False, deadline_s=120.0)[0]
     everyone = workers.run(run_ppo, CASES, PLANS, world_size=2, init_process_group=False, deadline_s=240.0)
     for index, (outcome, critic) in enumerate(everyone[0]):
@@ -76,7 +76,7 @@ def test_ppo_is_the_same_on_one_rank_and_on_two(workers: WorkerPool) -> None:
 
 
 def run_with_limits(limits: Sequence[Mapping[str, float]]) -> list[tuple[runs.Outcome, float]]:
-    """Train with each limit; also return how far the actor is from where it began."""
+    """Train with each limit; also return the largest change of an actor's weight."""
     found, world_size = [], runs.world_size()
     layouts = {name: layout for name, layout in PLANS[0]["calls"].items() if name != "reward.infer"}
     for limit in limits:
@@ -90,7 +90,7 @@ def run_with_limits(limits: Sequence[Mapping[str, float]]) -> list[tuple[runs.Ou
     return found
 
 
-def test_steps_stop_once_a_mini_batch_exceeds_a_limit(workers: WorkerPool) -> None:
+def test_steps_stop_after_a_mini_batch_exceeds_a_limit(workers: WorkerPool) -> None:
     limits = ({"ratio": 50.0}, {"behaviour_kl": 1e-6}, {"entropy": 0.0})
     (alone,) = workers.run(run_with_limits, limits, world_size=1, init_process_group=False, deadline_s=120.0)
     together = workers.run(run_with_limits, limits, world_size=2, init_process_group=False, deadline_s=120.0)[0]
@@ -102,19 +102,19 @@ def test_steps_stop_once_a_mini_batch_exceeds_a_limit(workers: WorkerPool) -> No
 
 
 def warm_up() -> list[float]:
-    """Return how far the actor moved in each iteration while the critic learns alone for two."""
+    """Return, per iteration, 1 if an actor loss was logged, plus 2 for a critic loss; the warm-up takes two."""
     module = runs.ppo(critic_warmup=2, kl_coef=0.0)
     record = runs.Record()
     runs.trainer(ReallocStrategy("heuristic"), 1, callbacks=[record]).fit(module, Batches(3))
     return [float("actor/loss" in logged) + 2 * float("critic/loss" in logged) for logged in record.logged]
 
 
-def test_the_critic_learns_alone_while_it_warms_up(workers: WorkerPool) -> None:
+def test_only_the_critic_trains_during_its_warm_up(workers: WorkerPool) -> None:
     assert workers.run(warm_up, world_size=1, init_process_group=False, deadline_s=60.0) == [[2.0, 2.0, 3.0]]
 
 
 def learn_low_tokens() -> list[float]:
-    """Return the mean score of every iteration of a task that any policy gradient learns."""
+    """Return the mean score of every iteration on a task that any policy gradient learns."""
     module = runs.ppo(learning_rate=3e-3, kl_coef=0.01, normalize_values=True,
                       train_options=runs.options(num_epochs=2))  # fmt: skip
     outcome = runs.train(module, "heuristic", 1, Batches(15, size=16))

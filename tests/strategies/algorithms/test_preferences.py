@@ -1,4 +1,4 @@
-"""Learning from preferences: the same losses and weights on one rank and on two, under every kind of plan."""
+"""Learning from preferences gives the same losses and weights on one rank and on two, under every kind of plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strategies.peft.peft_runs import LORA
 from tests.strategies.runs import calls
 from tests.workers import WorkerPool
 
-# Micro-batches of few tokens: several on each rank, so that parts must add up.
+# Micro-batches of few tokens: each rank has several, so that their sums matter.
 SMALL = {"micro_batch_tokens": 48}
 REFERENCE_PLANS = (
     calls(reference_infer="dp2", actor_infer="dp2", actor_train="fsdp2"),
@@ -62,7 +62,7 @@ CASES: Mapping[str, tuple[str, str, Mapping[str, Any], Sequence[Any]]] = {
 
 
 def run_case(name: str, plans: Sequence[Any]) -> list[tuple[list[dict[str, float]], dict[str, float], Any]]:
-    """Train for two iterations under each plan and validate; return what was logged, and the trained weights."""
+    """Train for two iterations under each plan and validate; return the logged metrics and the trained weights."""
     algorithm, data, settings, _ = CASES[name]
     found, world_size = [], runs.world_size()
     for plan in plans:
@@ -78,7 +78,7 @@ def run_case(name: str, plans: Sequence[Any]) -> list[tuple[list[dict[str, float
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_preferences_are_learnt_alike_on_one_rank_and_on_two(name: str, workers: WorkerPool) -> None:
+def test_preference_training_gives_the_same_results_on_one_rank_and_on_two(name: str, workers: WorkerPool) -> None:
     plans = CASES[name][3]
     ((alone, validated, weights),) = workers.run(
         run_case, name, ["heuristic"], world_size=1, init_process_group=False, deadline_s=60.0
@@ -92,7 +92,7 @@ def test_preferences_are_learnt_alike_on_one_rank_and_on_two(name: str, workers:
             assert one == pytest.approx(other, abs=1e-5, rel=1e-5)
         assert runs.largest_difference(ours, weights) <= 1e-5
     role = "reward" if "reward" in name else "actor"
-    # The second batch's loss is that of other data, so it says nothing; but every step moved the weights.
+    # The second batch has other data, so its loss need not be lower; every step must change the weights.
     assert all(logged[f"{role}/grad_norm"] > 0 and logged[f"{role}/loss"] > 0 for logged in alone)
 
 
@@ -109,7 +109,7 @@ def learn(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_what_was_preferred_is_learnt(name: str, workers: WorkerPool) -> None:
+def test_the_loss_falls_over_epochs(name: str, workers: WorkerPool) -> None:
     (losses,) = workers.run(learn, name, world_size=1, init_process_group=False, deadline_s=60.0)
-    # A batch that is seen twelve times is learnt by heart; KTO's loss saturates, and starts from a half.
+    # After twelve epochs a model has memorized one batch; KTO's loss saturates, and starts from a half.
     assert losses[-1] < (0.9 if name == "kto" else 0.7) * losses[0], losses

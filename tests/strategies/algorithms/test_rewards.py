@@ -1,4 +1,4 @@
-"""Rewards in whole runs: they start before weights are loaded, end with the run, and may fail on single samples."""
+"""Rewards start before weights are loaded, close with the run, and may fail on single samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAN = runs.calls(
 
 
 class Kept:
-    """Fails on a third of all responses; notes what it is asked for."""
+    """Fails on a third of all responses, and records its calls."""
 
     on_failure = "mask"
 
@@ -54,7 +54,7 @@ class Kept:
 
 
 def fit(make: Callable[..., Any], refuses: str = "") -> tuple[list[str], list[dict[str, float]], bool, str]:
-    """Train on two ranks; return the reward's notes, what was logged, whether models were built, and the error."""
+    """Train on two ranks; return the reward's calls, the logged metrics, whether models were built, and the error."""
     reward = Kept(refuses=refuses)
     module = make(reward=reward)
     record = runs.Record()
@@ -75,9 +75,9 @@ def grpo_plan() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [runs.grpo, runs.ppo])
-def test_samples_that_nobody_could_judge_are_left_out_of_a_run(workers: WorkerPool, make: Any) -> None:
+def test_samples_whose_reward_failed_are_left_out(workers: WorkerPool, make: Any) -> None:
     ranks = workers.run(fit, make, world_size=2, init_process_group=False)
-    assert ranks[0][1] == ranks[1][1]  # every rank learns the same of it
+    assert ranks[0][1] == ranks[1][1]  # every rank logs the same
     for notes, logged, _, told in ranks:
         assert told == ""
         assert notes == ["start", "judge 0 of 2", "judge 1 of 2", "close"]
@@ -106,7 +106,7 @@ def test_a_reward_that_float32_cannot_hold_ends_a_run_on_all_ranks(workers: Work
 
 
 def fit_with_a_pool() -> list[int]:
-    """Train with processes that judge; return those that are left once it is over."""
+    """Train with a pool of reward processes; return the processes that are left after the fit."""
     reward = PooledReward(judges.obedient, workers=2, chunk_size=4)
     seen: list[int] = []
 
@@ -119,5 +119,5 @@ def fit_with_a_pool() -> list[int]:
     return judges.wait_until_gone(seen)
 
 
-def test_processes_that_judge_end_with_the_fit(workers: WorkerPool) -> None:
+def test_reward_processes_end_with_the_fit(workers: WorkerPool) -> None:
     assert workers.run(fit_with_a_pool, world_size=1, init_process_group=False) == [[]]

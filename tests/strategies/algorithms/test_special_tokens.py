@@ -1,4 +1,4 @@
-"""Models as they were loaded, tokenizers as they come: any attention implementation, no special tokens."""
+"""Models train with any attention implementation, and tokenizers need no special tokens."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def _both_attentions(folder: Path) -> Any:
     return [_weights(folder, attention) for attention in ("eager", "sdpa")]
 
 
-def test_the_attention_a_model_was_loaded_with_changes_nothing_and_stays_its_own(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
+def test_the_attention_of_a_loaded_model_changes_no_result_and_is_kept(workers: WorkerPool, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     ((eager, sdpa),) = workers.run(_both_attentions, tmp_path, world_size=1, init_process_group=False, deadline_s=120.0)
     assert eager[1] == sdpa[1] and all(weight.equal(sdpa[0][name]) for name, weight in eager[0].items())
@@ -63,17 +61,17 @@ def _without_special_tokens() -> Any:
     ]
 
 
-def test_generating_and_training_need_no_special_tokens_of_the_tokenizer(workers: WorkerPool) -> None:
+def test_generation_and_training_need_no_special_tokens(workers: WorkerPool) -> None:
     ((with_some, without),) = workers.run(
         _without_special_tokens, world_size=1, init_process_group=False, deadline_s=120.0
     )
-    # The model's own configuration names the same end of sequence, and nothing is ever padded.
+    # The model's configuration names the same end of sequence, and nothing is padded.
     assert without.tokens == with_some.tokens
     assert all(weight.equal(without.weights[name]) for name, weight in with_some.weights.items())
 
 
 class StrangeResponses(runs.Batches):
-    """Responses, of which the last has a token that the model does not know."""
+    """Responses; the last one has a token outside the model's vocabulary."""
 
     def __iter__(self) -> Iterator[Samples]:
         for samples in super().__iter__():
@@ -82,14 +80,14 @@ class StrangeResponses(runs.Batches):
 
 
 def _added_token() -> Any:
-    """Return a tokenizer with a token that models of 259 embeddings have none for."""
+    """Return a tokenizer with a token outside the 259 embeddings of a model."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<answer>"])
     return tokenizer
 
 
 def _refusals_of_an_added_token() -> list[tuple[str, int]]:
-    """Return what algorithms say to rows with that token, and after how many steps."""
+    """Return the errors of algorithms for rows with that token, and the steps before them."""
     tokenizer, model, scorer = _added_token(), tiny_model("llama", vocab_size=259), tiny_scorer("llama", vocab_size=259)
     plain = [{"prompt": str(row), "completion": "a"} for row in range(7)]
     pairs = [{"prompt": str(row), "chosen": "a", "rejected": "b"} for row in range(7)]
@@ -131,7 +129,7 @@ def test_token_ids_outside_a_models_embeddings_are_refused_before_the_first_step
     )
 
 
-def test_pairs_need_the_token_that_ends_a_response() -> None:
+def test_pairs_need_a_token_that_ends_a_response() -> None:
     data = PreferenceDataModule(
         [{"prompt": "a", "chosen": "b", "rejected": "c"}], batch_size=1, tokenizer=bare_tokenizer()
     )

@@ -1,4 +1,4 @@
-"""Generation with a bounded cache: the same iteration as without a bound."""
+"""Generation with a bounded cache gives the same iteration as without a bound."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ SAMPLING = SamplingParams(n=4, max_new_tokens=40)
 
 
 def run(workers: WorkerPool, layout: str, max_cache_bytes: int | None) -> runs.Outcome:
-    """Return what two iterations on two ranks come to."""
+    """Return the outcome of two iterations on two ranks."""
     settings: dict[str, Any] = {"max_cache_bytes": max_cache_bytes, "sampling": SAMPLING}
     outcome: runs.Outcome = workers.run(run_settings, layout, settings, world_size=2, init_process_group=False)[0]
     return outcome
 
 
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
-def test_iterations_learn_the_same_with_a_bound_on_the_cache(workers: WorkerPool, layout: str) -> None:
+def test_iterations_give_the_same_results_with_a_bound_on_the_cache(workers: WorkerPool, layout: str) -> None:
     plain, bounded = (run(workers, layout, bound) for bound in (None, 70_000))
     assert bounded.tokens == plain.tokens
     assert bounded.rewards == plain.rewards
-    # Products of other shapes round differently; near a gradient of 0 Adam makes that a share of its step of 1e-2.
+    # Products of other shapes round differently; near a gradient of 0 Adam enlarges that to a part of its step of 1e-2.
     assert runs.largest_difference(bounded.weights, plain.weights) < 1e-3
     assert runs.mean_difference(bounded.weights, plain.weights) < 1e-7
     assert all("preemptions/actor.generate" not in step for step in plain.logged)
     assert all("preemptions/actor.generate" in step for step in bounded.logged)
 
 
-def test_samples_that_give_way_are_counted_over_all_ranks(workers: WorkerPool) -> None:
-    # Six samples of up to 68 tokens on each rank grow by up to five pages, and room is kept for two of each.
+def test_preemptions_are_counted_over_all_ranks(workers: WorkerPool) -> None:
+    # Six samples of up to 68 tokens on each rank grow by up to five pages; the bound reserves two pages for each.
     sampling = SamplingParams(n=2, max_new_tokens=60, ignore_eos=True)
     settings: dict[str, Any] = {"max_cache_bytes": 100_000, "sampling": sampling}
     everyone = workers.run(run_settings, "dp2", settings, world_size=2, init_process_group=False)
@@ -48,7 +48,7 @@ def test_a_bound_below_one_sample_ends_the_run_on_every_rank(workers: WorkerPool
         run(workers, "fsdp2", 1000)
 
 
-def test_a_bound_is_for_the_native_engine() -> None:
+def test_a_bound_on_the_cache_needs_the_native_engine() -> None:
     with pytest.raises(ConfigError, match="engine='hf' does not bound its cache"):
         runs.grpo(engine="hf", max_cache_bytes=10**6)
     with pytest.raises(ConfigError, match="max_cache_bytes=0"):

@@ -1,4 +1,4 @@
-"""Training with compiled blocks: the same losses and tokens on every layout, beside generation that is not compiled."""
+"""Training with compiled blocks gives the same losses and tokens in every layout; generation is not compiled."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run(plans: Sequence[Any], backend: str | None) -> list[Outcome]:
     return found
 
 
-def test_compiled_training_is_the_same_on_every_layout(workers: WorkerPool) -> None:
-    # aot_eager traces forward and backward as inductor does, and leaves out its minute of C++.
+def test_compiled_training_gives_the_same_results_in_every_layout(workers: WorkerPool) -> None:
+    # aot_eager traces forward and backward as inductor does, without its minute of C++ compilation.
     plain, compiled = (
         workers.run(run, PLANS, backend, world_size=2, init_process_group=False, deadline_s=240.0)[0]
         for backend in (None, "aot_eager")
@@ -42,7 +42,7 @@ def test_compiled_training_is_the_same_on_every_layout(workers: WorkerPool) -> N
 
 
 @pytest.mark.inductor
-def test_inductor_learns_the_same(workers: WorkerPool) -> None:
+def test_inductor_gives_the_same_results(workers: WorkerPool) -> None:
     plain, compiled = (
         workers.run(run, PLANS[:2], backend, world_size=2, init_process_group=False, deadline_s=170.0)[0]
         for backend in (None, "inductor")

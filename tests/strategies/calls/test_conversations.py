@@ -1,4 +1,4 @@
-"""Training on conversations, compared with runs without an environment and with runs on one rank."""
+"""Training on conversations equals runs without an environment and runs on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerFailure, WorkerPool
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=32, stop_token_ids=tuple(range(80, 128)))
-"""A turn has three tokens in the mean."""
+"""A turn has three tokens on average."""
 
 
 def never(turn: Turn) -> None:
@@ -28,14 +28,14 @@ def never(turn: Turn) -> None:
 
 
 def informed(turn: Turn) -> list[int] | None:
-    """Answer as the tool does, whoever is told of the right row of the data."""
+    """Answer as the tool does, after checking that the turn has the right row of the data."""
     if turn.columns != {"prompt": f"prompt {turn.sample_id // SAMPLING.n}"}:
         raise ValueError(f"sample {turn.sample_id} is told of {turn.columns}")
     return tool(turn)
 
 
 def unreliable(turn: Turn) -> list[int] | None:
-    """Raise for every third sample, hang for the one behind it, and answer the others."""
+    """Raise for every third sample, hang for the one after it, and answer the others."""
     if turn.sample_id % 3 == 0:
         raise RuntimeError("out of order")
     if turn.sample_id % 3 == 1:
@@ -44,9 +44,9 @@ def unreliable(turn: Turn) -> list[int] | None:
 
 
 def run_some(name: str, layout: str, world_size: int, settings: dict[str, Any]) -> Outcome:
-    """Return what two iterations come to."""
+    """Return the outcome of two iterations."""
     strategy = settings.pop("strategy", {})
-    optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # the default eps lets the last bit of a tiny gradient decide
+    optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # with the default eps the last bit of a tiny gradient decides
     module = ALGORITHMS[name](**{"sampling": SAMPLING, "optimizer": optimizer, **settings})
     plan: Any = "static" if world_size == 1 else plan_of(module, layout)
     if strategy:
@@ -76,7 +76,7 @@ def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, 
 
 
 @pytest.mark.parametrize(("name", "layout"), [("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")])
-def test_conversations_are_learnt_from_alike_on_one_rank_and_two(workers: WorkerPool, name: str, layout: str) -> None:
+def test_conversations_give_the_same_results_on_one_rank_and_two(workers: WorkerPool, name: str, layout: str) -> None:
     settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2)}
     alone, together = run(workers, name, "dp1", 1, **settings), run(workers, name, layout, 2, **settings)
     assert together.tokens == alone.tokens
@@ -85,13 +85,13 @@ def test_conversations_are_learnt_from_alike_on_one_rank_and_two(workers: Worker
     first = alone.logged[0]
     assert first["environment_failures"] == 0.0
     assert 1.0 < first["turns"] < 2.0 and 0.0 < first["ended_by_environment"] < 1.0
-    # Lengths are of the model's tokens alone.
+    # Lengths count only the model's tokens.
     whole = [sum(map(len, rows)) / len(rows) for rows in alone.tokens]
     assert all(step["response_length"] < length for step, length in zip(alone.logged, whole, strict=True))
 
 
 @pytest.mark.parametrize("strategy", [{"generation_chunks": 3}, {"max_staleness": 1}])
-def test_conversations_are_handed_on_early_and_made_ahead(workers: WorkerPool, strategy: dict[str, int]) -> None:
+def test_conversations_run_in_chunks_and_one_step_ahead(workers: WorkerPool, strategy: dict[str, int]) -> None:
     plain = run(workers, "grpo", "dp1@0", 2, environment=tool)
     other = run(workers, "grpo", "dp1@0", 2, environment=tool, strategy=strategy)
     assert other.tokens[0] == plain.tokens[0]
@@ -101,7 +101,7 @@ def test_conversations_are_handed_on_early_and_made_ahead(workers: WorkerPool, s
 
 
 def run_with_moves(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
-    """Return what two iterations come to, and how many samples moved in each."""
+    """Return the outcome of two iterations, and the number of samples that moved in each."""
     module = runs.grpo(sampling=SAMPLING, environment=informed, sample_reallocation=moves)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
@@ -109,7 +109,7 @@ def run_with_moves(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
     return outcome, moved.counts
 
 
-def test_conversations_go_on_where_their_samples_move(workers: WorkerPool) -> None:
+def test_conversations_continue_on_the_rank_that_receives_their_sample(workers: WorkerPool) -> None:
     (stayed, _), (moved, counts) = (
         workers.run(run_with_moves, moves, world_size=2, init_process_group=False)[0] for moves in (False, "all")
     )
@@ -119,16 +119,16 @@ def test_conversations_go_on_where_their_samples_move(workers: WorkerPool) -> No
     assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
 
 
-def test_tools_that_raise_and_hang_end_their_own_samples_alone(workers: WorkerPool) -> None:
+def test_tools_that_raise_or_hang_end_only_their_own_samples(workers: WorkerPool) -> None:
     begin = time.monotonic()
     settings: dict[str, Any] = {"environment": unreliable, "conversation": Conversation(deadline_s=1.0)}
     outcome = run(workers, "grpo", "dp2", 2, **settings)
-    assert time.monotonic() - begin < 25  # nobody waited for who hangs
+    assert time.monotonic() - begin < 25  # no rank waited for a call that hangs
     sound = run(workers, "grpo", "dp2", 2, environment=tool)
     for step in outcome.logged:
-        assert 0.3 < step["environment_failures"] < 0.67  # a sample of two thirds may still be cut by its length
+        assert 0.3 < step["environment_failures"] < 0.67  # samples may also end at the length limit
     for rows, expected in zip(outcome.tokens[:1], sound.tokens[:1], strict=True):
-        assert rows[2::3] == expected[2::3]  # whose tool worked
+        assert rows[2::3] == expected[2::3]  # their tool worked
         assert all(row == other[: len(row)] for row, other in zip(rows, expected, strict=True))
     assert outcome.steps == [1, 2]
 

@@ -1,4 +1,4 @@
-"""Calls on their own ranks: nothing changes but who works, whatever may run at the same time."""
+"""Calls on separate ranks give the same results as on one rank, with and without overlap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLANS = (
 
 
 def run_overlapping(plans: Sequence[Any], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
-    """Train a fresh model under each pair of a plan and what may overlap."""
+    """Train a fresh model under each pair of a plan and an overlap setting."""
     world_size = runs.world_size()
     return [
         runs.train(runs.grpo(optimizer=DESCENT), ReallocStrategy(plan, overlap=overlap), world_size, batches)
@@ -33,32 +33,32 @@ def run_overlapping(plans: Sequence[Any], settings: dict[str, Any], batches: Bat
     ]
 
 
-def test_training_on_some_ranks_learns_the_same_as_on_one(workers: WorkerPool) -> None:
+def test_training_on_some_ranks_gives_the_same_results_as_on_one(workers: WorkerPool) -> None:
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], {}, Batches(2), 1)
     for outcome in on_ranks(workers, run_overlapping, [(plan, "calls") for plan in PLANS], {}, Batches(2), 4):
         assert_same(outcome, one, weights=2e-5)
 
 
 def _delayed(outcome: Outcome) -> list[dict[str, float]]:
-    """What training calls logged, which may come an iteration late."""
+    """Return the metrics of training calls, which may come an iteration late."""
     return [{name: value for name, value in logged.items() if name.startswith("actor/")} for logged in outcome.logged]
 
 
-def test_what_runs_at_the_same_time_changes_nothing(workers: WorkerPool) -> None:
+def test_overlapping_calls_and_iterations_changes_no_result(workers: WorkerPool) -> None:
     pairs = [(PLANS[0], overlap) for overlap in ("iterations", "calls", "none")]
     free, calls_only, one_by_one = on_ranks(workers, run_overlapping, pairs, {}, Batches(3), 4)
     assert calls_only.logged == one_by_one.logged
     assert free.rewards == calls_only.rewards == one_by_one.rewards
     assert runs.largest_difference(free.weights, one_by_one.weights) == 0.0
     assert runs.largest_difference(calls_only.weights, one_by_one.weights) == 0.0
-    # Nobody waits for what a training call on other ranks measured: it comes with the next iteration, the last at once.
+    # No rank waits for metrics of training on other ranks: they come an iteration late, and in the last one at once.
     assert _delayed(free)[1] == _delayed(one_by_one)[0]
     assert _delayed(free)[2] == _delayed(one_by_one)[2]
     assert free.steps == [1, 2, 3]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 3])
-def test_a_failing_rank_is_heard_by_ranks_that_have_no_part_in_its_call(workers: WorkerPool, failing_rank: int) -> None:
+def test_a_failure_reaches_ranks_that_take_no_part_in_the_call(workers: WorkerPool, failing_rank: int) -> None:
     layout = "dp1@0" if failing_rank == 0 else "dp2@3,0"
     messages = workers.run(_fail_to_infer, calls(actor_train="dp1@1", actor_generate="dp2@2,3", reference_infer=layout),
                            world_size=4, init_process_group=False, deadline_s=60.0)  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_failing_rank_is_heard_by_ranks_that_have_no_part_in_its_call(workers:
 
 
 class Moody(Exception):
-    """What a user's method raises."""
+    """An exception of a user's method."""
 
 
 def _fail_to_infer(plan: Any) -> str:
@@ -88,10 +88,10 @@ ROLES_APART = {
     "actor.generate": "dp2@0-1", "reference.infer": "dp1@2", "critic.infer": "dp1@3", "actor.train": "fsdp2@1-2",
     "critic.train": "tp2@0,3",
 }  # fmt: skip
-"""No rank has every role: the first has no actor to train, so what it writes of optimizers are settings alone."""
+"""No rank has every role: the first one trains no actor, so of its optimizer it writes only settings."""
 
 
-def test_a_run_resumes_where_no_rank_has_every_role_and_under_another_plan(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_resumes_if_no_rank_has_every_role_and_under_another_plan(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(
         {"calls": ROLES_APART}, 4, save=tmp_path / "straight", save_at=(2,), algorithm="ppo", optimizer="sgd"
     )

@@ -1,4 +1,4 @@
-"""Calls that begin on a generating rank without samples: the same tokens, losses and weights."""
+"""Calls that begin on generating ranks without samples give the same tokens, losses and weights."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ TOGETHER = {name: "dp2@0-1" for name in ("actor.generate", "critic.infer", "rewa
 PPO_PLAN = calls(actor_generate="dp2", reference_infer="dp2", reward_infer="dp2", critic_infer="dp2",
                  actor_train="dp2", critic_train="dp2")  # fmt: skip
 SAMPLING = SamplingParams(n=2, max_new_tokens=24, stop_token_ids=tuple(range(112, 128)))
-"""An eighth of the vocabulary ends a response."""
+"""One eighth of the vocabulary ends a response."""
 
 
-# ---- which calls
+# ---- calls that may begin early
 def _sources(**layouts: str) -> dict[str, str]:
     given = {**TOGETHER, "critic.train": "fsdp2@0-1", **{n.replace("_", "."): text for n, text in layouts.items()}}
     return tail_sources(CALLS, {name: Layout.parse(text) for name, text in given.items()})
@@ -48,16 +48,16 @@ def _sources(**layouts: str) -> dict[str, str]:
 
 def test_calls_of_whole_models_on_the_generating_ranks_may_begin_early() -> None:
     assert _sources() == {"critic.infer": "actor.generate", "reward.infer": "actor.generate"}
-    assert _sources(critic_infer="dp2@1,0") == _sources()  # the order of ranks is nobody's concern
+    assert _sources(critic_infer="dp2@1,0") == _sources()  # the order of ranks does not matter
 
 
 @pytest.mark.parametrize("layout", ["fsdp2@0-1", "tp2@0-1", "pp2@0-1", "dp2@0,2", "dp1@0", "dp2@2-3"])
-def test_a_call_in_another_kind_of_layout_may_not(layout: str) -> None:
+def test_a_call_in_another_kind_of_layout_may_not_begin_early(layout: str) -> None:
     assert _sources(critic_infer=layout) == {"reward.infer": "actor.generate"}
     assert _sources(actor_generate=layout) == {}
 
 
-def test_a_call_whose_model_generates_or_is_trained_before_may_not() -> None:
+def test_a_call_whose_model_generates_or_trains_before_may_not_begin_early() -> None:
     layouts = {name: Layout.parse(text) for name, text in {**TOGETHER, "critic.train": "dp2@0-1"}.items()}
     assert tail_sources((GENERATE, replace(INFER, role="actor")), layouts) == {}
     assert tail_sources((GENERATE, REWARD, CRITIC, INFER), layouts) == {"reward.infer": "actor.generate"}
@@ -66,12 +66,12 @@ def test_a_call_whose_model_generates_or_is_trained_before_may_not() -> None:
     }
 
 
-# ---- who works on what
+# ---- assignment of samples to ranks
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.sampled_from(["late", "early 0", "early 1"])), min_size=1, max_size=20),
     st.integers(1, 3),
 )
-def test_every_sample_is_worked_on_once_and_what_was_done_early_where_it_was_done(
+def test_every_sample_is_inferred_once_and_early_packs_stay_on_their_rank(
     samples: list[tuple[int, str]], pack_size: int
 ) -> None:
     lengths = [length for length, _ in samples]
@@ -94,7 +94,7 @@ def test_every_sample_is_worked_on_once_and_what_was_done_early_where_it_was_don
     assert all(micro.counts for plan in plans for micro in plan)
 
 
-# ---- on ranks
+# ---- whole runs
 @dataclass
 class Early(Callback):
     """Logged seconds of calls that began early, in every iteration."""
@@ -108,13 +108,13 @@ class Early(Callback):
 
 
 def empty_the_last(loads: Sequence[RankLoad], cost: MoveCost | None, **_: Any) -> tuple[SampleMove, ...]:
-    """Move everything of the last rank to the first one."""
+    """Move all samples of the last rank to the first one."""
     first, last = loads[0], loads[-1]
     return tuple(SampleMove(sample.sample_id, last.rank, first.rank, "send") for sample in last.live)
 
 
 def train_with(num_chunks: int) -> tuple[Outcome, list[dict[str, float]]]:
-    """Train PPO on this rank, with a last rank that has nothing to generate soon."""
+    """Train PPO on this rank; the last rank soon has no samples to generate."""
     early = Early()
     module = runs.ppo(
         optimizer=DESCENT, reward=tiny_scorer("llama", seed=5), sampling=SAMPLING, sample_reallocation="all"
@@ -127,7 +127,7 @@ def train_with(num_chunks: int) -> tuple[Outcome, list[dict[str, float]]]:
     return outcome, early.hidden
 
 
-def test_ppo_learns_the_same_where_a_rank_without_samples_infers_early(workers: WorkerPool) -> None:
+def test_ppo_gives_the_same_results_if_a_rank_without_samples_infers_early(workers: WorkerPool) -> None:
     (whole, nothing), (outcome, hidden) = (
         workers.run(train_with, parts, world_size=2, init_process_group=False)[0] for parts in (1, 2)
     )
@@ -156,6 +156,6 @@ def fail_early() -> str:
     return ""
 
 
-def test_a_failure_on_a_rank_that_infers_early_reaches_everyone(workers: WorkerPool) -> None:
+def test_a_failure_on_a_rank_that_infers_early_reaches_all_ranks(workers: WorkerPool) -> None:
     messages = workers.run(fail_early, world_size=2, init_process_group=False)
     assert all("no scores today" in text for text in messages), messages

@@ -1,4 +1,4 @@
-"""Inference while responses are still generated: the same tokens, rewards, losses and weights as afterwards."""
+"""Inference during generation gives the same tokens, rewards, losses and weights as inference after it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.strategies.exchange.test_iteration_data import (
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.workers import WorkerPool
 
-# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+# Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 DESCENT = partial(SGD, lr=0.2)
 PPO_PLANS = (
     calls(actor_generate="dp1@0", reference_infer="dp1@1", reward_infer="dp1@1", critic_infer="dp1@1",
@@ -45,18 +45,18 @@ PPO_PLANS = (
     calls(actor_generate="dp2@0,2", reference_infer="fsdp2@1,3", reward_infer="pp2@1,3", critic_infer="dp2@3,1",
           actor_train="fsdp2@0,2", critic_train="tp2@1,3"),
 )  # fmt: skip
-"""On 2 ranks and on 4."""
+"""Plans for 2 ranks and for 4."""
 GRPO_PLAN = calls(actor_generate="tp2@0-1", reference_infer="dp1@2", actor_train="fsdp3@0-2")
 
 
 @dataclass
 class Hidden(Callback):
-    """Seconds of fused calls before the generation's end, as logged in every iteration."""
+    """Records the logged seconds of fused calls before the end of generation, in every iteration."""
 
     logged: list[dict[str, float]] = field(default_factory=list)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what was logged."""
+        """Read the logged metrics."""
         metrics = trainer.logged_metrics
         self.logged.append({name: float(v) for name, v in metrics.items() if name.startswith("hidden_s/")})
 
@@ -79,7 +79,7 @@ def run_chunks(
 
 
 def assert_same(ours: Outcome, theirs: Outcome) -> None:
-    """Compare everything that two runs left behind, up to the rounding of other micro-batches."""
+    """Compare all results of two runs, up to the rounding of other micro-batches."""
     assert ours.tokens == theirs.tokens
     for rewards, others in zip(ours.rewards, theirs.rewards, strict=True):
         assert rewards == pytest.approx(others, abs=1e-5)
@@ -89,10 +89,10 @@ def assert_same(ours: Outcome, theirs: Outcome) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ppo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, world_size: int) -> None:
+def test_ppo_gives_the_same_results_from_chunks(workers: WorkerPool, world_size: int) -> None:
     plan = PPO_PLANS[world_size // 4]
     cases: list[dict[str, Any]] = [{"generation_chunks": 1}, {"generation_chunks": world_size}]
-    if world_size == 2:  # what is not late is logged with its iteration
+    if world_size == 2:  # metrics that are not late are logged with their iteration
         cases += [{"overlap": "none"}, {"generation_chunks": 4, "overlap": "calls"}]
     found = workers.run(run_chunks, "ppo", plan, cases, {}, world_size=world_size, init_process_group=False,
                         deadline_s=120.0)[0]  # fmt: skip
@@ -106,7 +106,7 @@ def test_ppo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, w
 @pytest.mark.parametrize(
     "settings", [{}, {"sample_reallocation": True}, {"engine": "hf"}], ids=["alone", "moving samples", "hf"]
 )
-def test_grpo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, settings: dict[str, Any]) -> None:
+def test_grpo_gives_the_same_results_from_chunks(workers: WorkerPool, settings: dict[str, Any]) -> None:
     layouts = dict(GRPO_PLAN["calls"])
     if settings:
         layouts["actor.generate"] = "dp2@0-1"
@@ -119,7 +119,7 @@ def test_grpo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, 
 
 
 def _fail(where: str) -> str:
-    """Return what every rank raises when the reward model fails on its second pass, or the rollout changes samples."""
+    """Return the error of every rank if the reward model fails in its second pass, or the rollout changes samples."""
     module = runs.ppo(reward=tiny_scorer("llama", seed=5))
     passes = []
     score, roll_out = module.score_sequences, module.roll_out
@@ -148,7 +148,7 @@ def _fail(where: str) -> str:
 @pytest.mark.parametrize(
     ("where", "message"), [("reward", "no scores today"), ("rollout", "returned other samples than sample_responses")]
 )
-def test_a_failure_reaches_everyone(workers: WorkerPool, where: str, message: str) -> None:
+def test_a_failure_reaches_all_ranks(workers: WorkerPool, where: str, message: str) -> None:
     messages = workers.run(_fail, where, world_size=2, init_process_group=False)
     assert all(message in text for text in messages), messages
 
@@ -191,7 +191,7 @@ def test_a_configuration_file_may_have_either_name_of_generation_chunks() -> Non
         assert made.strategy.generation_chunks == 3
 
 
-def test_the_first_chunk_is_there_while_others_are_generated() -> None:
+def test_the_first_chunk_arrives_during_the_generation_of_others() -> None:
     layouts = {"actor.generate": "dp1@0", "critic.infer": "dp1@1", "reward.infer": "dp1@0", "actor.train": "dp1@0",
                "critic.train": "dp1@1"}  # fmt: skip
     post, made = Post(), _roll_out(_batch(3))

@@ -1,4 +1,4 @@
-"""Drafters that outlive a plan. Runs without a process group; a stand-in is the group of ranks that share a model."""
+"""Drafters that are kept or made anew when the plan changes. Runs without a process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALL: Any = SimpleNamespace(name="actor.generate")
 
 
 def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
-    """Return those of the only rank, or of one that shares its model with others."""
+    """Return the engine pool of the only rank, or of one that shares its model with others."""
     speculation = Speculation(drafter=drafter, draft_blocks=1 if drafter == "blocks" else None)  # type: ignore[arg-type]
     module = SimpleNamespace(
         speculation=speculation, engine="native", tokenizer=None, max_cache_bytes=None, sample_reallocation=False
@@ -31,11 +31,11 @@ def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
 
 
 def replica() -> Any:
-    """Return a fresh copy of the actor, as another plan makes it."""
+    """Return a fresh replica of the actor, as another plan makes it."""
     return SimpleNamespace(role="actor", layout=Layout.parse("dp1@0"), model=tiny_model("llama"), is_sharded=False)
 
 
-def test_what_was_drafted_from_is_drafted_from_under_the_next_plan() -> None:
+def test_a_drafter_keeps_its_history_under_the_next_plan() -> None:
     made, params = generators("history"), SamplingParams(max_new_tokens=8)
     first, second = replica(), replica()
     before = made.engine_for(CALL, first, version=0)
@@ -44,14 +44,12 @@ def test_what_was_drafted_from_is_drafted_from_under_the_next_plan() -> None:
     after = made.engine_for(CALL, second, version=1)
     assert after.drafter is before.drafter and after.engine is not before.engine
     after.engine.generate([[5, 6, 7]], params)
-    # The same prompt, weights and seed: all that was drafted stood.
+    # The same prompt, weights and seed: all drafts are accepted.
     assert after.engine.stats.accepted_tokens == after.engine.stats.verified_tokens
 
 
 @pytest.mark.parametrize(("drafter", "shares_model"), [("blocks", False), ("history", True)])
-def test_what_belongs_to_a_model_or_must_be_alike_on_several_ranks_begins_anew(
-    drafter: str, *, shares_model: bool
-) -> None:
+def test_a_drafter_with_a_model_or_on_ranks_that_share_one_is_made_anew(drafter: str, *, shares_model: bool) -> None:
     made = generators(drafter, shares_model=shares_model)
     before = made.engine_for(CALL, replica(), version=0)
     made.forget()

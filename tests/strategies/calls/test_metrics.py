@@ -1,4 +1,4 @@
-"""Rates from the metrics that ranks report of an iteration."""
+"""Rates from the metrics that ranks report for an iteration."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_bytes_and_seconds_become_rates() -> None:
     }  # fmt: skip
 
 
-def test_nothing_is_divided_by_no_time() -> None:
+def test_rates_over_zero_seconds_are_zero_or_absent() -> None:
     still = ReallocationReport(bytes_moved=0, bytes_minimum=0, bytes_written=0, seconds=0.0, transport="direct")
     assert with_rates(reallocation_metrics("x", still), num_tokens=5)["reallocation_GB_per_s/x"] == 0.0
     assert with_rates({}, num_tokens=0) == {}
 
 
-def test_tokens_per_step_are_those_of_all_ranks_together() -> None:
+def test_tokens_per_step_are_the_ratio_of_sums_over_all_ranks() -> None:
     # 30 + 10 tokens in 10 + 10 steps; the second call generated nothing.
     reports = [
         IterationReport(sums=speculation_metrics("a", GenerationStats(generated_tokens=30, row_steps=10))),
@@ -46,7 +46,7 @@ def test_tokens_per_step_are_those_of_all_ranks_together() -> None:
 
 
 def logged_rates() -> list[dict[str, float]]:
-    """Return what GRPO logs of its speed in two iterations."""
+    """Return the rates that GRPO logs in two iterations."""
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp1@1")
     seen: list[dict[str, float]] = []
 
@@ -60,7 +60,7 @@ def logged_rates() -> list[dict[str, float]]:
     return seen
 
 
-def test_a_run_logs_them_alike_on_all_ranks(workers: WorkerPool) -> None:
+def test_a_run_logs_the_same_rates_on_all_ranks(workers: WorkerPool) -> None:
     first, second = workers.run(logged_rates, world_size=2, init_process_group=False)
     assert first == second
     names = {"reallocation_s/actor.generate", "reallocation_GB_per_s/actor.generate"}

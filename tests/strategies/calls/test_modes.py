@@ -1,4 +1,4 @@
-"""Dropout is active in training calls alone, whatever mode Lightning believes the models to be in."""
+"""Dropout is active only in training calls, regardless of the mode that Lightning sets."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class ScoredSFT(SFT):
 
     @infer("actor", needs="batch", produces="logprobs")
     def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
-        """Note the mode."""
+        """Record the mode."""
         self.modes.append("training" if actor.training else "evaluation")
         return super().score(actor, batch)
 
     @train("actor", needs=("batch", "logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
-        """Note the mode."""
+        """Record the mode."""
         self.modes.append("training" if actor.training else "evaluation")
         return super().actor_loss(actor, batch, totals)
 
 
 def run_scored(batches: Batches) -> tuple[list[str], list[str]]:
-    """Return the modes in which the calls of two iterations ran, and the warnings about modes."""
+    """Return the modes of the calls in two iterations, and the warnings about modes."""
     module = ScoredSFT()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Lightning's contract while calls run as phases: hooks, logs, callbacks, loggers, every loop, step counts."""
+"""Lightning's hooks, logs, callbacks, loggers, loops and step counts work while calls run as phases."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ DESCENT = partial(SGD, lr=0.5)
 
 
 class Watcher(PhaseCallback):
-    """Notes every hook, and logs from it."""
+    """Records every hook, and logs from it."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
 
     def on_phase_start(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
-        """Note and log."""
+        """Record the phase, and log."""
         self.events.append(f"start {phase}")
         if not trainer.predicting:
             pl_module.log(f"callback/{phase}", float(len(self.events)))
 
     def on_phase_end(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
-        """Note."""
+        """Record the phase."""
         self.events.append(f"end {phase}")
 
     def on_reallocate(
         self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str, report: ReallocationReport
     ) -> None:
-        """Note how much was moved, beside the least possible."""
+        """Record the bytes that moved and the least possible number."""
         self.events.append(f"moved for {phase}")
         assert report.bytes_moved >= report.bytes_minimum > 0
 
@@ -82,7 +82,7 @@ def hooked(**settings: Any) -> Hooked:
 
 
 def run_every_loop(folder: str) -> dict[str, Any]:
-    """Fit with everything attached, then validate, test and predict, and fit on."""
+    """Fit with callbacks and loggers; then validate, test and predict, and continue the fit."""
     world_size = runs.world_size()
     watcher, module = Watcher(), hooked()
     held_out = Batches(1, size=3, seed=5)
@@ -117,7 +117,7 @@ def run_every_loop(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def every_loop(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What `run_every_loop` found on both ranks, and the folder it wrote to."""
+    """Results of `run_every_loop` on both ranks, and its folder."""
     folder = tmp_path_factory.mktemp("runs")
     found = workers.run(run_every_loop, str(folder), world_size=2, init_process_group=False, deadline_s=120.0)
     return found, folder
@@ -128,22 +128,22 @@ def test_ranks_agree_on_everything(every_loop: tuple[list[dict[str, Any]], Path]
     assert first == second
 
 
-def test_phases_are_announced_in_order_and_weights_move_once_per_change(
+def test_phase_hooks_run_in_order_and_weights_move_once_per_change(
     every_loop: tuple[list[dict[str, Any]], Path],
 ) -> None:
     events = every_loop[0][0]["events"]
     generate = ["start actor.generate", "end actor.generate"]
     rest = ["start reference.infer", "end reference.infer", "start actor.train", "end actor.train"]
     moved = ["moved for actor.generate"]
-    # The sanity check finds fresh weights; so does the first iteration, for which nothing has to move.
+    # The sanity check moves fresh weights, so the first iteration has nothing to move.
     first_epoch = [*moved, *generate, *generate, *rest, *moved, *generate, *rest]
     second_epoch = [*moved, *generate, *generate, *rest, *moved, *generate, *rest]
-    # The epochs are each followed by validation, which is where the next iteration's weights come from.
+    # Validation follows each epoch and moves the weights of the next iteration.
     fit = [*first_epoch, *second_epoch, *moved, *generate]
     assert events[: len(fit)] == fit
 
 
-def test_what_phase_hooks_log_is_logged(every_loop: tuple[list[dict[str, Any]], Path]) -> None:
+def test_metrics_from_phase_hooks_are_logged(every_loop: tuple[list[dict[str, Any]], Path]) -> None:
     (found, _), folder = every_loop
     for phase in ("actor.generate", "reference.infer", "actor.train"):
         assert f"callback/{phase}" in found["logged"]
@@ -161,11 +161,11 @@ def test_what_phase_hooks_log_is_logged(every_loop: tuple[list[dict[str, Any]], 
     assert list(folder.glob("tensorboard/*/events*"))
 
 
-def test_an_iteration_is_one_step_whatever_its_mini_batches(every_loop: tuple[list[dict[str, Any]], Path]) -> None:
+def test_an_iteration_is_one_step_for_any_number_of_mini_batches(every_loop: tuple[list[dict[str, Any]], Path]) -> None:
     found = every_loop[0][0]
     assert found["steps"] == 4
     assert found["steps after more"] == 6
-    # Halved once an iteration, four times: 0.5 / 16.
+    # Halved once per iteration, four times: 0.5 / 16.
     assert found["rates"] == [0.03125]
     assert found["best"] in ("epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt")
     (kept,) = (every_loop[1] / "checkpoints").iterdir()
@@ -183,7 +183,7 @@ def test_validation_test_and_prediction_see_the_same_model(every_loop: tuple[lis
 
 
 class HandWritten(SFT):
-    """An algorithm that writes its own training step, around the strategy's phases."""
+    """An algorithm with its own training step, which uses the strategy's phases."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -205,7 +205,7 @@ class HandWritten(SFT):
 
 
 def train_by_hand() -> tuple[list[float], list[str], int]:
-    """Return how far the two layouts' log-probabilities were apart, the events, and the step count."""
+    """Return the difference between the log-probabilities of two layouts, the events, and the step count."""
     watcher = Watcher()
     module = HandWritten(tiny_model("llama"), tokenizer=byte_tokenizer(), optimizer=DESCENT)
     strategy = runs.ReallocStrategy(calls(actor_train="fsdp2", actor_infer="tp2"))
@@ -223,7 +223,7 @@ def test_a_hand_written_step_finds_current_weights_in_every_phase(workers: Worke
 
 
 def go_on_with_another_trainer() -> tuple[tuple[int, int], float, float, str]:
-    """Return the second Trainer's steps, the rewards both validate, and what a third with another plan is told."""
+    """Return the steps of two Trainers, the rewards that both validate, and the error of a third with another plan."""
     module, held_out = hooked(), Batches(1, size=3, seed=5)
     world_size = runs.world_size()
     first = runs.trainer(
@@ -241,7 +241,7 @@ def go_on_with_another_trainer() -> tuple[tuple[int, int], float, float, str]:
 
 
 def seconds_of_supervised_training() -> set[str]:
-    """Return what is logged about calls' time in an iteration that follows a validation."""
+    """Return the names of the logged seconds in an iteration after a validation."""
     trainer = runs.trainer(runs.ReallocStrategy(), 1, num_sanity_val_steps=1, val_check_interval=1)
     trainer.fit(runs.sft(), Batches(2, responses=True), Batches(1, responses=True))
     return {name for name in trainer.logged_metrics if name.startswith("seconds/")}
@@ -252,7 +252,7 @@ def test_only_calls_that_ran_are_timed(workers: WorkerPool) -> None:
     assert names == {"seconds/actor.train"}
 
 
-def test_max_steps_counts_iterations_and_another_trainer_goes_on_with_the_same_models(workers: WorkerPool) -> None:
+def test_max_steps_counts_iterations_and_another_trainer_continues_the_models(workers: WorkerPool) -> None:
     for steps, before, after, refusal in workers.run(
         go_on_with_another_trainer, world_size=2, init_process_group=False
     ):
@@ -263,13 +263,13 @@ def test_max_steps_counts_iterations_and_another_trainer_goes_on_with_the_same_m
 
 
 class Storage(PhaseCallback):
-    """Looks at what generation works on, and at what is trained."""
+    """Compares the model that generates with the model that trains."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[bool, bool, bool]] = []
 
     def on_phase_end(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
-        """Note whether each of the two is wrapped, and whether they share storage."""
+        """Record whether FSDP wraps each of the two, and whether they share storage."""
         if phase == "actor.generate":
             pool: Any = trainer.strategy.pool  # type: ignore[attr-defined]
             home, used = pool.home("actor").model, pool.target(phase).model
@@ -287,7 +287,7 @@ def _generates_where_copies_are_trained() -> tuple[list[tuple[bool, bool, bool]]
     return storage.seen[:2], outcomes[0].tokens, outcomes[1].tokens
 
 
-def test_generation_beside_replicated_training_goes_round_fsdp_on_the_same_weights(workers: WorkerPool) -> None:
+def test_generation_in_replicated_layouts_bypasses_fsdp_and_shares_weights(workers: WorkerPool) -> None:
     seen, tokens, expected = workers.run(_generates_where_copies_are_trained, world_size=2, init_process_group=False)[0]
     assert seen == [(True, False, True)] * 2
     assert tokens == expected, "the second iteration's tokens come from trained weights"

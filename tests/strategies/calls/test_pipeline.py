@@ -1,4 +1,4 @@
-"""Training and inference through pipeline stages: the same tokens, losses and weights as on one rank."""
+"""Training and inference through pipeline stages give the same tokens, losses and weights as one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.strategies.test_realloc import assert_same, on_ranks, run_grpo, run_s
 from tests.workers import WorkerPool
 
 
-def test_sft_learns_the_same_through_stages(workers: WorkerPool) -> None:
+def test_sft_gives_the_same_results_through_stages(workers: WorkerPool) -> None:
     batches = Batches(2, responses=True)
     settings = {"train_options": runs.options(micro_batch_tokens=18, max_grad_norm=0.05)}
     (one,) = on_ranks(workers, run_sft, ["heuristic"], settings, batches, 1)
@@ -22,7 +22,7 @@ def test_sft_learns_the_same_through_stages(workers: WorkerPool) -> None:
         assert_same(outcome, one)
 
 
-def test_grpo_trains_through_stages_and_generates_without(workers: WorkerPool) -> None:
+def test_grpo_trains_through_stages_and_generates_without_them(workers: WorkerPool) -> None:
     batches = Batches(2)
     settings = {"train_options": runs.options(num_minibatches=2, micro_batch_tokens=18)}
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], settings, batches, 1)
@@ -34,7 +34,7 @@ def test_grpo_trains_through_stages_and_generates_without(workers: WorkerPool) -
         assert_same(outcome, one, weights=2e-5)
 
 
-def test_a_pipeline_that_is_to_generate_is_refused() -> None:
+def test_generation_in_a_pipeline_is_refused() -> None:
     plan = ExecutionPlan.from_mapping(calls(actor_train="pp2.dp2", actor_generate="pp2@0-1", reference_infer="pp2@2-3"))
 
     with pytest.raises(PlanError, match=r"calls.actor.generate: layout pp2@0-1 has pp=2, .*train and infer with pp"):

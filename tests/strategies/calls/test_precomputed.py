@@ -1,4 +1,4 @@
-"""A reference that is asked once: the same losses as one that is asked in every iteration, and its weights are gone."""
+"""A precomputed reference gives the same losses as one that runs in every iteration, and its weights are freed."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 
 class Watch(Callback):
-    """Holds on to the reference without keeping it alive."""
+    """Holds a weak reference to the reference model."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Remember it before the first call."""
+        """Store it before the first call."""
         self.reference: weakref.ref[nn.Module] = weakref.ref(pl_module.reference)
 
 
 def data_of(module_class: Any, *, whole: bool = False) -> Any:
-    """Return twelve pairs to learn and three that are held out: with batches of four, the last one is smaller.
+    """Return twelve pairs for training and three held-out pairs: with batches of four, the last one is smaller.
 
-    ``whole`` puts all into one batch, in order: then KTO's mismatched responses of a batch are those of all rows.
+    ``whole`` puts all into one batch, in order: then KTO's mismatched responses come from all rows.
     """
     settings = {"batch_size": 24, "shuffle": False, "drop_last": False} if whole else {"batch_size": 4}
     return module_class(PAIRS[:12], val_data=PAIRS[12:], tokenizer=byte_tokenizer(), **settings)
 
 
 def fitted(name: str, plan: Any, world_size: int, *, precompute: bool) -> dict[str, Any]:
-    """Fit two epochs; return what was logged, what held-out rows gave, how often the reference was asked."""
+    """Fit two epochs; return training and held-out metrics, and the number of reference passes, by name."""
     make, settings, data_class = CASES[name]
     module, data = make(precompute_reference=precompute, **settings), data_of(data_class, whole=name == "kto")
     record, watch, strategy = runs.Record(), Watch(), ReallocStrategy(plan)
@@ -75,7 +75,7 @@ def fitted(name: str, plan: Any, world_size: int, *, precompute: bool) -> dict[s
 
 
 def both(name: str, plan: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fit with a reference that is asked every time, and with one that is asked once."""
+    """Fit with a reference that runs in every iteration, and with a precomputed one."""
     world_size = runs.world_size()
     return fitted(name, plan, world_size, precompute=False), fitted(name, plan, world_size, precompute=True)
 
@@ -83,38 +83,36 @@ def both(name: str, plan: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "plan"), [("dpo", 0), ("dpo", 1), ("dpo", 2), ("by rank", 0), ("kto", 1), ("kto from zero", 2)]
 )
-def test_a_reference_that_is_asked_once_gives_the_same_losses_and_leaves(
-    name: str, plan: int, workers: WorkerPool
-) -> None:
+def test_a_precomputed_reference_gives_the_same_losses_and_is_freed(name: str, plan: int, workers: WorkerPool) -> None:
     everyone = workers.run(both, name, PLANS[plan], world_size=2, init_process_group=False, deadline_s=120.0)
     for asked_always, asked_once in everyone:
         for one, other in zip(asked_always["logged"], asked_once["logged"], strict=True):
             assert one == pytest.approx(other, abs=1e-5, rel=1e-5)
         assert asked_once["validated"] == pytest.approx(asked_always["validated"], abs=1e-5, rel=1e-5)
         assert (asked_always["is_gone"], asked_once["is_gone"]) == (False, True)
-        # One element stands for every parameter.
+        # One element remains for every parameter.
         assert asked_once["bytes"] < 1000
         assert asked_always["elsewhere"] == ""
         assert "about other rows than these and let it go" in asked_once["elsewhere"]
-    # In batches of four rows, of training and of held-out data; KTO's rows are the sides of the pairs. Of 24 and 6 of
-    # these and as many mismatched ones, in batches of 24, there are two and one.
+    # Passes over training and held-out data, in batches of four rows. KTO has a row for each side of a pair: 24 and 6.
+    # With as many mismatched rows, in batches of 24, there are two and one.
     assert max(once["asked"] for _, once in everyone) == {"kto": 2 + 1, "kto from zero": 6 + 2}.get(name, 3 + 1)
 
 
 class Asked(Callback):
-    """Keeps which rows come with what the reference said of them."""
+    """Records the reference log-probabilities of every row."""
 
     def __init__(self) -> None:
         self.said: dict[int, list[list[float]]] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Read the batch, which every rank has whole."""
+        """Read the batch, which is complete on every rank."""
         said = batch.ragged("ref_logprobs").to_lists()
         self.said |= {sample: logprobs for sample, logprobs in zip(batch.ids.tolist(), said, strict=True)}
 
 
 def resumed(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Fit two epochs, and the last three iterations of them once more from a checkpoint, in another layout."""
+    """Fit two epochs, and repeat the last three iterations from a checkpoint in another layout."""
     world_size, found = runs.world_size(), []
     make, settings, data_class = CASES[name]
     for plan, path in ((PLANS[0], None), (PLANS[2], folder / "run")):
@@ -132,14 +130,14 @@ def resumed(name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto from zero"])
-def test_a_resumed_run_asks_its_reference_once_and_goes_on_the_same(
+def test_a_resumed_run_precomputes_again_and_continues_with_the_same_results(
     name: str, workers: WorkerPool, tmp_path: Path
 ) -> None:
     straight, again = workers.run(resumed, name, tmp_path, world_size=2, init_process_group=False)[0]
     assert 0 < len(again["logged"]) < len(straight["logged"])
-    assert again["asked"] == straight["asked"] > 0  # the rows once more, since what was said is in no checkpoint
+    assert again["asked"] == straight["asked"] > 0  # computed again, since no checkpoint holds these log-probabilities
     for ours, theirs in zip(again["logged"], straight["logged"][-len(again["logged"]) :], strict=True):
-        # What validation logged last is not in the checkpoint.
+        # The checkpoint does not hold the last validation metrics.
         learnt, others = ({n: v for n, v in one.items() if not n.startswith("val/")} for one in (ours, theirs))
         assert learnt == pytest.approx(others, abs=1e-5, rel=1e-5)
     for sample, said in again["said"].items():
@@ -148,26 +146,26 @@ def test_a_resumed_run_asks_its_reference_once_and_goes_on_the_same(
     assert runs.largest_difference(again["weights"], straight["weights"]) <= 1e-5
 
 
-def test_a_reference_cannot_be_asked_ahead_about_rows_that_are_not_known(workers: WorkerPool) -> None:
+def test_precomputing_a_reference_needs_a_data_module(workers: WorkerPool) -> None:
     (text,) = workers.run(fit_without_data_module, world_size=1, init_process_group=False)
     assert "keeps what the reference says with the rows of a data module, and this fit has none" in text
 
 
 def fit_without_data_module() -> str:
-    """Return what a fit on plain batches is refused with."""
+    """Return the error of a fit on plain batches."""
     trainer = runs.trainer(ReallocStrategy("heuristic"), 1)
     with pytest.raises(ConfigError) as caught:
         trainer.fit(preferences.dpo(precompute_reference=True), preferences.pairs())
     return str(caught.value)
 
 
-def test_a_reference_that_is_let_go_cannot_be_saved(workers: WorkerPool) -> None:
+def test_a_precomputed_reference_cannot_be_saved(workers: WorkerPool) -> None:
     (text,) = workers.run(fit_that_saves_frozen_roles, world_size=1, init_process_group=False)
     assert "save_frozen_roles=True writes the weights of 'reference' into checkpoints" in text
 
 
 def fit_that_saves_frozen_roles() -> str:
-    """Return what a fit is refused with that saves what it lets go."""
+    """Return the error of a fit that saves a reference which it frees."""
     trainer = runs.trainer(ReallocStrategy("heuristic", save_frozen_roles=True), 1)
     with pytest.raises(ConfigError) as caught:
         trainer.fit(preferences.dpo(precompute_reference=True), datamodule=data_of(PreferenceDataModule))

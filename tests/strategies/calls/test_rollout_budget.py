@@ -1,4 +1,4 @@
-"""Rollout budgets: every response is trained on once, whenever it finishes. Compared with runs without a budget."""
+"""Runs with a rollout budget train on every response once, and get the responses of runs without a budget."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tests.strategies.runs import Batches
 from tests.workers import WorkerFailure, WorkerPool
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=tuple(range(112, 128)))
-"""Responses have eight tokens in the mean."""
+"""Responses have eight tokens on average."""
 TALKING = SamplingParams(n=2, max_new_tokens=32, stop_token_ids=tuple(range(80, 128)))
 
 
 @dataclass
 class Learnt:
-    """What a run learnt from, on this rank."""
+    """Responses that a run trained on, on this rank."""
 
     responses: list[dict[int, list[int]]] = field(default_factory=list)
-    """Of every iteration: sample id -> tokens."""
+    """Sample id -> tokens, for every iteration."""
     objects: dict[int, Any] = field(default_factory=dict)
     """Sample id -> the prompt's text."""
     logged: list[dict[str, float]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Learnt:
 
     @property
     def all(self) -> dict[int, list[int]]:
-        """All responses; each was learnt from once."""
+        """All responses; each was trained on once."""
         merged: dict[int, list[int]] = {}
         for responses in self.responses:
             assert merged.keys().isdisjoint(responses)
@@ -50,7 +50,7 @@ class Learnt:
 
 
 def noted(algorithm: type[Any]) -> type[Any]:
-    """Return the algorithm with a note of what it learns from."""
+    """Return the algorithm, which records the samples that it trains on."""
 
     class Noted(algorithm):  # type: ignore[misc]
         def __init__(self, *args: Any, **settings: Any) -> None:
@@ -95,7 +95,7 @@ class Counted(Batches):
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind them."""
+        """Continue after them."""
         self.position = state["position"]
 
 
@@ -104,7 +104,7 @@ def learn(
     strategy: dict[str, Any] | None = None, save: tuple[int, Path] | None = None, resume: Path | None = None,
     moves: Mapping[int, Any] | None = None,
 ) -> Learnt:  # fmt: skip
-    """Return what a run of four iterations learnt."""
+    """Return the result of a run of four iterations."""
     algorithms = {"grpo": runs.RecordedGRPO, "ppo": runs.RecordedPPO}
     given = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": runs.byte_tokenizer(), **settings}
     module = noted(algorithms[name])(
@@ -122,7 +122,7 @@ def learn(
 
 
 def run(workers: WorkerPool, name: str, layout: str, world_size: int, settings: dict[str, Any]) -> Learnt:
-    """Return the first rank's outcome; every rank knows the same."""
+    """Return the first rank's result, which is the same on every rank."""
     everyone = workers.run(learn, name, layout, world_size, settings, world_size=world_size, init_process_group=False)
     assert all(learnt.responses == everyone[0].responses for learnt in everyone)
     first: Learnt = everyone[0]
@@ -143,10 +143,10 @@ def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name:
     ("name", "layout", "environment"),
     [("grpo", "dp2", None), ("grpo", "fsdp2", None), ("ppo", "tp2", None), ("grpo", "dp2", informed)],
 )
-def test_responses_in_pieces_are_those_in_one(
+def test_responses_that_take_several_iterations_have_the_same_tokens(
     workers: WorkerPool, name: str, layout: str, environment: Any
 ) -> None:  # fmt: skip
-    # The policy stays as it is, so every response must come out as without a budget, only later.
+    # The policy does not change, so every response is the same as without a budget, only later.
     settings: dict[str, Any] = {"learning_rate": 0.0, "environment": environment}
     settings["sampling"] = SAMPLING if environment is None else TALKING
     plain = run(workers, name, layout, 2, settings)
@@ -157,20 +157,20 @@ def test_responses_in_pieces_are_those_in_one(
     done, everything = pieces.all, plain.all
     assert all(done[sample_id] == everything[sample_id] for sample_id in done)
     assert len(done) == len(everything) - carried[-1]
-    # Reward functions see the columns of the prompt that a response belongs to, also in a later iteration.
+    # Reward functions get the columns of a response's prompt in a later iteration, too.
     assert all(text == f"prompt {sample_id // 2}" for sample_id, text in pieces.objects.items())
-    assert all(step.get("environment_failures", 0.0) == 0.0 for step in pieces.logged)  # and so does an environment
+    assert all(step.get("environment_failures", 0.0) == 0.0 for step in pieces.logged)  # and so do environments
     assert pieces.logged[0]["staleness"] == 0.0 and max(step["staleness"] for step in pieces.logged) > 0.0
 
 
-def test_what_may_not_wait_longer_is_finished_or_dropped(workers: WorkerPool) -> None:
+def test_samples_at_the_staleness_limit_are_finished_or_dropped(workers: WorkerPool) -> None:
     def run_with(late: Any) -> Learnt:
         budget = RolloutBudget(tokens=20, max_staleness=1, late=late)
         return run(workers, "ppo", "dp2", 2, {"learning_rate": 0.0, "rollout_budget": budget})
 
     finished, dropped = run_with("finish"), run_with("drop")
     for step in (*finished.logged, *dropped.logged):
-        assert step["carried_samples"] <= 12  # of one batch
+        assert step["carried_samples"] <= 12  # samples of one batch
     assert len(finished.all) == 48 - finished.logged[-1]["carried_samples"]
     left_out = sum(step["dropped_samples"] for step in dropped.logged)
     assert left_out > 0 and len(dropped.all) == 48 - dropped.logged[-1]["carried_samples"] - left_out
@@ -186,12 +186,12 @@ def test_every_iteration_has_a_sample_for_every_mini_batch(workers: WorkerPool) 
 
 
 def moved(plans: Mapping[int, Any]) -> Learnt:
-    """Return what a run learns whose plan changes after these iterations."""
+    """Return the result of a run whose plan changes after these iterations."""
     settings: dict[str, Any] = {"learning_rate": 0.0, "rollout_budget": RolloutBudget(tokens=30)}
     return learn("grpo", "dp2", 2, settings, moves=plans)
 
 
-def test_what_is_carried_goes_on_under_another_plan(workers: WorkerPool) -> None:
+def test_carried_samples_continue_under_another_plan(workers: WorkerPool) -> None:
     plans = {
         step: {"calls": {"actor.generate": layout, "reference.infer": "dp2", "actor.train": "dp2"}}
         for step, layout in ((1, "dp1@1"), (2, "tp2"))
@@ -204,14 +204,14 @@ def test_what_is_carried_goes_on_under_another_plan(workers: WorkerPool) -> None
 
 
 def resumed(folder: str) -> list[Learnt]:
-    """Return a straight run, and one that goes on from its second iteration."""
+    """Return a straight run, and one that resumes after its second iteration."""
     path = Path(folder) / "half"
     settings: dict[str, Any] = {"rollout_budget": RolloutBudget(tokens=40)}
     straight = learn("grpo", "dp2", 2, settings, save=(2, path))
     return [straight, learn("grpo", "dp2", 2, settings, resume=path)]
 
 
-def test_a_resumed_run_goes_on_with_what_was_carried(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_carried_samples(workers: WorkerPool, tmp_path: Path) -> None:
     straight, later = workers.run(resumed, str(tmp_path), world_size=2, init_process_group=False)[0]
     assert straight.logged[1]["carried_samples"] > 0
     assert later.responses == straight.responses[2:]
@@ -220,7 +220,7 @@ def test_a_resumed_run_goes_on_with_what_was_carried(workers: WorkerPool, tmp_pa
 
 
 def refused(strategy: dict[str, Any]) -> None:
-    """Fit with a budget under a strategy that it cannot be used with."""
+    """Fit with a budget under a strategy that does not support it."""
     learn("grpo", "dp2", 2, {"rollout_budget": RolloutBudget(tokens=40)}, strategy=strategy)
 
 
@@ -231,7 +231,7 @@ def refused(strategy: dict[str, Any]) -> None:
         ({"generation_chunks": 2}, r"generation_chunks=2 sends .* use ReallocStrategy\(generation_chunks=1\)"),
     ],
 )
-def test_strategies_that_a_budget_cannot_be_used_with_are_refused(
+def test_strategies_that_do_not_support_a_budget_are_refused(
     workers: WorkerPool, strategy: dict[str, Any], message: str
 ) -> None:  # fmt: skip
     with pytest.raises(WorkerFailure, match=message):

@@ -1,4 +1,4 @@
-"""Iterations give the same results when samples change their rank while they are generated."""
+"""Iterations give the same results if samples move between ranks during generation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.workers import WorkerPool
 
 @dataclass
 class Moved(Callback):
-    """Counts the samples that changed their rank, in every iteration."""
+    """Counts the samples that moved between ranks, in every iteration."""
 
     counts: list[float] = field(default_factory=list)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what was logged."""
+        """Read the logged metrics."""
         self.counts.append(float(trainer.logged_metrics.get("moved_samples/actor.generate", -1.0)))
 
 
@@ -49,7 +49,7 @@ def run_algorithm(
     [("dp2", 2, "all", None), ("dp2", 2, "all", "history"), ("dp2.tp2", 4, "all", None)],
     ids=["dp2", "dp2, drafting", "dp2.tp2"],
 )
-def test_iterations_learn_the_same_with_and_without_moves(
+def test_iterations_give_the_same_results_with_and_without_moves(
     workers: WorkerPool, layout: str, world_size: int, moves: SampleReallocation, drafter: str | None
 ) -> None:
     def run(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
@@ -66,13 +66,13 @@ def test_iterations_learn_the_same_with_and_without_moves(
     assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
 
 
-def test_where_ranks_step_together_nothing_moves(workers: WorkerPool) -> None:
+def test_no_sample_moves_between_ranks_that_step_together(workers: WorkerPool) -> None:
     outcome, counts = workers.run(run_algorithm, "fsdp2", 2, True, None, world_size=2, init_process_group=False)[0]
     assert counts == [-1.0, -1.0]
     assert outcome.tokens
 
 
-def test_queued_samples_move_where_nothing_else_is_asked_for(workers: WorkerPool) -> None:
+def test_queued_samples_move_under_true_and_queued(workers: WorkerPool) -> None:
     (stayed, _), *others = (
         workers.run(run_algorithm, "dp2", 2, moves, None, 1, world_size=2, init_process_group=False)[0]
         for moves in (False, True, "queued")
@@ -83,6 +83,6 @@ def test_queued_samples_move_where_nothing_else_is_asked_for(workers: WorkerPool
         assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
 
 
-def test_an_engine_that_cannot_hand_samples_over_is_refused() -> None:
+def test_an_engine_that_cannot_move_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot hand samples over in the middle"):
         runs.grpo(engine="hf", sample_reallocation=True)

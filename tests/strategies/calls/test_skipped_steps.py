@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradient norm is not finite are skipped on all ranks alike and counted; many end the run."""
+"""Steps with a gradient norm that is not finite are skipped on all ranks and counted; many in a row end the run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ NORM = "model.norm.weight"
 
 
 class Watch(Callback):
-    """Notes weights and optimizer state of this rank around every iteration, and spoils gradients of some.
+    """Records weights and optimizer state of this rank around every iteration, and puts NaN into some gradients.
 
     Args:
-        iterations: Whose gradients are spoilt, by one element of this rank's part of the last norm.
-        rank: Which rank spoils them.
+        iterations: Iterations whose gradients get a NaN, in one element of this rank's part of the last norm.
+        rank: Rank that gets the NaN.
     """
 
     def __init__(self, iterations: Sequence[int] = (), rank: int = 1) -> None:
@@ -52,7 +52,7 @@ class Watch(Callback):
         self._before = self._state(trainer)
 
     def on_after_backward(self, trainer: Any, *args: Any) -> None:
-        """Spoil a gradient on one rank alone."""
+        """Put NaN into a gradient on one rank only."""
         if trainer.global_step in self.iterations and trainer.global_rank == self.rank:
             gradient = trainer.strategy.pool.home("actor").model.get_parameter(NORM).grad
             local_tensor(gradient)[0] = math.nan
@@ -71,7 +71,7 @@ class Watch(Callback):
 
 
 class Warnings(logging.Handler):
-    """Keeps what this package warns of."""
+    """Collects this package's warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -84,7 +84,7 @@ class Warnings(logging.Handler):
 
 
 def spoil_sample(module: Any, sample_id: int) -> None:
-    """Let one sample, which one data-parallel rank has, make the actor's loss infinite."""
+    """Make the actor's loss infinite through one sample of one data-parallel rank."""
     loss_of = module.actor_loss
 
     def actor_loss(model: Any, batch: Any, totals: Any) -> Any:
@@ -95,11 +95,11 @@ def spoil_sample(module: Any, sample_id: int) -> None:
 
 
 Fitted = tuple[list[bool], list[dict[str, float]], list[str], str]
-"""Whether weights moved, what was logged, the warnings, and the error."""
+"""Whether weights changed, the logged metrics, the warnings, and the error."""
 
 
 def fit(module: Any, plan: Any, world_size: int, data: Any, watch: Watch) -> Fitted:
-    """Train, and return what came of it on this rank."""
+    """Train, and return this rank's results."""
     record, warnings, told = runs.Record(), Warnings(), ""
     try:
         runs.trainer(ReallocStrategy(plan), world_size, callbacks=[watch, record]).fit(module, data)
@@ -111,7 +111,7 @@ def fit(module: Any, plan: Any, world_size: int, data: Any, watch: Watch) -> Fit
 
 
 def spoilt_in_layouts(layouts: Sequence[str], max_grad_norm: float | None) -> list[Fitted]:
-    """Spoil the gradient of the second iteration of three on rank 1, under each layout."""
+    """Put NaN into the gradient of the second iteration of three on rank 1, under each layout."""
     world_size, found = runs.world_size(), []
     for layout in layouts:
         module = runs.sft(train_options=runs.options(max_grad_norm=max_grad_norm))
@@ -137,7 +137,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(workers: WorkerPool, m
 
 
 def spoilt_sample(name: str, layout: str) -> Fitted:
-    """Let the first batch hold a sample with an infinite loss, in one of two mini-batches."""
+    """Train on a first batch that has a sample with an infinite loss, in one of two mini-batches."""
     plan = calls(actor_train=layout, **OTHER_CALLS[name])
     module = MAKERS[name](train_options=runs.options(num_minibatches=2))
     spoil_sample(module, 0)
@@ -146,7 +146,7 @@ def spoilt_sample(name: str, layout: str) -> Fitted:
 
 
 @pytest.mark.parametrize(("name", "layout"), [("sft", "fsdp2"), ("dpo", "dp2"), ("grpo", "tp2"), ("ppo", "fsdp2")])
-def test_other_mini_batches_are_learnt_from(workers: WorkerPool, name: str, layout: str) -> None:
+def test_other_mini_batches_are_trained_on(workers: WorkerPool, name: str, layout: str) -> None:
     ranks = workers.run(spoilt_sample, name, layout, world_size=2, init_process_group=False)
     assert [metrics["actor/skipped_steps"] for metrics in ranks[0][1]] == [1.0, 0.0]
     for moved, logged, _, told in ranks:
@@ -157,7 +157,7 @@ def test_other_mini_batches_are_learnt_from(workers: WorkerPool, name: str, layo
 
 
 def spoilt_for_long(name: str, plan: Any, spoilt: Sequence[int], limit: int | None) -> Fitted:
-    """Spoil these iterations of six."""
+    """Train six iterations, with NaN gradients in these."""
     module = MAKERS[name](train_options=runs.options(max_skipped_steps=limit))
     world_size = runs.world_size()
     watch = Watch(spoilt, rank=world_size - 1)
@@ -172,7 +172,7 @@ def spoilt_for_long(name: str, plan: Any, spoilt: Sequence[int], limit: int | No
     ],
 )
 def test_too_many_skipped_steps_in_a_row_stop_the_run_on_all_ranks(workers: WorkerPool, name: str, plan: Any) -> None:
-    # Two, one good one, and then three in a row: the limit.
+    # Two bad steps, a good one, and then three bad ones in a row, which is the limit.
     ranks = workers.run(spoilt_for_long, name, plan, [0, 1, 3, 4, 5], 3, world_size=2, init_process_group=False)
     for *_, told in ranks:
         assert told.startswith("actor: the gradient norm was not finite in 3 optimizer steps in a row")
@@ -187,7 +187,7 @@ def test_a_run_without_a_limit_skips_any_number(workers: WorkerPool) -> None:
 
 
 class ChangePlan(Watch):
-    """Trains on both ranks once the second iteration is over."""
+    """Trains on both ranks after the second iteration."""
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         """Change the plan."""
@@ -197,19 +197,19 @@ class ChangePlan(Watch):
 
 
 def spoilt_around_a_change() -> Fitted:
-    """Spoil all four iterations, of which two are on rank 0 alone and two on both ranks."""
+    """Train four iterations with NaN gradients: two on rank 0 only, then two on both ranks."""
     module = runs.grpo(train_options=runs.options(max_skipped_steps=3))
     plan = calls(actor_train="dp1@0", actor_generate="dp2", reference_infer="dp2")
     return fit(module, plan, runs.world_size(), Batches(4), ChangePlan([0, 1, 2, 3], rank=0))
 
 
-def test_ranks_that_join_a_role_count_as_the_others_do(workers: WorkerPool) -> None:
+def test_ranks_that_join_a_role_have_the_same_count_as_the_others(workers: WorkerPool) -> None:
     for _, logged, _, told in workers.run(spoilt_around_a_change, world_size=2, init_process_group=False):
         assert told == "" and [metrics["actor/skipped_steps"] for metrics in logged[1:]] == [1.0] * 3
 
 
 def nan_model(role: str) -> Fitted:
-    """Train PPO or GRPO with a critic or reference that makes NaN from the beginning."""
+    """Train PPO or GRPO with a critic or reference that computes NaN from the beginning."""
     options = runs.options(max_skipped_steps=2)
     if role == "critic":
         module = runs.ppo(train_options=options)
@@ -223,7 +223,9 @@ def nan_model(role: str) -> Fitted:
 
 
 @pytest.mark.parametrize(("role", "skipped"), [("critic", {"actor", "critic"}), ("reference", {"actor"})])
-def test_a_model_of_nan_stops_the_run_and_is_no_loss_of_zero(workers: WorkerPool, role: str, skipped: set[str]) -> None:
+def test_a_model_that_computes_nan_gives_no_finite_loss_and_stops_the_run(
+    workers: WorkerPool, role: str, skipped: set[str]
+) -> None:
     ((moved, logged, texts, told),) = workers.run(nan_model, role, world_size=1, init_process_group=False)
     assert moved == [False]
     assert not any(math.isfinite(logged[0][f"{trained}/loss"]) for trained in skipped)

@@ -1,4 +1,4 @@
-"""Speculative decoding: the same iteration as without drafts."""
+"""Speculative decoding gives the same iteration as generation without drafts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ALGORITHMS = {"grpo": runs.grpo, "ppo": runs.ppo}
 
 
 def run_algorithm(name: str, layout: str, speculation: Speculation | None, **settings: Any) -> Outcome:
-    """Return what two iterations on two ranks come to."""
+    """Return the outcome of two iterations on two ranks."""
     module = ALGORITHMS[name](speculation=speculation, **settings)
     return runs.train(module, plan_of(module, layout), 2, Batches(2))
 
 
 def plan_of(module: Any, layout: str) -> dict[str, Any]:
-    """Return a plan that generates in one layout and does all else in another."""
+    """Return a plan that generates in ``layout`` and does everything else in another."""
     placed = [call for call in module.dataflow.calls if call.role is not None]
     return {"calls": {call.name: layout if call.kind == "generate" else "dp2" for call in placed}}
 
 
 @pytest.mark.parametrize(("name", "layout"), [("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "tp2")])
-def test_iterations_learn_the_same_with_and_without_drafts(workers: WorkerPool, name: str, layout: str) -> None:
+def test_iterations_give_the_same_results_with_and_without_drafts(workers: WorkerPool, name: str, layout: str) -> None:
     plain, *_ = workers.run(run_algorithm, name, layout, None, world_size=2, init_process_group=False)
     for speculation in (Speculation(num_draft_tokens=3), Speculation(drafter="ngram")):
         drafted, *_ = workers.run(run_algorithm, name, layout, speculation, world_size=2, init_process_group=False)
@@ -41,11 +41,11 @@ def test_iterations_learn_the_same_with_and_without_drafts(workers: WorkerPool, 
         assert drafted.rewards == plain.rewards
         for mine, others in zip(drafted.logged, plain.logged, strict=True):
             assert mine == pytest.approx(others, rel=1e-4, abs=1e-6)
-        # Log-probabilities come from products of other shapes, whose rounding Adam's first steps of 1e-2 enlarge.
+        # Log-probabilities come from products of other shapes; Adam's first steps of 1e-2 enlarge their rounding.
         assert runs.largest_difference(drafted.weights, plain.weights) < 1e-4
 
 
-def test_the_models_own_blocks_draft_under_tensor_parallelism_and_not_under_fsdp(workers: WorkerPool) -> None:
+def test_the_models_first_blocks_draft_under_tensor_parallelism_but_not_fsdp(workers: WorkerPool) -> None:
     own = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
     plain, *_ = workers.run(run_algorithm, "grpo", "tp2", None, world_size=2, init_process_group=False)
     drafted, *_ = workers.run(run_algorithm, "grpo", "tp2", own, world_size=2, init_process_group=False)
@@ -54,7 +54,7 @@ def test_the_models_own_blocks_draft_under_tensor_parallelism_and_not_under_fsdp
         workers.run(run_algorithm, "grpo", "fsdp2", own, world_size=2, init_process_group=False)
 
 
-def test_the_models_own_generate_serves_an_iteration(workers: WorkerPool) -> None:
+def test_the_engine_hf_gives_the_same_iteration(workers: WorkerPool) -> None:
     def run(layout: str, engine: str) -> Outcome:
         settings = {"engine": engine, "sampling": SamplingParams(n=2, max_new_tokens=6, temperature=1e-6)}
         outcome: Outcome = workers.run(run_settings, layout, settings, world_size=2, init_process_group=False)[0]
@@ -70,28 +70,28 @@ def test_the_models_own_generate_serves_an_iteration(workers: WorkerPool) -> Non
 
 
 def run_settings(layout: str, settings: dict[str, Any]) -> Outcome:
-    """Return what GRPO with these settings comes to."""
+    """Return the outcome of GRPO with these settings."""
     return run_algorithm("grpo", layout, None, **settings)
 
 
 @dataclass
 class DraftRates(Callback):
-    """Tokens that samples got per step, in every iteration."""
+    """Records the tokens per step in every iteration."""
 
     rates: list[float] = field(default_factory=list)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what was logged."""
+        """Read the logged metrics."""
         self.rates.append(float(trainer.logged_metrics["tokens_per_step/actor.generate"]))
 
 
 def run_epochs(drafter: Any) -> tuple[list[float], Outcome]:
-    """Return tokens per step and the outcome of three epochs over the same prompts, shuffled among two ranks."""
+    """Return tokens per step and the outcome of three epochs over the same prompts, shuffled over two ranks."""
     sampling = SamplingParams(n=4, max_new_tokens=16)
     drafting = None if drafter is None else Speculation(drafter=drafter, num_draft_tokens=4)
     actor = tiny_model("llama")
     with torch.no_grad():
-        actor.lm_head.weight.mul_(30.0)  # a policy that is sure of some tokens, as trained ones are
+        actor.lm_head.weight.mul_(30.0)  # a policy that is certain of some tokens, as trained ones are
     module = runs.grpo(actor=actor, speculation=drafting, sampling=sampling, learning_rate=1e-4)
     record = DraftRates()
     callbacks = [] if drafter is None else [record]
@@ -99,29 +99,29 @@ def run_epochs(drafter: Any) -> tuple[list[float], Outcome]:
     return record.rates, outcome
 
 
-def test_earlier_responses_draft_better_than_the_samples_own_text(workers: WorkerPool) -> None:
+def test_history_drafts_more_accepted_tokens_than_the_samples_own_text(workers: WorkerPool) -> None:
     run = lambda drafter: workers.run(run_epochs, drafter, world_size=2, init_process_group=False)[0]  # noqa: E731
     (_, plain), (by_history, history), (by_own_text, own_text) = run(None), run("history"), run("ngram")
     assert history.tokens == own_text.tokens == plain.tokens
     assert history.rewards == own_text.rewards == plain.rewards
-    # From the second epoch on, every prompt was answered before, half of the time on the other rank.
+    # From the second epoch on, every prompt has an earlier response, half of the time on the other rank.
     assert min(by_history[2:]) > max(by_own_text[2:])
     assert sum(by_history[2:]) / 4 > 1.5
 
 
 @dataclass
 class Logged(Callback):
-    """Names of what is logged with every iteration."""
+    """Records the names of the metrics of every iteration."""
 
     names: list[set[str]] = field(default_factory=list)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what was logged."""
+        """Read the logged metrics."""
         self.names.append(set(trainer.logged_metrics))
 
 
 def run_choosing(dynamic: bool) -> list[set[str]]:
-    """Return what is logged where a first walk generates and a second one trains."""
+    """Return the names of metrics if a first pass generates and a second one trains."""
     settings: dict[str, Any] = {
         "sampling": SamplingParams(n=2, max_new_tokens=8),
         "tokenizer": byte_tokenizer(),
@@ -139,10 +139,10 @@ def run_choosing(dynamic: bool) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_a_first_walk_measured_is_logged_with_its_step(workers: WorkerPool, dynamic: bool) -> None:
+def test_metrics_of_the_generating_pass_are_logged_with_the_step(workers: WorkerPool, dynamic: bool) -> None:
     wanted = {f"{name}/actor.generate" for name in ("seconds", "tokens_per_step", "moved_samples", "preemptions")}
     for names in workers.run(run_choosing, dynamic, world_size=2, init_process_group=False):
-        of_steps = [of_batch for of_batch in names if "actor/loss" in of_batch]  # else more prompts are waited for
+        of_steps = [of_batch for of_batch in names if "actor/loss" in of_batch]  # others wait for prompts
         assert of_steps and all(wanted <= of_step for of_step in of_steps)
 
 

@@ -1,4 +1,4 @@
-"""Generation exactly one step ahead, compared with on-policy runs over chosen batches."""
+"""Generation exactly one step ahead gives the responses of on-policy runs over chosen batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ APART = {"actor.generate": "dp1@0", "reference.infer": "dp1@1", "actor.train": "
 
 @dataclass
 class Chosen:
-    """Some of the batches, in this order."""
+    """Batches with these numbers, in this order."""
 
     numbers: tuple[int, ...]
 
@@ -38,14 +38,14 @@ class Chosen:
 
 @dataclass
 class Clock:
-    """When generations ended and first losses were computed here, on the clock that ranks of one host share."""
+    """Times of the ends of generations and of first losses on this rank, on the host's shared clock."""
 
     generated: list[float] = field(default_factory=list)
     trained: list[float] = field(default_factory=list)
 
 
 def times_of(algorithm: str, settings: dict[str, Any], plan: dict[str, str]) -> Clock:
-    """Train four batches with a slow generation that runs ahead, and return this rank's times."""
+    """Train four batches with a slow generation that runs ahead; return this rank's times."""
     clock = Clock()
     module: Any = {"grpo": runs.grpo, "ppo": runs.ppo}[algorithm](**settings)
     roll_out, actor_loss = module.roll_out, module.actor_loss
@@ -72,12 +72,12 @@ class Stop(Callback):
         self.after = after
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Ask for the end."""
+        """Request the end."""
         trainer.should_stop = trainer.global_step == self.after
 
 
 def run_twice(plan: dict[str, str], settings: dict[str, Any]) -> tuple[list[float | None], list[int]]:
-    """Stop in the middle of an epoch, fit again, and return what was logged of staleness, and the steps."""
+    """Stop in the middle of an epoch and fit again; return the logged staleness and the steps."""
     module, record = runs.grpo(**settings), runs.Record()
     trainer = runs.trainer(
         ReallocStrategy({"calls": plan}, max_staleness=1), 2, callbacks=[Stop(2), record], max_epochs=2
@@ -89,7 +89,7 @@ def run_twice(plan: dict[str, str], settings: dict[str, Any]) -> tuple[list[floa
 
 
 def run_some(plan: dict[str, str], staleness: int, numbers: tuple[int, ...], options: dict[str, Any]) -> Outcome:
-    """Return what GRPO made of these batches."""
+    """Return the outcome of GRPO on these batches."""
     epochs = options.pop("max_epochs", 1)
     overlap = options.pop("overlap", "iterations")
     strategy = ReallocStrategy({"calls": plan}, max_staleness=staleness, overlap=overlap)
@@ -110,20 +110,20 @@ def run(workers: WorkerPool, plan: dict[str, str], staleness: int, *numbers: int
 def test_responses_come_from_the_policy_one_step_before(workers: WorkerPool) -> None:
     ahead = run(workers, TOGETHER, 1, 0, 1, 2, 3)
     assert len(ahead.tokens) == 4  # every batch was trained on, in its order
-    # Batches 0 and 1 are answered by the policy as it was given, batch 2 by that which learnt from batch 0 alone.
+    # The initial policy answers batches 0 and 1; the policy after training on batch 0 answers batch 2.
     first, skipped = run(workers, TOGETHER, 0, 1), run(workers, TOGETHER, 0, 0, 2)
     assert ahead.tokens[0] == skipped.tokens[0]
     assert ahead.tokens[1] == first.tokens[0]
     assert ahead.tokens[2] == skipped.tokens[1]
-    # Batch 3 is answered by what learnt from batch 1 too, though from responses of the policy before.
+    # The policy that answers batch 3 has also trained on batch 1, though on responses of an older policy.
     assert ahead.tokens[3] != run(workers, TOGETHER, 0, 0, 1, 3).tokens[2]
-    # Nothing is trained on in the first step; two batches in the last, which logs the later one's.
+    # The first step trains on nothing; the last one trains on two batches and logs the later one's staleness.
     assert [step.get("staleness") for step in ahead.logged] == [None, 0.0, 1.0, 1.0]
     assert ahead.steps == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
-def test_ranks_of_its_own_change_nothing_but_the_time(workers: WorkerPool, overlap: str) -> None:
+def test_generation_on_separate_ranks_changes_no_result(workers: WorkerPool, overlap: str) -> None:
     together = run(workers, TOGETHER, 1, 0, 1, 2, 3)
     apart = run(workers, APART, 1, 0, 1, 2, 3, overlap=overlap)
     assert apart.tokens == together.tokens
@@ -134,7 +134,7 @@ def test_ranks_of_its_own_change_nothing_but_the_time(workers: WorkerPool, overl
 @pytest.mark.parametrize(
     ("algorithm", "settings"), [("grpo", {}), ("grpo", {"kl_place": "reward"}), ("grpo", {"kl_coef": 0.0}), ("ppo", {})]
 )
-def test_one_batch_is_trained_on_while_the_next_is_generated(
+def test_training_on_a_batch_overlaps_generation_of_the_next(
     workers: WorkerPool, algorithm: str, settings: dict[str, Any]
 ) -> None:
     plan = {name: layout for name, layout in APART.items() if settings.get("kl_coef") != 0.0 or name[0] != "r"}
@@ -144,7 +144,7 @@ def test_one_batch_is_trained_on_while_the_next_is_generated(
         times_of, algorithm, settings, plan, world_size=2, init_process_group=False, deadline_s=60
     )
     assert (len(generating.generated), len(training.trained)) == (4, 4)
-    # While the second and third batch are generated, the first and second are learnt from.
+    # Training on the first and second batch overlaps generation of the second and third.
     for trained, generated in zip(training.trained[:2], generating.generated[1:3], strict=True):
         assert trained < generated
 
@@ -152,7 +152,7 @@ def test_one_batch_is_trained_on_while_the_next_is_generated(
 def test_an_epoch_ends_with_every_batch_trained_on(workers: WorkerPool) -> None:
     ahead = run(workers, TOGETHER, 1, 0, 1, max_epochs=2)
     assert len(ahead.tokens) == 4
-    # The second epoch begins with a policy that learnt from both batches, so its first responses are not stale.
+    # The second epoch begins with a policy that has trained on both batches, so its first responses are not stale.
     assert [step.get("staleness") for step in ahead.logged] == [None, 1.0, 1.0, 1.0]
     one_epoch = run(workers, TOGETHER, 1, 0, 1)
     assert ahead.tokens[:2] == one_epoch.tokens
@@ -168,13 +168,13 @@ def test_a_batch_that_waits_when_a_run_stops_is_left_out(workers: WorkerPool, se
     assert set(staleness[3:]) <= {0.0, 1.0} and len(staleness) > 4
 
 
-def test_a_policy_that_does_not_learn_gives_the_same_ahead(workers: WorkerPool) -> None:
+def test_a_policy_that_does_not_learn_gives_the_same_responses_one_step_ahead(workers: WorkerPool) -> None:
     ahead, on_policy = (run(workers, TOGETHER, staleness, 0, 1, 2, learning_rate=0.0) for staleness in (1, 0))
     assert ahead.tokens == on_policy.tokens
     assert ahead.rewards == on_policy.rewards
 
 
-def test_what_cannot_work_is_refused(workers: WorkerPool) -> None:
+def test_settings_that_cannot_run_ahead_are_refused(workers: WorkerPool) -> None:
     with pytest.raises(WorkerFailure, match="max_staleness=2: generation runs at most one step ahead; use 0 or 1"):
         run(workers, TOGETHER, 2, 0)
     with pytest.raises(WorkerFailure, match="tune with max_staleness=0 and give the saved plan"):

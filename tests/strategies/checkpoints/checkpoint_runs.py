@@ -1,4 +1,4 @@
-"""Run an algorithm in parts for the tests of checkpoints, each with its own layout and resuming from another."""
+"""Run an algorithm in parts for the tests of checkpoints; each part has its layout and may resume from another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.strategies import runs
 
 NUM_ROWS = 10
 BATCH_SIZE = 4
-"""Three batches an epoch, the last one of two rows."""
+"""Three batches per epoch; the last one has two rows."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Part:
     plan: Any
     """The strategy's plan."""
     max_steps: int
-    """Step at which it ends, counted from the beginning of the run."""
+    """Step at which the part ends, counted from the beginning of the run."""
     resume: Path | None = None
     """Checkpoint to resume from; None starts anew."""
     save: Path | None = None
     """Path of the checkpoint at the end."""
     save_at: tuple[int, ...] = ()
-    """Steps after which checkpoints ``<save>-<step>`` are written, too."""
+    """Steps after which a checkpoint ``<save>-<step>`` is written as well."""
     algorithm: str = "sft"
     optimizer: str = "adam"
     family: str = "llama"
@@ -53,7 +53,7 @@ class Part:
 
 
 def table(*, responses: bool) -> Samples:
-    """Return ten rows, the same everywhere."""
+    """Return ten rows, the same on every rank."""
     rows = list(runs.Batches(1, size=NUM_ROWS, responses=responses))
     return rows[0]
 
@@ -70,11 +70,11 @@ def make_optimizer(name: str) -> Any:
 def make_module(part: Part) -> Any:
     """Return the algorithm of a part."""
     actor = tiny_model(part.family, **({"resid_pdrop": part.dropout} if part.dropout else {}))
-    # A seed of its own: the parts of a run seed their processes otherwise, and draw as one run does.
+    # A fixed seed: the parts of a run seed their processes differently, but must draw like one run.
     settings: dict[str, Any] = {"actor": actor, "optimizer": make_optimizer(part.optimizer), "seed": 0}
     settings["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if part.algorithm == "ppo":
-        # The actor has not stepped when the checkpoint is written; the weight of the divergence and the moments have.
+        # At the checkpoint the actor has not stepped yet, but the KL coefficient and the moments have.
         return runs.ppo(**settings, critic_warmup=3, kl_target=1.0, normalize_values=True)
     return runs.grpo(**settings) if part.algorithm == "grpo" else runs.sft(**settings)
 
@@ -141,7 +141,7 @@ def replicated_weights(part: Part, world_size: int) -> dict[str, Tensor]:
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
-    """Return every full tensor of a checkpoint."""
+    """Return all full tensors of a checkpoint."""
     return read_whole(folder, stored_tensors(folder))
 
 
@@ -241,7 +241,7 @@ def run_plain_module(folder: Path, world_size: int) -> tuple[dict[str, Tensor], 
         fitted = runs.trainer(
             ReallocStrategy(), world_size, max_steps=max_steps, max_epochs=-1, use_distributed_sampler=False
         )
-        # The same batches in both halves: what is compared is the state, a plain DataLoader keeps no place.
+        # Both halves get the batches of the whole run, since a plain DataLoader does not store its position.
         fitted.fit(module, _Cycle(loader, start=2 if resume else 0), ckpt_path=resume)
         fitted.save_checkpoint(folder / f"{name}.ckpt")
         ends.append({key: value.clone() for key, value in module.state_dict().items()})
@@ -249,7 +249,7 @@ def run_plain_module(folder: Path, world_size: int) -> tuple[dict[str, Tensor], 
 
 
 class _Cycle:
-    """A loader's batches from a given index on."""
+    """A loader's batches from a given index onwards."""
 
     def __init__(self, loader: Any, *, start: int) -> None:
         self.batches = list(loader)[start:]

@@ -44,9 +44,9 @@ def _sft(layout: str) -> dict[str, Any]:
     return runs.calls(actor_train=layout)
 
 
-# ---- the same trajectory
+# ---- resuming gives the same run
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "sft"])
-def test_a_resumed_run_is_the_straight_run_bit_by_bit(workers: WorkerPool, tmp_path: Path, algorithm: str) -> None:
+def test_a_resumed_run_equals_the_straight_run_bit_by_bit(workers: WorkerPool, tmp_path: Path, algorithm: str) -> None:
     plan = {"grpo": GRPO_PLAN, "ppo": PPO_PLAN, "sft": _sft("fsdp2")}[algorithm]
     straight = Part(plan, 5, save=tmp_path / "straight", save_at=(2,), algorithm=algorithm)
     resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
@@ -57,8 +57,8 @@ def test_a_resumed_run_is_the_straight_run_bit_by_bit(workers: WorkerPool, tmp_p
     assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
 
 
-def test_saving_changes_nothing(workers: WorkerPool, tmp_path: Path) -> None:
-    # Upstream steps an optimizer that has no state yet in order to save it, which moves weights under Adam.
+def test_saving_changes_no_result(workers: WorkerPool, tmp_path: Path) -> None:
+    # PyTorch steps an optimizer without state in order to save it, which changes weights under Adam.
     saving = Part(_sft("fsdp2"), 3, save=tmp_path / "saving", save_at=(0, 1))
     silent = replace(saving, save=tmp_path / "silent", save_at=())
     fresh = replace(silent, resume=tmp_path / "saving-0", save=tmp_path / "fresh")
@@ -81,7 +81,7 @@ def test_an_optimizer_without_state_resumes_too(workers: WorkerPool, tmp_path: P
     assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
 
 
-def test_dropout_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path) -> None:
+def test_dropout_continues_after_resuming(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(_sft("fsdp2"), 3, save=tmp_path / "straight", save_at=(2,), family="gpt2", dropout=0.3)
     resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
     without = replace(straight, save=tmp_path / "without", save_at=(), dropout=0.0)
@@ -93,7 +93,7 @@ def test_dropout_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path) -> No
     assert logged[2] != logged[0], "the test drops nothing"
 
 
-def test_dropout_keeps_tensor_parallel_ranks_together(workers: WorkerPool) -> None:
+def test_dropout_is_the_same_on_tensor_parallel_ranks(workers: WorkerPool) -> None:
     part = Part(_sft("tp2"), 2, family="phi3", dropout=0.3)
 
     first, second = workers.run(replicated_weights, part, 2, world_size=2, init_process_group=False)
@@ -101,7 +101,7 @@ def test_dropout_keeps_tensor_parallel_ranks_together(workers: WorkerPool) -> No
     assert first and differences(first, second) == {}
 
 
-def test_what_users_draw_goes_on_too(tmp_path: Path) -> None:
+def test_random_numbers_of_users_continue_after_resuming(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
@@ -116,7 +116,7 @@ def test_what_users_draw_goes_on_too(tmp_path: Path) -> None:
 
 
 # ---- into other layouts and other numbers of ranks
-def test_a_run_goes_through_four_layouts_as_through_one(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(_sft("fsdp4"), 5, save=tmp_path / "straight")
     layouts = ("fsdp4", "pp2.fsdp2@1,3,0,2", "tp4", "dp2.tp2", "fsdp2.tp2@3,2,1,0")
     parts = [
@@ -130,7 +130,7 @@ def test_a_run_goes_through_four_layouts_as_through_one(workers: WorkerPool, tmp
     _close_contents(tmp_path / "5", tmp_path / "straight")
 
 
-def test_a_run_goes_over_four_two_and_one_ranks_and_back(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_on_changing_numbers_of_ranks_equals_a_run_on_four(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(_sft("fsdp4"), 4, save=tmp_path / "straight")
     logged = workers.run(run_parts, [straight], 4, init_process_group=False)[0]
     after: list[dict[str, float]] = []
@@ -154,12 +154,12 @@ def _close_contents(ours: Path, theirs: Path) -> None:
     assert apart == {}
 
 
-# ---- what lies in the folder
-def test_frozen_roles_and_ranks_that_are_gone_leave_nothing_behind(workers: WorkerPool, tmp_path: Path) -> None:
+# ---- contents of the folder
+def test_frozen_roles_and_earlier_ranks_leave_no_files(workers: WorkerPool, tmp_path: Path) -> None:
     folder = tmp_path / "run.ckpt"
     plan = runs.calls(actor_generate="tp2", reference_infer="dp2", actor_train="fsdp4")
     workers.run(run_parts, [Part(plan, 1, save=folder, algorithm="grpo")], 4, init_process_group=False)
-    (tmp_path / "run.ckpt.partial").mkdir()  # as a run leaves it that was killed while it wrote
+    (tmp_path / "run.ckpt.partial").mkdir()  # as left by a run that was killed during a write
     four = {path.name for path in folder.glob("*.distcp")}
     one = Part("static", 2, resume=folder, save=folder, algorithm="grpo")
 
@@ -171,7 +171,7 @@ def test_frozen_roles_and_ranks_that_are_gone_leave_nothing_behind(workers: Work
     description = json.loads((folder / "realloc.json").read_text())
     assert {role: entry["saved"] for role, entry in description["roles"].items()} == {"actor": True, "reference": False}
     assert not [name for name in contents(folder) if "reference" in name]
-    assert torch.load(folder / "meta.pt", weights_only=True)["global_step"] == 2  # plain data, unless users add more
+    assert torch.load(folder / "meta.pt", weights_only=True)["global_step"] == 2  # plain data only
 
 
 def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path:
     assert len(second) == 3 and "last.ckpt" in second
 
 
-def test_a_folder_of_other_things_is_never_replaced(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(workers: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("ten years")
     (tmp_path / "file").write_text("")
@@ -202,8 +202,8 @@ def test_a_folder_of_other_things_is_never_replaced(workers: WorkerPool, tmp_pat
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
 
 
-def test_hyperparameters_are_read_unless_they_are_distrusted(workers: WorkerPool, tmp_path: Path) -> None:
-    # Upstream drops fit(weights_only=...) for strategies that restore after setup, and fails on any dataclass.
+def test_hyperparameters_are_read_unless_weights_only_is_requested(workers: WorkerPool, tmp_path: Path) -> None:
+    # Lightning drops fit(weights_only=...) for strategies that restore after setup, and fails on any dataclass.
     answers = workers.run(resume_with_hyperparameters, tmp_path / "run.ckpt", 2, world_size=2, init_process_group=False)
 
     for steps, refusal in answers:
@@ -211,7 +211,7 @@ def test_hyperparameters_are_read_unless_they_are_distrusted(workers: WorkerPool
         assert "load_weights_only=False" in refusal
 
 
-# ---- what is refused
+# ---- errors
 def test_a_checkpoint_of_something_else_is_refused_on_every_rank(workers: WorkerPool, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     (tmp_path / "file.ckpt").write_text("")
@@ -242,14 +242,14 @@ def test_a_checkpoint_of_something_else_is_refused_on_every_rank(workers: Worker
     assert "it is missing" in nothing
 
 
-def test_weights_alone_are_enough_to_validate_and_not_to_resume(workers: WorkerPool, tmp_path: Path) -> None:
+def test_weights_alone_suffice_to_validate_but_not_to_resume(workers: WorkerPool, tmp_path: Path) -> None:
     answers = workers.run(save_weights_only, tmp_path / "run.ckpt", 2, world_size=2, init_process_group=False)
 
     for refusal in answers:
         assert "holds no optimizer state for 'actor' (saved with save_weights_only?)" in refusal
 
 
-def test_what_is_saved_after_an_evaluation_is_what_the_fit_left(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_checkpoint_after_an_evaluation_equals_one_after_the_fit(workers: WorkerPool, tmp_path: Path) -> None:
     said = workers.run(save_after, "validate", tmp_path, 2, world_size=2, init_process_group=False)
 
     assert said == ["", ""]
@@ -258,9 +258,7 @@ def test_what_is_saved_after_an_evaluation_is_what_the_fit_left(workers: WorkerP
     assert differences(contents(tmp_path / "evaluated"), fitted) == {}
 
 
-def test_weights_that_were_read_after_the_fit_are_saved_alone_and_it_is_said(
-    workers: WorkerPool, tmp_path: Path
-) -> None:
+def test_weights_that_an_evaluation_read_are_saved_alone_with_a_warning(workers: WorkerPool, tmp_path: Path) -> None:
     save = partial(save_after, ckpt_path=tmp_path / "fitted")
     said = workers.run(save, "validate", tmp_path, 2, world_size=2, init_process_group=False)
 
@@ -268,13 +266,13 @@ def test_weights_that_were_read_after_the_fit_are_saved_alone_and_it_is_said(
     assert not any("exp_avg" in name for name in contents(tmp_path / "evaluated"))
 
 
-def test_load_from_checkpoint_says_what_to_do_instead() -> None:
+def test_load_from_checkpoint_names_the_alternative() -> None:
     with pytest.raises(CheckpointError, match=r"ckpt_path=.*lightning-realloc export run\.ckpt"):
         SFT.load_from_checkpoint("run.ckpt")
 
 
 # ---- other ways to run
-def test_a_plain_module_has_a_single_file_as_everywhere(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_plain_module_is_saved_to_a_single_file(workers: WorkerPool, tmp_path: Path) -> None:
     straight, resumed = workers.run(run_plain_module, tmp_path, 2, world_size=2, init_process_group=False)[0]
 
     assert differences(resumed, straight) == {}
@@ -292,7 +290,7 @@ def test_a_plain_module_is_not_read_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_weights_come_back_from_forked_processes(tmp_path: Path) -> None:
-    pool = WorkerPool()  # a process that has trained nothing: threads of an earlier run do not survive a fork
+    pool = WorkerPool()  # in a process without earlier training, since its threads do not survive a fork
     try:
         weights, loss = pool.run(fit_in_forked_processes, tmp_path, world_size=1, init_process_group=False)[0]
     finally:

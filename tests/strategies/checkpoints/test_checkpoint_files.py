@@ -1,4 +1,4 @@
-"""Check that damage to a checkpoint is found and named, and that no file of it runs code."""
+"""Damage to a checkpoint is found and named, and no file of a checkpoint runs code."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _copy(folder: Path, name: str) -> Path:
 
 
 def _record_anew(folder: Path) -> None:
-    """Update the checksums to the current files, like someone who changes a checkpoint on purpose."""
+    """Update the checksums to the current files, as an attacker would."""
     description = read_description(folder)
     write_description(folder, description, file_records(folder, (folder / name for name in description.pop("files"))))
 
 
 def _resume(workers: WorkerPool, folders: list[Path], world_size: int = 1) -> list[str | None]:
-    """Return the error of resuming from each checkpoint, the same on every rank; None for one that is resumed."""
+    """Return the error of resuming from each checkpoint, the same on every rank; None without an error."""
     parts = [Part("static", 2, resume=folder) for folder in folders]
     answers = workers.run(refusals, parts, world_size, world_size=world_size, init_process_group=False)
     assert all(answer == answers[0] for answer in answers)
@@ -101,7 +101,7 @@ def test_no_file_of_a_checkpoint_runs_code(workers: WorkerPool, tmp_path: Path) 
     for name in sorted(WRITTEN):
         poisoned[name] = _copy(whole, f"{len(poisoned)}.ckpt")
         (poisoned[name] / name).write_bytes(pickle.dumps(Poison(marker)))
-        if name != "realloc.json":  # with right checksums it is the readers that refuse
+        if name != "realloc.json":  # with correct checksums the readers refuse the files
             poisoned[f"recorded {name}"] = _copy(poisoned[name], f"{len(poisoned)}.ckpt")
             _record_anew(poisoned[f"recorded {name}"])
     poisoned["zipped meta.pt"] = _copy(whole, "meta.ckpt")
@@ -127,7 +127,7 @@ def test_no_file_of_a_checkpoint_runs_code(workers: WorkerPool, tmp_path: Path) 
 
 
 def _poison_shards(folder: Path, marker: Path) -> None:
-    """Replace every stored tensor by the same malicious bytes."""
+    """Replace every stored tensor with the same malicious bytes."""
     torch.save(Poison(marker), folder / "__0_0.distcp")
     metadata = FileSystemReader(folder).read_metadata()
     for stored in metadata.storage_data.values():
@@ -143,13 +143,13 @@ def test_an_export_imports_no_module_from_the_checkpoint(
     description = read_description(trap)
     description["roles"]["actor"]["class"] = "trap.code:Model"
     write_description(trap, description, description.pop("files"))
-    monkeypatch.syspath_prepend(tmp_path)  # as for a python that is started in the folder around the checkpoint
+    monkeypatch.syspath_prepend(tmp_path)  # as if Python started in the folder that contains the checkpoint
 
     assert "whose module lies inside the checkpoint" in (_export(trap) or "")
     assert not marker.exists()
 
 
-def test_metadata_is_read_as_any_python_wrote_it(workers: WorkerPool, tmp_path: Path) -> None:
+def test_metadata_of_earlier_python_versions_is_read(workers: WorkerPool, tmp_path: Path) -> None:
     folder = _saved(workers, tmp_path / "run.ckpt")
     metadata = FileSystemReader(folder).read_metadata()
 
@@ -209,7 +209,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_every_damage_of_every_file_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+def test_every_kind_of_damage_to_every_file_is_named(workers: WorkerPool, tmp_path: Path) -> None:
     whole = _saved(workers, tmp_path / "whole.ckpt")
     damaged = {}
     for name in sorted(WRITTEN):
@@ -229,7 +229,7 @@ def test_every_damage_of_every_file_is_named(workers: WorkerPool, tmp_path: Path
 def test_each_file_is_verified_by_one_rank(workers: WorkerPool, tmp_path: Path) -> None:
     folder = _saved(workers, tmp_path / "run.ckpt", 2)
     description = read_description(folder)
-    assert list(description["files"])[:2] == ["__0_0.distcp", "__1_0.distcp"]  # which ranks read what they wrote
+    assert list(description["files"])[:2] == ["__0_0.distcp", "__1_0.distcp"]  # ranks that read the files they wrote
 
     for name in description["files"]:
         before = (folder / name).read_bytes()
@@ -266,7 +266,7 @@ def test_damage_is_reported_on_every_rank_with_the_newest_intact_checkpoint(
         check_files(last, read_description(last))
 
 
-def test_a_checkpoint_without_checksums_is_read_and_its_damage_named_too(
+def test_a_checkpoint_without_checksums_is_read_and_its_damage_is_named(
     workers: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     earlier, damaged = _saved(workers, tmp_path / "earlier.ckpt"), {}
@@ -290,7 +290,7 @@ def test_a_checkpoint_without_checksums_is_read_and_its_damage_named_too(
 
 
 # ---- weights that are not finite
-def test_weights_that_are_not_finite_are_never_saved_over_others(workers: WorkerPool, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_never_replace_a_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
     folder = tmp_path / "last.ckpt"
     first, second = workers.run(save_not_finite, folder, 2, world_size=2, init_process_group=False)
 
@@ -299,5 +299,5 @@ def test_weights_that_are_not_finite_are_never_saved_over_others(workers: Worker
         assert refusal.startswith(f"the weights of actor are not finite, and {target} is not written: ")
         assert "model.layers.0.mlp.up_proj.weight holds NaN or infinity (2 of 21 parameters do)" in refusal
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-    assert differences(contents(folder), contents(folder)) == {}  # and not NaN
+    assert differences(contents(folder), contents(folder)) == {}  # no NaN, which differs from itself
     assert newest_intact(tmp_path / "another") == folder

@@ -46,8 +46,8 @@ def _weights_of(checkpoint: Path, role: str = "actor") -> dict[str, Tensor]:
 
 # ---- from a checkpoint
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "phi3", "gpt2", "gpt_neox"])
-def test_an_export_reads_back_bit_by_bit(workers: WorkerPool, tmp_path: Path, family: str) -> None:
-    layout = "fsdp2" if family == "gpt2" else "tp2"  # gpt2 brings no tensor-parallel plan
+def test_an_export_is_read_back_bit_by_bit(workers: WorkerPool, tmp_path: Path, family: str) -> None:
+    layout = "fsdp2" if family == "gpt2" else "tp2"  # gpt2 has no tensor-parallel plan
     part = Part(runs.calls(actor_train=layout), 1, save=tmp_path / "run.ckpt", family=family)
     workers.run(run_parts, [part], 2, world_size=2, init_process_group=False)
 
@@ -91,7 +91,7 @@ class Scorer(nn.Module):
 
 
 def _save_unusual(folder: Path, world_size: int) -> str:
-    """Save a model that is no transformers model, and return SaveHuggingFace's error before training."""
+    """Save a model from outside transformers, and return SaveHuggingFace's error before training."""
     fitted = runs.trainer(ReallocStrategy("static"), world_size, max_steps=1)
     fitted.fit(runs.sft(actor=Scorer()), runs.Batches(1, responses=True))
     fitted.save_checkpoint(folder)
@@ -105,7 +105,7 @@ def _save_unusual(folder: Path, world_size: int) -> str:
     return ""
 
 
-def test_what_cannot_be_exported_is_refused(workers: WorkerPool, tmp_path: Path) -> None:
+def test_models_that_cannot_be_exported_are_refused(workers: WorkerPool, tmp_path: Path) -> None:
     checkpoint, unusual = tmp_path / "run.ckpt", tmp_path / "unusual.ckpt"
     plan = runs.calls(actor_generate="dp2", reference_infer="dp2", actor_train="dp2")
     part = Part(plan, 1, save=checkpoint, algorithm="grpo")
@@ -144,12 +144,12 @@ def _fit_and_write(folder: Path, layout: str, world_size: int) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("layout", ["fsdp2.tp2", "tp4"])
-def test_a_run_writes_models_as_it_goes(workers: WorkerPool, tmp_path: Path, layout: str) -> None:
+def test_a_run_writes_models_during_training(workers: WorkerPool, tmp_path: Path, layout: str) -> None:
     weights, *others = workers.run(_fit_and_write, tmp_path / "out", layout, 4, init_process_group=False)
 
     exported = _load(tmp_path / "out")
     assert _equal(exported, {name: weights[name] for name in exported})
-    assert set(weights) - set(exported) == {"lm_head.weight"}  # tied, so not a parameter of its own
+    assert set(weights) - set(exported) == {"lm_head.weight"}  # tied, so not a separate parameter
     assert others == [{}, {}, {}]
     names = _names(tmp_path / "out")
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "step-2"} <= set(names)
@@ -181,7 +181,7 @@ def test_weights_are_gathered_a_few_at_a_time(workers: WorkerPool) -> None:
 
 
 def _train_two_heads(base: Path, out: Path) -> dict[str, dict[str, Tensor]]:
-    """Train a model that only its config ties, fully and with adapters; write it; return the trained weights."""
+    """Train a model that is tied only in its config, fully and with adapters; write it; return the trained weights."""
     found = {}
     for kind, settings in (("whole", {}), ("adapted", {"peft_config": {**LORA, "exclude_modules": ["lm_head"]}})):
         strategy = ReallocStrategy("static")
@@ -193,7 +193,7 @@ def _train_two_heads(base: Path, out: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def test_a_head_that_the_config_ties_and_the_file_does_not_reads_back(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_head_that_is_tied_only_in_the_config_is_read_back(workers: WorkerPool, tmp_path: Path) -> None:
     base = with_a_head_of_its_own(tmp_path / "base")
     (trained,) = workers.run(_train_two_heads, base, tmp_path, world_size=1, init_process_group=False)
     export_checkpoint(tmp_path / "whole.ckpt", tmp_path / "whole-export")
@@ -219,7 +219,7 @@ def _train_one_weight(folder: Path) -> dict[str, Tensor]:
     return runs.train(runs.sft(actor=actor), "static", 1, batches, callbacks=[SaveHuggingFace(folder)]).weights
 
 
-def test_a_weight_that_is_tied_although_the_config_does_not_reads_back(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_weight_that_is_tied_only_in_the_model_is_read_back(workers: WorkerPool, tmp_path: Path) -> None:
     (trained,) = workers.run(_train_one_weight, tmp_path, world_size=1, init_process_group=False)
     assert _equal(_load(tmp_path), trained)
 

@@ -25,7 +25,7 @@ CARD = ModelCard(
 
 
 # ---- the card
-def test_a_card_says_what_was_trained_and_claims_nothing() -> None:
+def test_a_card_describes_the_training_and_makes_no_claims() -> None:
     _, head, body = CARD.text().split("---\n", 2)
     assert yaml.safe_load(head) == {
         "library_name": "transformers", "base_model": "org/base", "tags": ["lightning-realloc", "grpo"],
@@ -35,7 +35,7 @@ def test_a_card_says_what_was_trained_and_claims_nothing() -> None:
     assert "It was not evaluated here." in body
 
 
-def test_a_card_of_somebody_else_stays_and_our_own_is_renewed(tmp_path: Path) -> None:
+def test_a_card_of_the_user_is_kept_and_a_written_one_is_renewed(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
     CARD.write(tmp_path)
     file.write_text(file.read_text().replace("after 3", "after 2"))
@@ -46,7 +46,7 @@ def test_a_card_of_somebody_else_stays_and_our_own_is_renewed(tmp_path: Path) ->
     assert file.read_text() == "mine"
 
 
-# ---- a run, with a hub that notes what it is asked
+# ---- a run, with a hub that records requests
 class Hub:
     """Replacement of ``huggingface_hub.HfApi`` that records requests."""
 
@@ -92,7 +92,7 @@ def _fit_with(folder: Path, refuses: str, settings: dict[str, Any]) -> Any:
     return fit(folder, refuses, **settings)
 
 
-def test_by_default_nothing_leaves_and_the_folder_is_complete(workers: WorkerPool, tmp_path: Path) -> None:
+def test_by_default_nothing_is_uploaded_and_the_folder_is_complete(workers: WorkerPool, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     assert _fit(workers, folder) == [([], "", 2)] * 2
 
@@ -112,7 +112,7 @@ def test_by_default_nothing_leaves_and_the_folder_is_complete(workers: WorkerPoo
     assert "learning_rate" not in card and str(tmp_path) not in card
 
 
-def test_the_files_that_were_written_are_uploaded_by_the_first_rank(workers: WorkerPool, tmp_path: Path) -> None:
+def test_the_first_rank_uploads_the_written_files(workers: WorkerPool, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "diary.json").write_text("{}")
@@ -130,7 +130,7 @@ def test_the_files_that_were_written_are_uploaded_by_the_first_rank(workers: Wor
     ("make", 0, "cannot write to 'me/mine' on the hub; name it 'user/model' and log in with `hf auth login`, or leave"),
     ("upload", 2, "but not on the hub; try `hf upload me/mine"),
 ])  # fmt: skip
-def test_a_hub_that_refuses_is_reported_on_every_rank(
+def test_a_refusal_of_the_hub_is_reported_on_every_rank(
     workers: WorkerPool, tmp_path: Path, refuses: str, steps: int, message: str
 ) -> None:
     everyone = _fit(workers, tmp_path / "out", refuses, push_to_hub="me/mine")
@@ -140,6 +140,6 @@ def test_a_hub_that_refuses_is_reported_on_every_rank(
     assert (tmp_path / "out/model.safetensors").exists() == (refuses == "upload")
 
 
-def test_an_upload_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_upload_without_a_written_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set at_end=True"):
         SaveHuggingFace(tmp_path, push_to_hub="me/mine", at_end=False)

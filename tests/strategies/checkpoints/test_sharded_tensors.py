@@ -56,15 +56,15 @@ def _wrong_after_reading(folder: Path, pairs: list[tuple[str, str]]) -> list[tup
     return wrong
 
 
-def test_what_one_layout_wrote_any_other_reads(workers: WorkerPool, tmp_path: Path) -> None:
-    # Every layout as source and as target at least once, next to and far from each other in the list.
+def test_tensors_written_in_one_layout_are_read_in_any_other(workers: WorkerPool, tmp_path: Path) -> None:
+    # Every layout is a source and a target at least once, of itself and of other layouts in the list.
     pairs = [(LAYOUTS[i], LAYOUTS[(i + step) % len(LAYOUTS)]) for i in range(len(LAYOUTS)) for step in (0, 1, 3)]
     workers.run(_save_in_every_layout, tmp_path, torch.float32)
 
     assert workers.run(_wrong_after_reading, tmp_path, pairs) == [[], [], [], []]
 
 
-def test_every_element_is_stored_once_and_reads_back_whole(workers: WorkerPool, tmp_path: Path) -> None:
+def test_every_element_is_stored_once_and_read_back(workers: WorkerPool, tmp_path: Path) -> None:
     full = {name: tensor.bfloat16() for name, tensor in full_tensors(odd_model()).items()}
     workers.run(_save_in_every_layout, tmp_path, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Resume a checkpoint that an earlier release wrote: PPO with EMA, two ranks, after two iterations."""
+"""Resuming from a checkpoint that an earlier release wrote: PPO with EMA, two ranks, after two iterations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def state(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in meta.items() if name not in ("loops", "epoch", "pytorch-lightning_version")}
 
 
-def test_a_checkpoint_of_an_earlier_release_is_read_whole_and_trained_on(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_release_is_read_completely_and_resumed(workers: WorkerPool, tmp_path: Path) -> None:
     shutil.unpack_archive(STORED, tmp_path)
     stored, again, later = tmp_path / "ppo_after_2", tmp_path / "again", tmp_path / "later"
 

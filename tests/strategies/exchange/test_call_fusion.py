@@ -1,4 +1,4 @@
-"""Fusion of calls with a generation, and the ranks that work on each chunk of it. Runs without a process group."""
+"""Fusion of calls with generation, and the ranks that infer each chunk. Runs without a process group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _routes(layouts: dict[str, str], num_chunks: int = 2, tokens: int = 20) -> R
     return Routes(CALLS, places, 4, num_chunks)
 
 
-def test_calls_apart_from_what_generates_are_fused_and_come_before_computations() -> None:
+def test_calls_on_other_ranks_than_generation_are_fused_and_come_first() -> None:
     routes = _routes({})
     assert routes.fusion.sources == {"critic.infer": "actor.generate", "reward.infer": "actor.generate"}
     names = [call.name for call in routes.calls]
@@ -41,7 +41,7 @@ def test_calls_apart_from_what_generates_are_fused_and_come_before_computations(
     assert routes.fusion.users(GENERATE, 0) == []
 
 
-def test_a_call_on_a_generating_rank_or_of_more_than_its_samples_is_not_fused() -> None:
+def test_calls_on_generating_ranks_or_with_other_inputs_are_not_fused() -> None:
     assert _routes({"critic.infer": "dp2@1-2", "reward.infer": "dp1@0"}).fusion.sources == {}
     assert _routes({}, num_chunks=1).fusion.sources == {}
     needy = replace(REWARD, needs=("rollout", "rewards"))
@@ -64,7 +64,7 @@ def _table(lengths: list[int], owners: list[int], num_chunks: int, holders: Hold
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 4)), min_size=1, max_size=24),
     st.sampled_from(("dp1@2", "dp2@2-3", "fsdp2@2,3", "tp2@2-3", "pp2@2-3")),
 )
-def test_every_sample_of_every_chunk_is_inferred_once_by_whom_all_ranks_expect(
+def test_every_sample_of_every_chunk_is_inferred_once_by_its_holders(
     samples: list[tuple[int, int]], layout: str
 ) -> None:
     table = _table([length for length, _ in samples], [chunk for _, chunk in samples], 5)
@@ -79,10 +79,10 @@ def test_every_sample_of_every_chunk_is_inferred_once_by_whom_all_ranks_expect(
     for index, plan in enumerate(plans):
         for position in (p for micro in plan if micro.counts for p in micro.positions):
             assert holders[position] == routes.placements["critic.infer"].holders(index)
-    for micro in (micro for plan in plans for micro in plan):  # no pass mixes chunks, nor is one too long
+    for micro in (micro for plan in plans for micro in plan):  # no pass mixes chunks or is too long
         assert sum(set(micro.positions) <= set(chunk) for chunk in table.chunks) == 1
         assert sum(samples[p][0] for p in micro.positions) <= 20
-    for rank in place.ranks:  # what a rank gets with the chunks is what it works on in the end
+    for rank in place.ranks:  # the rows that a rank receives by chunk are those that it infers
         early = {
             chunk[row]
             for chunk in table.chunks
@@ -92,7 +92,7 @@ def test_every_sample_of_every_chunk_is_inferred_once_by_whom_all_ranks_expect(
         assert early == {p for call in wanted for p in routes.positions(call, rank, table)}
 
 
-def test_work_is_hidden_until_generation_is_over_and_no_work_is_a_float_too() -> None:
+def test_seconds_before_the_end_of_generation_are_floats_also_without_work() -> None:
     work = ChunkResults(times=[(1.0, 2.0), (4.0, 6.0), (8.0, 9.0)])
     assert (work.seconds, work.seconds_before(5.0)) == (4.0, 2.0)
     nothing = (ChunkResults().seconds, ChunkResults().seconds_before(5.0))

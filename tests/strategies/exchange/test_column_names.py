@@ -1,4 +1,4 @@
-"""Columns of the data under every name that the package uses itself: training ignores them, rewards read them."""
+"""Data columns with names that the package uses itself: training ignores them, and rewards read them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ TEXTS = [("a", "bc", "de"), ("fg", "h", "ij"), ("k", "lmn", "o"), ("pq", "r", "s
 
 
 def reads_all(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-    """Reward low tokens, once the columns are known to be the data's."""
+    """Reward low tokens, after checking that the columns are those of the data."""
     for name in NAMES if "group" in columns else ():
         assert columns[name] == [COLUMNS[name]] * len(prompts), name
     return runs.low_tokens(completion_ids)
 
 
 class ReadsAll:
-    """A reward with a method, which cannot take a column of its first parameter's name."""
+    """A reward with a method, which cannot take a column named ``self``."""
 
     def __call__(self, prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        """Return what :func:`reads_all` says."""
+        """Return the rewards of :func:`reads_all`."""
         assert "self" not in columns
         return reads_all(prompts, completion_ids, **columns, **{"self": [COLUMNS["self"]] * len(prompts)})
 
@@ -75,7 +75,7 @@ CASES: Mapping[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_columns_of_any_name_change_nothing_and_reach_rewards(name: str) -> None:
+def test_columns_of_any_name_change_no_result_and_reach_rewards(name: str) -> None:
     make, data_module, row_of = CASES[name]
     found = []
     for others in ({}, COLUMNS):
@@ -92,7 +92,7 @@ def test_columns_of_any_name_change_nothing_and_reach_rewards(name: str) -> None
 
 
 def _fit_apart() -> list[dict[str, float]]:
-    """Return what PPO logs whose critic has a rank of its own, so that columns travel."""
+    """Return the metrics of PPO with the critic on a separate rank, so that ranks exchange columns."""
     data = PromptDataModule(
         [{**COLUMNS, "prompt": a} for a, _, _ in TEXTS], batch_size=4, tokenizer=byte_tokenizer()
     )  # fmt: skip
@@ -104,13 +104,13 @@ def _fit_apart() -> list[dict[str, float]]:
     return record.logged
 
 
-def test_columns_of_any_name_do_not_disturb_what_ranks_exchange(workers: WorkerPool) -> None:
+def test_columns_of_any_name_can_be_exchanged_between_ranks(workers: WorkerPool) -> None:
     everyone = workers.run(_fit_apart, world_size=2, init_process_group=False)
     assert len(everyone[0]) == 1 and everyone[0] == everyone[1]
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra"])
-def test_a_column_named_as_an_argument_of_reward_functions_is_named_at_once(name: str) -> None:
+def test_a_column_named_like_an_argument_of_reward_functions_is_refused(name: str) -> None:
     module = PromptDataModule([{"prompt": "a", name: "b"}], batch_size=1, tokenizer=byte_tokenizer())
     with pytest.raises(lightning_realloc.DataError, match=rf"row 0 .*; rename the columns \['{name}'\]"):
         module.setup()

@@ -1,4 +1,4 @@
-"""Exchange of samples between ranks: each rank gets what it needs, once, for any ranks and layouts."""
+"""Exchange of samples between ranks: each rank receives its inputs once, for any ranks and layouts."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ CALLS = (GENERATE, INFER, JUDGE, REWARD, ESTIMATE, ACTOR, CRITIC)
 
 
 class Post:
-    """What the mailboxes of all ranks share."""
+    """State shared by the mailboxes of all ranks."""
 
     def __init__(self) -> None:
         self.frames: dict[tuple[int, ...], Tensor] = {}
         self.arrival = threading.Condition()
         self.rows: Counter[tuple[int, int, int]] = Counter()
-        """(receiver, call, sample id) -> how often it was sent."""
+        """(receiver, call, sample id) -> number of times it was sent."""
 
 
 class ThreadMailbox:
@@ -156,7 +156,7 @@ def _infer(data: IterationData, call: ModelFunctionCall, layout: Layout, rank: i
 def _walk(
     rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: int, post: Post, num_chunks: int = 1
 ) -> dict[str, Any]:
-    """Do what a rank does in an iteration; return what it saw in every call."""
+    """Run a rank's part of an iteration; return the samples that it got in every call."""
     options = TrainOptions(num_epochs=2, num_minibatches=2)
     places = {
         name: CallPlacement(layout=layout, micro_batch_tokens=40, train_options=options, order_seeds=(1, 2))
@@ -214,7 +214,7 @@ def _cases(draw: st.DrawFn) -> tuple[int, dict[str, Layout], int, int]:
 
 @settings(max_examples=60, deadline=None)
 @given(_cases())
-def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict[str, Layout], int, int]) -> None:
+def test_every_rank_receives_its_inputs_exactly_once(case: tuple[int, dict[str, Layout], int, int]) -> None:
     world_size, layouts, num_prompts, num_chunks = case
     post = Post()
     with ThreadPoolExecutor(world_size) as ranks:
@@ -256,7 +256,7 @@ def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict
     assert not post.frames, f"sent and never received: {list(post.frames)}"
 
 
-def test_all_samples_are_worked_on_and_whole_batches_in_one_place() -> None:
+def test_rewards_cover_all_samples_and_whole_batches_stay_on_one_rank() -> None:
     layouts = {
         "actor.generate": Layout(ParallelDims(dp=2, tp=2), (0, 1, 2, 3)),
         "critic.infer": Layout(ParallelDims(dp=2), (2, 3)), "reward.infer": Layout(ParallelDims(), (2,)),
@@ -273,7 +273,7 @@ def test_all_samples_are_worked_on_and_whole_batches_in_one_place() -> None:
     )
 
 
-def test_stages_before_the_last_get_tokens_alone() -> None:
+def test_pipeline_stages_before_the_last_receive_only_tokens() -> None:
     layouts = {
         "actor.generate": Layout(ParallelDims(), (0,)),
         "critic.infer": Layout(ParallelDims(), (0,)),

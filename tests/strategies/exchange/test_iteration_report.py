@@ -1,4 +1,4 @@
-"""Merged reports of ranks: the largest or the sum of metrics, joined samples."""
+"""Merged reports of ranks: maxima or sums of metrics, and joined samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def merged(*reports: IterationReport) -> IterationReport:
     return IterationReport.merge([IterationReport.from_message(report.encode()) for report in reports])
 
 
-def test_counts_of_ranks_are_added_up_by_call() -> None:
+def test_counts_of_ranks_are_summed_by_call() -> None:
     report = merged(
         IterationReport(sums={"preemptions/a": 2.0, "moved_samples/a": 4.0}),
         IterationReport(sums={"preemptions/a": 3.0, "preemptions/b": 0.0}),
@@ -26,7 +26,7 @@ def test_counts_of_ranks_are_added_up_by_call() -> None:
     assert report.metrics == {"preemptions/a": 5.0, "preemptions/b": 0.0, "moved_samples/a": 4.0}
 
 
-def test_of_other_metrics_the_largest_of_all_ranks_counts() -> None:
+def test_other_metrics_are_the_maximum_over_ranks() -> None:
     report = merged(IterationReport({"seconds/a": 2.0}), IterationReport({"seconds/a": 3.0, "seconds/b": 1.0}))
     assert report.metrics == {"seconds/a": 3.0, "seconds/b": 1.0}
 

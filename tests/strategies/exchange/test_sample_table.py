@@ -33,7 +33,7 @@ def routes(group_size: int, **options: int) -> Routes:
     return Routes([TRAIN, COMPUTE], {"actor.train": place}, 2, group_size=group_size)
 
 
-def test_samples_that_are_not_trained_are_no_part_of_training() -> None:
+def test_samples_that_are_not_trained_are_left_out_of_training() -> None:
     some = table(trained=torch.tensor([True, True, False, False, True, True]))
     steps = routes(2, num_minibatches=2).train_steps(TRAIN, some)
     assert sorted(position for step in steps for position in step.positions) == [0, 1, 4, 5]

@@ -17,13 +17,13 @@ from tests.strategies.runs import Batches
 
 
 class Overflow(Callback):
-    """Makes rank 1 fail inside a forward pass for which all ranks gather weights, and records the time."""
+    """Makes rank 1 fail inside a forward pass in which all ranks gather weights, and records the time."""
 
     def __init__(self, note: Path) -> None:
         self.note = note
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Wait for the last block on one rank."""
+        """Make the last block fail on one rank."""
         if trainer.global_rank == 1:
             pl_module.actor.model.layers[-1].register_forward_pre_hook(self.fail)
 
@@ -34,7 +34,7 @@ class Overflow(Callback):
 
 
 def leave(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
-    """End rank 0 like a kill, while rank 1 computes rewards and then waits for it."""
+    """End rank 0 as if killed, while rank 1 computes rewards and then waits for it."""
     if not int(os.environ.get("LOCAL_RANK", "0")):
         time.sleep(1.0)
         os._exit(9)

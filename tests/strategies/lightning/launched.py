@@ -1,6 +1,6 @@
 """User script for the tests of launchers: fit SFT on two devices, under each strategy named on the command line.
 
-Every rank writes its results to a folder. The process that called ``fit`` writes the weights that it has afterwards.
+Every rank writes its results to a folder. The process that called ``fit`` writes sums of its final weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(folder: Path, *strategies: str) -> None:
         module: Any = runs.sft()
         trainer = runs.trainer(name, 2, callbacks=[Witness(folder / name)])
         trainer.fit(module, Batches(2, responses=True))
-        # Started by a script or torchrun this process is a rank; else it holds what the ranks handed back.
+        # Under a script or torchrun this process is a rank; otherwise it has the weights that the ranks returned.
         is_rank = dist.is_initialized()
         weights = trainer.strategy.full_weights("actor") if is_rank else module.actor.state_dict()
         if trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""A run that cannot go on says why once, and leaves no rank waiting."""
+"""A run that fails prints one message with the reason, and leaves no rank waiting."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def previous_hook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("previous_hook")
-def test_rank_0_shows_where_the_script_called_and_other_ranks_print_one_line(
+def test_rank_0_shows_the_script_and_other_ranks_print_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report_failures(rank=0, launcher=None)
@@ -78,7 +78,7 @@ def test_rank_0_shows_where_the_script_called_and_other_ranks_print_one_line(
 
 
 @pytest.mark.usefixtures("previous_hook")
-def test_what_nobody_expected_keeps_its_traceback_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_errors_keep_their_traceback_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 3):
         report_failures(rank=rank, launcher=None)
         sys.excepthook(*raised(surprised))
@@ -98,7 +98,7 @@ def launcher_of(*codes: str) -> _SubprocessScriptLauncher:
 
 
 @pytest.mark.usefixtures("previous_hook")
-def test_the_process_that_started_the_others_ends_them_and_names_those_that_failed(
+def test_the_launching_process_ends_the_others_and_names_the_failed_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(failures, "GRACE_S", 2.0)
@@ -116,7 +116,7 @@ def test_the_process_that_started_the_others_ends_them_and_names_those_that_fail
     assert end_started_ranks(launcher) == end_started_ranks(None) == {}
 
 
-def test_lightnings_observer_kills_no_process_that_has_yet_to_report() -> None:
+def test_lightnings_observer_kills_no_process_before_its_report() -> None:
     launcher = launcher_of("raise SystemExit(7)")
     observer = _ChildProcessObserver(os.getpid(), launcher.procs)
     [failed] = launcher.procs
@@ -124,7 +124,7 @@ def test_lightnings_observer_kills_no_process_that_has_yet_to_report() -> None:
 
     failures.dismiss_observer(launcher)
 
-    assert observer._run()  # else this process would be gone
+    assert observer._run()  # otherwise this process would have been killed
     assert launcher.procs == [failed]
     failures.dismiss_observer(None)
 
@@ -169,7 +169,7 @@ def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
 
 
 @pytest.mark.slow
-def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path: Path) -> None:
+def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path) -> None:
     notes = [tmp_path / name for name in ("script", "torchrun")]
     alike, alone, alone_under_torchrun = run_side_by_side(
         tmp_path,
@@ -190,7 +190,7 @@ def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path
         assert run.code == 1
         assert first in run.output
         assert run.at - float(note.read_text()) < PROMPT_S
-    # The other rank, which knows of a broken collective alone, tells what broke it; torchrun may end it before that.
+    # The other rank sees only a broken collective and names the cause, unless torchrun ends it before that.
     expected = "[rank0]: lightning_realloc.errors.ReallocError: rank 1 failed with ArithmeticError: overflow"
     for run in (alone, *([] if "closing signal SIGTERM" in alone_under_torchrun.output else [alone_under_torchrun])):
         assert run.output.index(first) < run.output.index(expected)
@@ -198,7 +198,7 @@ def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path
 
 
 @pytest.mark.slow
-def test_a_rank_ends_by_itself_once_the_one_that_started_it_was_killed(tmp_path: Path) -> None:
+def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Path) -> None:
     (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
     assert killed.code == 9
     give_up_at, printed = time.monotonic() + PROMPT_S, ""
@@ -208,5 +208,5 @@ def test_a_rank_ends_by_itself_once_the_one_that_started_it_was_killed(tmp_path:
     assert "was a rank itself, ended during a call; it was killed" in printed
 
 
-def test_errors_keep_their_text_in_a_line() -> None:
+def test_error_messages_are_printed_on_one_line() -> None:
     assert failures.one_line_message(DataError("a\n  b"), 0) == "error: a b\n"

@@ -57,12 +57,12 @@ def mean(values: list[float]) -> float:
 
 
 def area(good: list[float], bad: list[float]) -> float:
-    """Return the share of pairs of a good and a bad score that are ordered right; ties count half."""
+    """Return the share of correctly ordered pairs of a good and a bad score; ties count half."""
     return mean([(one > other) + 0.5 * (one == other) for one in good for other in bad])
 
 
 def calibration(margins: list[float]) -> float:
-    """Return the calibration error: confidence minus share ordered right, in 15 bins of confidence."""
+    """Return the calibration error: confidence minus share of correct pairs, in 15 bins of confidence."""
     bins: dict[int, list[tuple[float, bool]]] = {}
     for margin in margins:
         confidence = 1 / (1 + math.exp(-abs(margin)))
@@ -94,7 +94,7 @@ def test_a_reward_model_is_measured_over_all_held_out_pairs(workers: WorkerPool)
         "val/calibration_error": calibration(margins),
     }  # fmt: skip
     assert validated == pytest.approx(expected, abs=1e-5)
-    # The mean of what each batch says is something else.
+    # The mean of the batches' values differs.
     apart = [area(row["scores"][0::2], row["scores"][1::2]) for row in rows]
     assert abs(mean(apart) - expected["val/auroc"]) > 1e-3
 
@@ -111,12 +111,12 @@ def test_implied_rewards_are_measured_over_all_held_out_responses(workers: Worke
     ]  # fmt: skip
     good, bad = ([reward for label, reward in judged if bool(label) is kind] for kind in (True, False))
     assert validated["val/auroc"] == pytest.approx(area(good, bad), abs=1e-5)
-    # Batches hold two, two and one of the good ones: the mean over all is not that over batches.
+    # Batches have two, two and one good responses: the mean over all differs from the mean over batches.
     assert validated["val/desirable_reward"] == pytest.approx(mean(good), abs=1e-5)
     assert validated["val/undesirable_reward"] == pytest.approx(mean(bad), abs=1e-5)
 
 
-def test_means_are_over_what_they_are_named_after(workers: WorkerPool) -> None:
+def test_losses_are_means_over_tokens_or_steps(workers: WorkerPool) -> None:
     validated, rows = run(workers, "sft")
     everything = together(rows)
     per_token = -sum(everything["response_logprobs"]) / sum(everything["tokens"])

@@ -25,7 +25,7 @@ DEADLINE_S = 160.0
 
 
 def shell_environment() -> dict[str, str]:
-    """Return the environment of a shell, without variables of other runs."""
+    """Return the environment variables of a shell, without those of other runs."""
     foreign = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "NODE_RANK", "TORCHELASTIC")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -78,7 +78,7 @@ def fit_here() -> tuple[dict[str, float], dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_script_torchrun_spawn_and_fork_learn_the_same(tmp_path: Path, workers: WorkerPool) -> None:
+def test_script_torchrun_spawn_and_fork_give_the_same_results(tmp_path: Path, workers: WorkerPool) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     launch(
         tmp_path,
@@ -97,7 +97,7 @@ def test_script_torchrun_spawn_and_fork_learn_the_same(tmp_path: Path, workers: 
         ranks, caller = read(tmp_path / name)
         assert ranks[0]["launcher"] == launcher
         assert ranks[0]["logged"] == pytest.approx(logged, abs=1e-5)
-        # The weights come back, whether the caller is a rank or has waited for the ranks.
+        # The caller has the trained weights, as a rank or after waiting for the ranks.
         assert (caller["process"] == ranks[0]["process"]) == (launcher != "FullStateLauncher")
         assert caller["sums"] == pytest.approx(sums, rel=1e-4)
 
@@ -107,7 +107,7 @@ def start_too_many() -> list[str]:
     world_size, rank = runs.world_size(), os.environ["RANK"]
     texts = []
     for devices in (1, 4):
-        # Lightning clears some of it behind itself.
+        # Lightning removes some variables afterwards.
         os.environ |= {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": str(world_size), "RANK": rank, "LOCAL_RANK": rank}
         with pytest.raises(MisconfigurationException) as caught:
             runs.trainer("realloc", devices).fit(runs.sft(), Batches(1, responses=True))

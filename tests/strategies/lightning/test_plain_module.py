@@ -1,4 +1,4 @@
-"""A LightningModule without calls trains data-parallel, to the same weights as under other strategies."""
+"""A LightningModule without calls trains data-parallel and reaches the weights of other strategies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_ROWS = 16
 
 
 class Regression(L.LightningModule):
-    """A small network with a parameter that is never used, and one that a single row uses."""
+    """A small network with one unused parameter, and one that a single row uses."""
 
     def __init__(self, *, manual: bool = False) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def fit(strategy: str, options: dict[str, Any], folder: str, *, manual: bool = F
     """Train for three epochs, each a single step over all rows, in two accumulated halves."""
     world_size = runs.world_size()
     module = Regression(manual=manual)
-    # By hand the module accumulates for itself.
+    # With manual optimization the module accumulates by itself.
     accumulate = {} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     checkpoint = ModelCheckpoint(dirpath=f"{folder}/{strategy}{world_size}{manual}", monitor="val/loss")
     trainer = runs.trainer(
@@ -116,9 +116,9 @@ def test_two_ranks_reach_the_weights_of_one_device(manual: bool, workers: Worker
     assert torch.equal(pair[0]["weights"]["net.0.weight"], pair[1]["weights"]["net.0.weight"])
 
 
-def test_lightning_deals_the_rows_out(workers: WorkerPool, tmp_path: Any) -> None:
+def test_lightning_distributes_the_rows(workers: WorkerPool, tmp_path: Any) -> None:
     pair = workers.run(partial(fit, "realloc", {}, str(tmp_path)), world_size=2, init_process_group=False)
-    # Three epochs of eight rows on each rank; together every row once an epoch.
+    # Three epochs of eight rows on each rank; together the ranks see every row once per epoch.
     assert [len(rank["seen"]) for rank in pair] == [24, 24]
     for epoch in range(3):
         part = slice(8 * epoch, 8 * epoch + 8)
@@ -133,7 +133,7 @@ def test_bf16_mixed_trains_a_plain_module(workers: WorkerPool, tmp_path: Any) ->
     assert pair[0]["weights"]["net.0.weight"].dtype == torch.float32
 
 
-def test_a_strategy_is_connected_before_there_is_a_trainer() -> None:
+def test_a_strategy_can_be_connected_without_a_trainer() -> None:
     strategy, module = ReallocStrategy(), Regression()
     strategy.connect(module)
     assert strategy.lightning_module is strategy.model is module

@@ -17,7 +17,7 @@ from tests.workers import WorkerPool
 
 
 def halving() -> LRScheduler:
-    """Return a schedule that halves a rate of 1 at every step."""
+    """Return a schedule that halves the rate, which starts at 1, at every step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = StepLR(optimizer, step_size=1, gamma=0.5)
     optimizer.step()
@@ -47,7 +47,7 @@ def test_a_schedule_that_waits_for_a_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric, which is not known inside"):
         check_schedules([plateau])
     with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric"):
-        check_schedules([LRSchedulerConfig(ReduceLROnPlateau(optimizer))])  # from lr_scheduler=, which says no more
+        check_schedules([LRSchedulerConfig(ReduceLROnPlateau(optimizer))])  # from lr_scheduler=, without an interval
     check_schedules([LRSchedulerConfig(halving())])
 
 

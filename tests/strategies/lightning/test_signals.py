@@ -138,7 +138,7 @@ def test_a_single_process_ends_after_the_iteration_of_the_signal(tmp_path: Path)
     assert (tmp_path / "on_exception.ckpt").exists()
 
 
-def test_a_signal_after_the_last_iteration_ends_the_process_once_the_fit_is_over(
+def test_a_signal_after_the_last_iteration_ends_the_process_after_the_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
@@ -148,7 +148,7 @@ def test_a_signal_after_the_last_iteration_ends_the_process_once_the_fit_is_over
     assert sent == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_request_is_no_metric() -> None:
+def test_the_stop_request_is_removed_from_metrics() -> None:
     stop = StopRequest()
     assert stop.as_metrics() == {}
     stop.is_requested = True
@@ -165,7 +165,7 @@ COMMANDS = {
 
 
 @pytest.mark.slow
-def test_sigterm_to_whoever_started_the_ranks_ends_them_with_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in COMMANDS}
     started = {}
     try:

@@ -1,4 +1,4 @@
-"""Profiles cover all passes that plans of a run need, are measured once, and are reused only on the same machine."""
+"""Profiles cover all passes that a run's plans need, are measured once, and are reused only on the same machine."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _profiles(cache: str) -> tuple[dict[str, str | None], dict[str, str], list[s
     return tables, dict(first.models), profiles.warnings
 
 
-def test_a_run_measures_what_plans_can_ask_for_and_keeps_it(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_measures_all_passes_of_plans_and_stores_them(workers: WorkerPool, tmp_path: Path) -> None:
     everyone = workers.run(_profiles, str(tmp_path), world_size=2, init_process_group=False, deadline_s=120.0)
     tables, models, warnings = everyone[0]
     assert everyone[1][0] == tables, "ranks must agree on every second"
@@ -143,34 +143,34 @@ class _Judged(Callback):
         self.seconds = plan_evaluator.call_seconds(strategy.plan)
         self.bytes = max(plan_evaluator.peak_bytes(strategy.plan).values())
         proposed = [candidate.plan for candidate in plan_evaluator.propose(strategy.plan, seconds=0.2, seed=0)]
-        self.proposed = strategy.broadcast(proposed)  # searches go by the clock
+        self.proposed = strategy.broadcast(proposed)  # searches have a time limit, so ranks may differ
         for plan in self.proposed[:1]:
             strategy.set_plan(plan)
 
 
 def _judge_compiled() -> tuple[int, bool]:
-    """Return the number of compiled programs that measuring makes, and whether a frozen role shares a profile."""
+    """Return the number of programs compiled for measuring, and whether a frozen role shares a profile."""
     profiled = _Profiled()
     module = runs.grpo(train_options=runs.options(compile="eager"))
     trainer = runs.trainer(ReallocStrategy(), 1, callbacks=[profiled], max_steps=1)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with MonkeyPatch.context() as patch:
-        # What training compiles is left out, so that what is counted is measuring's.
+        # Training does not compile here, so that only programs of measuring count.
         patch.setattr("lightning_realloc.strategies.calls.train_call.compiled_blocks", lambda *_: nullcontext())
         trainer.fit(module, Batches(1))
     names = profiled.profile.models
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], names["actor"] == names["reference"]
 
 
-def test_what_is_compiled_is_measured_compiled(workers: WorkerPool) -> None:
+def test_compiled_training_is_measured_with_compiled_blocks(workers: WorkerPool) -> None:
     ((programs, is_shared),) = workers.run(_judge_compiled, world_size=1, init_process_group=False, deadline_s=120.0)
     assert programs > 0
     assert is_shared
 
 
 def _judge_precomputed(precompute: bool) -> tuple[dict[str, float], int, list[Any], Any]:
-    """Return seconds by call, bytes, and the plans proposed besides the running one."""
+    """Return seconds by call, peak bytes, the proposed plans, and the running one."""
     judged = _Judged()
     module = preferences.dpo(precompute_reference=precompute)
     trainer = runs.trainer(ReallocStrategy(), 2, callbacks=[judged], max_steps=2)
@@ -179,7 +179,7 @@ def _judge_precomputed(precompute: bool) -> tuple[dict[str, float], int, list[An
     return judged.seconds, judged.bytes, [plan.to_mapping() for plan in judged.proposed], judged.start.to_mapping()
 
 
-def test_a_reference_that_was_asked_ahead_is_neither_priced_nor_given_room(workers: WorkerPool) -> None:
+def test_a_precomputed_reference_costs_no_time_and_no_memory(workers: WorkerPool) -> None:
     (asked, asked_bytes, _, _), (ahead, bytes_ahead, proposed, start) = (
         workers.run(_judge_precomputed, once, world_size=2, init_process_group=False, deadline_s=120.0)[0]
         for once in (False, True)

@@ -1,4 +1,4 @@
-"""Train adapters of tiny models for the tests: GRPO and PPO, adapters that start nonzero, recorded bytes."""
+"""Train adapters of tiny models for the tests: GRPO and PPO with nonzero initial adapters, and recorded bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CheckedGRPO(runs.RecordedGRPO):
 
 
 class Moved(PhaseCallback):
-    """Keeps (iteration, call, bytes that moved)."""
+    """Records (iteration, call, bytes that moved)."""
 
     def __init__(self) -> None:
         self.moved: list[tuple[int, str, int]] = []
@@ -65,7 +65,7 @@ class Moved(PhaseCallback):
 def adapted_grpo(
     family: str = "qwen3", module_class: type[runs.RecordedGRPO] = runs.RecordedGRPO, **settings: Any
 ) -> Any:
-    """Return GRPO that trains adapters, and uses the base as reference."""
+    """Return GRPO that trains adapters and uses the base as the reference."""
     settings = {
         "sampling": runs.SAMPLING, "optimizer": partial(SGD, lr=0.5), "tokenizer": byte_tokenizer(),
         "peft_config": LORA, "kl_coef": 0.1, **settings,
@@ -88,7 +88,7 @@ def train(plans: list[Any], settings: dict[str, Any], count: int = 3) -> list[tu
 def train_checked(plan: Any, callbacks: list[Callback]) -> tuple[runs.Outcome, dict[str, list[float]], tuple[str, ...]]:
     """Train; return the outcome, the largest errors of outputs on this rank, and the roles with replicas."""
     world_size, module = runs.world_size(), adapted_grpo(module_class=CheckedGRPO)
-    vars(module)["base"] = tiny_model("qwen3")  # past Lightning, as no part of it
+    vars(module)["base"] = tiny_model("qwen3")  # not registered as a submodule
     outcome = runs.train(module, ReallocStrategy(plan), world_size, runs.Batches(3), callbacks=callbacks)
     return outcome, module.off_by, module.trainer.strategy.pool.roles
 

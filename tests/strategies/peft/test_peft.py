@@ -1,4 +1,4 @@
-"""Adapters train under every plan like on one device, and their base moves once and is stored once."""
+"""Adapters train under every plan as on one device, and their base moves once and is stored once."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PLANS = [
 ]
 
 
-def test_adapters_train_alike_under_every_plan(workers: WorkerPool) -> None:
+def test_adapters_train_the_same_under_every_plan(workers: WorkerPool) -> None:
     alone: Any = workers.run(train, ["heuristic"], {}, world_size=1, init_process_group=False, deadline_s=90.0)
     together: Any = workers.run(train, PLANS, {}, world_size=2, init_process_group=False, deadline_s=150.0)
     ((expected, moved),) = alone[0]
     assert not moved
-    assert expected.logged[0]["actor/kl"] > 1e-3  # the adapters matter from the beginning
+    assert expected.logged[0]["actor/kl"] > 1e-3  # the adapters have an effect from the beginning
     adapters = sum(4 * weight.numel() for name, weight in expected.weights.items() if "lora_" in name)
     everything = sum(4 * weight.numel() for weight in expected.weights.values())
     for (outcome, moved), base_moves in zip(together[0], (False, True, True, True), strict=True):
@@ -51,7 +51,7 @@ def test_adapters_train_alike_under_every_plan(workers: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("kind", [{"use_rslora": True}, {"use_dora": True}], ids=["rslora", "dora"])
-def test_other_kinds_train_alike_under_every_plan(workers: WorkerPool, kind: dict[str, Any]) -> None:
+def test_other_kinds_of_adapters_train_the_same_under_every_plan(workers: WorkerPool, kind: dict[str, Any]) -> None:
     settings = {"peft_config": {**LORA, **kind}}
     plans = [
         calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="fsdp2"),
@@ -64,7 +64,7 @@ def test_other_kinds_train_alike_under_every_plan(workers: WorkerPool, kind: dic
         assert runs.largest_difference(outcome.weights, expected.weights) <= 2e-5
 
 
-def test_reference_and_generation_compute_what_they_ought_to(workers: WorkerPool) -> None:
+def test_reference_and_generation_have_the_expected_outputs(workers: WorkerPool) -> None:
     plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp1@1")
     other = calls(actor_train="fsdp2", actor_generate="dp1@0", reference_infer="dp2")
     callbacks = [ChangeOfPlan(other), ParameterReallocation(free_after=True)]
@@ -75,7 +75,7 @@ def test_reference_and_generation_compute_what_they_ought_to(workers: WorkerPool
         assert roles == ("actor",)  # there is one model
         for differences in off_by.values():
             assert differences and max(differences) <= 1e-5
-    # Of two that are both far from the base.
+    # The policy and the reference differ.
     assert min(logged["actor/kl"] for logged in alone[0][0].logged) > 1e-3
 
 
@@ -106,7 +106,7 @@ def far_steps(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def test_losses_are_those_of_peft_and_of_merged_weights(workers: WorkerPool) -> None:
+def test_losses_equal_those_of_peft_and_of_merged_weights(workers: WorkerPool) -> None:
     (losses,) = workers.run(_losses_of_sft, world_size=1, init_process_group=False, deadline_s=90.0)
     options = {name: value for name, value in LORA.items() if name != "peft_type"}
     model = get_peft_model(tiny_model("qwen3"), LoraConfig(**options))
@@ -145,7 +145,7 @@ def _refused() -> str:
     return str(caught.value)
 
 
-def test_a_base_is_shared_with_adapters_alone(workers: WorkerPool) -> None:
+def test_a_base_is_shared_only_with_a_role_that_has_adapters(workers: WorkerPool) -> None:
     (message,) = workers.run(_refused, world_size=1, init_process_group=False)
     assert message == (
         "role 'reference' shares the base of 'actor', which is no role with adapters; give actor a peft_config, or "
@@ -153,7 +153,7 @@ def test_a_base_is_shared_with_adapters_alone(workers: WorkerPool) -> None:
     )
 
 
-def test_what_thaws_in_the_middle_is_refused() -> None:
+def test_a_parameter_that_is_unfrozen_during_training_is_refused() -> None:
     model = tiny_model("llama")
     refuse_thawed("actor", model, frozenset())
     with pytest.raises(

@@ -85,12 +85,12 @@ def trained(workers: WorkerPool) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_algorithm_trains_adapters_over_a_base_that_stays(trained: dict[str, Trained], name: str) -> None:
+def test_every_algorithm_trains_adapters_and_leaves_the_base_unchanged(trained: dict[str, Trained], name: str) -> None:
     logged, before, after, placed = trained[name]
     assert len(logged) == 2 and before
     assert "reference" not in placed
     if name in WITH_REFERENCE:
-        assert set(placed) == set(before)  # nothing but what is trained
+        assert set(placed) == set(before)  # only trained roles
     for role, weights in after.items():
         assert logged[0][f"{role}/grad_norm"] > 0
         frozen = {n for n in weights if "lora_" not in n and "score" not in n}

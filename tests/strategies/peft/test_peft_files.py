@@ -88,7 +88,7 @@ def test_adapters_are_written_resumed_and_exported(workers: WorkerPool, tmp_path
     for model in plain:
         torch.testing.assert_close(_logits(model), _logits(reads[0]), rtol=0, atol=1e-5)
 
-    # Resumed on one rank it goes on as it would have, and so do adapters from their folder.
+    # A run resumed on one rank continues as before, and so does one from the folder of adapters.
     two = workers.run(
         _fit,
         tmp_path / "two",
@@ -119,14 +119,14 @@ AUTO: dict[Task, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", AUTO)
-def test_adapters_go_from_peft_into_a_role_and_back(tmp_path: Path, task: Task, kind: str) -> None:
+def test_adapters_of_peft_are_read_into_a_role_and_written_back(tmp_path: Path, task: Task, kind: str) -> None:
     (auto, task_type), base = AUTO[task], _base(tmp_path)
     labels = {} if task == "causal_lm" else {"num_labels": 1}
     config = LoraConfig(task_type=task_type, r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "up_proj"],
                         init_lora_weights=False, **KINDS[kind])  # fmt: skip
     theirs = get_peft_model(auto.from_pretrained(base, **labels), config)
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # as training would: DoRA's magnitudes begin as what they would be anyway
+    with torch.no_grad():  # as training would: DoRA's initial magnitudes are computed from the weights
         for parameter in theirs.parameters():
             if parameter.requires_grad:
                 parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
@@ -136,7 +136,7 @@ def test_adapters_go_from_peft_into_a_role_and_back(tmp_path: Path, task: Task, 
     torch.testing.assert_close(_logits(ours), _logits(theirs), rtol=0, atol=1e-5)
     weights = {name: parameter.detach() for name, parameter in ours.named_parameters(remove_duplicate=False)}
     write_running_model(ours, weights, None, tmp_path / "ours", role="actor")
-    given = Role(name="actor", source=theirs, trained=True, task=task).build(seed=3)  # a PeftModel with its own head
+    given = Role(name="actor", source=theirs, trained=True, task=task).build(seed=3)  # a PeftModel with a separate head
     theirs_too = {name: parameter.detach() for name, parameter in given.named_parameters(remove_duplicate=False)}
     write_running_model(given, theirs_too, None, tmp_path / "given", role="actor")
     saved, *written = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("theirs", "ours", "given"))
@@ -173,7 +173,7 @@ def _save(folder: Path) -> None:
     trainer.save_checkpoint(folder)
 
 
-def test_a_base_that_is_nowhere_cannot_be_merged_into(workers: WorkerPool, tmp_path: Path) -> None:
+def test_adapters_cannot_be_merged_without_a_matching_base(workers: WorkerPool, tmp_path: Path) -> None:
     workers.run(_save, tmp_path / "run.ckpt", world_size=1, init_process_group=False, deadline_s=90.0)
     with pytest.raises(CheckpointError, match="do not name their base as a folder or model name, and it is not in the"):
         export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True)

@@ -1,4 +1,4 @@
-"""Check that a model given as a module is copied once, and is neither a child nor part of checkpoints."""
+"""A model given as a module is copied once, and is neither a child nor part of checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.strategies.peft.peft_runs import LORA
 from tests.strategies.runs import Batches
 
 STEPS_BYTES = 60_000
-"""Bytes that are more than ``meta.pt`` needs, and a fraction of a tiny model."""
+"""More bytes than ``meta.pt`` needs, and a fraction of a tiny model."""
 
 
 def weight_bytes() -> int:
@@ -55,7 +55,7 @@ def given(algorithm: str, **settings: Any) -> MultiModelModule:
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo"])
-def test_given_models_are_held_once_and_left_out_of_checkpoints(algorithm: str, tmp_path: Path) -> None:
+def test_given_models_are_stored_once_and_left_out_of_checkpoints(algorithm: str, tmp_path: Path) -> None:
     before, copies = weight_bytes(), CountCopies()
     module = given(algorithm)
     roles = {role.name for role in module.roles()}
@@ -71,7 +71,7 @@ def test_given_models_are_held_once_and_left_out_of_checkpoints(algorithm: str, 
     assert not any("weight" in name for name in torch.load(meta, weights_only=True)["state_dict"])
 
 
-def test_the_given_object_stays_as_it_is_and_a_second_fit_trains_on() -> None:
+def test_the_given_object_is_unchanged_and_a_second_fit_continues_training() -> None:
     mine = tiny_model("llama")
     begun = {name: tensor.clone() for name, tensor in mine.state_dict().items()}
     module = runs.sft(actor=mine)
@@ -110,14 +110,14 @@ class KeepsItself(SFT):
         return (Role(name="actor", source=self.mine, trained=True),)
 
 
-def test_an_attribute_that_a_role_is_built_from_is_no_child() -> None:
+def test_an_attribute_that_a_role_is_built_from_is_not_a_child() -> None:
     module = KeepsItself(tiny_model("llama"))
     module.configure_model()
     assert [name for name, _ in module.named_children()] == ["actor"]
     assert isinstance(module.mine, nn.Module)
 
 
-def test_what_is_left_of_a_given_model_describes_the_same_role() -> None:
+def test_a_given_model_without_weights_describes_the_same_role() -> None:
     partly_frozen = tiny_model("llama")
     partly_frozen.model.embed_tokens.requires_grad_(False)
     adapted = Role(name="actor", source=tiny_model("llama"), trained=True, peft=LORA).build(seed=0)
@@ -128,7 +128,7 @@ def test_what_is_left_of_a_given_model_describes_the_same_role() -> None:
         assert left.has_adapters == role.has_adapters
 
 
-def test_building_from_what_is_left_is_refused() -> None:
+def test_building_from_a_model_without_weights_is_refused() -> None:
     left = without_weights(tiny_model("llama"))
     with pytest.raises(ConfigError, match="actor is a module on the meta device, which holds no weights"):
         Role(name="actor", source=left, trained=True).build(seed=0)

@@ -1,4 +1,4 @@
-"""Check that fits leave no models, no optimizers and no growing number of threads in a process."""
+"""Fits leave no models, no optimizers and no growing number of threads in a process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_a_local_class() -> GRPO:
 
 
 def with_a_draft_model() -> GRPO:
-    """Return a module that drafts with a model that was given as a module."""
+    """Return a module with a draft model that is given as a module."""
     drafts = Speculation(drafter="model", draft_model=tiny_model("llama", seed=3), max_draft_tokens=2)
     return runs.grpo(speculation=drafts)
 
@@ -96,7 +96,7 @@ def fit_all(plan: Any) -> tuple[list[str], list[int], list[int]]:
     environment, world_size = dict(os.environ), runs.world_size()
     left, modules, threads = [], [], []
     for kind in ("plain", "local class", "draft model", "failure", "plain"):
-        os.environ.update(environment)  # Lightning clears it
+        os.environ.update(environment)  # Lightning clears the environment
         left += alive(fit(kind, plan, world_size))
         modules.append(num_modules())
         threads.append(len(os.listdir("/proc/self/task")))
@@ -104,17 +104,17 @@ def fit_all(plan: Any) -> tuple[list[str], list[int], list[int]]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-def test_fits_on_several_ranks_leave_neither_models_nor_threads_behind(workers: WorkerPool) -> None:
+def test_fits_on_several_ranks_leave_no_models_and_no_threads(workers: WorkerPool) -> None:
     plan = runs.calls(actor_generate="dp2", reference_infer="dp2", actor_train="fsdp2")
     for left, modules, threads in workers.run(fit_all, plan, world_size=2, init_process_group=False):
         assert left == []
         assert len(set(modules)) == 1
-        # A group over gloo has three threads. After a failure new groups are made; what waits in the old ones stays.
+        # A gloo group has three threads. A failure leads to new groups; blocked threads of the old ones remain.
         assert threads[2] - threads[0] < 3
 
 
 def take_turns() -> list[int]:
-    """Fit with two trainers, then continue with the first one; return the iterations of each of its parts."""
+    """Fit with two trainers, then continue with the first one; return the global step after each fit."""
     environment, world_size = dict(os.environ), runs.world_size()
     first, second = (runs.trainer("realloc", world_size, max_epochs=1) for _ in range(2))
     module, steps = runs.grpo(), []
@@ -128,7 +128,7 @@ def take_turns() -> list[int]:
     return steps
 
 
-def test_a_trainer_goes_on_after_another_ones_fit(workers: WorkerPool) -> None:
+def test_a_trainer_continues_after_another_trainers_fit(workers: WorkerPool) -> None:
     assert workers.run(take_turns, world_size=2, init_process_group=False) == [[2, 2, 4]] * 2
 
 
@@ -166,7 +166,7 @@ def test_models_of_earlier_fits_are_gone_before_new_ones_are_built(same_trainer:
     assert max(meter.noted) - meter.noted[0] < model_bytes / 100
 
 
-def test_a_class_made_for_tensor_parallelism_goes_with_its_modules() -> None:
+def test_a_class_made_for_tensor_parallelism_is_freed_with_its_modules() -> None:
     class Scaled(nn.Embedding):
         """A user's class."""
 

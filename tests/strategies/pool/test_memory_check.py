@@ -32,12 +32,12 @@ from tests.strategies import runs
 from tests.strategies.runs import calls
 from tests.workers import WorkerPool
 
-# Every prompt and response has the same length, so that nothing but the arithmetic is compared.
+# Every prompt and response has the same length, so that the test compares only the arithmetic.
 LOAD = Workload(
     num_sequences=16, prompt_tokens=8, response_tokens=32, micro_batch_tokens=160, samples_per_prompt=2
 )  # fmt: skip
 SETTINGS = MemorySettings(shares_memory=True, builds_on_device=True)
-MEDIUM: dict[str, Any] = {  # 10 million weights in few layers: it is operations that take long where all are watched
+MEDIUM: dict[str, Any] = {  # 10 million weights in few layers: time grows with the number of monitored operations
     "vocab_size": 3072, "hidden_size": 384, "intermediate_size": 1248, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
@@ -61,7 +61,7 @@ class EvenBatches:
 
 
 class IterationPeaks(MemoryMonitor):
-    """Keeps the peaks of every iteration apart.
+    """Records the peaks of every iteration separately.
 
     A gloo thread holds a collective's buffer until the thread runs again. On a busy machine that may be after the
     next allocation, which then counts both. Such a delay only adds bytes, and to some iterations alone.
@@ -72,13 +72,13 @@ class IterationPeaks(MemoryMonitor):
         self.iterations: list[dict[str, int]] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Keep the iteration's peaks, and start anew."""
+        """Record the iteration's peaks, and reset them."""
         super().on_train_batch_end(trainer, *args)
         self.iterations.append(self.phases)
         self.phases = {}
 
     def least(self) -> dict[str, int]:
-        """Return call -> the least of its peaks from the second iteration on, in which all state is in place."""
+        """Return call -> its smallest peak from the second iteration on, when all state exists."""
         return {call: min(peaks[call] for peaks in self.iterations[1:]) for call in self.iterations[0]}
 
 
@@ -113,7 +113,7 @@ def measure(
 ) -> Measured:
     """Train for four iterations; return this rank's measured bytes."""
     world_size, monitor = runs.world_size(), IterationPeaks()
-    standing = _bytes_alive()  # what earlier tests left in this process
+    standing = _bytes_alive()  # memory that earlier tests left in this process
     config = tiny_model(family, **sizes).config
     sampling = SamplingParams(n=LOAD.samples_per_prompt, max_new_tokens=LOAD.response_tokens, ignore_eos=True)
     options = runs.options(micro_batch_tokens=LOAD.micro_batch_tokens)
@@ -196,7 +196,7 @@ def test_peaks_are_predicted_where_adapters_are_trained(
 ) -> None:
     plan = calls(actor_train=train, actor_generate=generate, reference_infer=infer)
     found = workers.run(compare_adapted, plan, precision, world_size=2, init_process_group=False, deadline_s=120.0)
-    check(found, tolerance=0.12)  # without optimizer state activations weigh more, which are known less exactly
+    check(found, tolerance=0.12)  # activations, which are predicted less exactly, have a larger share
 
 
 def compare_adapted(plan: dict[str, Any], precision: str) -> Comparison:
@@ -204,14 +204,14 @@ def compare_adapted(plan: dict[str, Any], precision: str) -> Comparison:
     return compare(plan, "qwen3", precision=precision, **ADAPTED)
 
 
-def test_a_search_counts_what_is_measured_where_two_roles_share_a_base(workers: WorkerPool) -> None:
+def test_a_search_counts_the_measured_bytes_if_two_roles_share_a_base(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
     found = workers.run(compare_with_search, plan, world_size=2, init_process_group=False, deadline_s=120.0)
     check(found, tolerance=0.12)
 
 
 def compare_with_search(plan: dict[str, Any]) -> Comparison:
-    """Compare the bytes that a search counts: each role's home, a shared base once, and each copy once."""
+    """Compare the bytes that a search counts: each role's home, a shared base once, and each replica once."""
     run = measure(plan, "qwen3", transport="direct", **ADAPTED)
     flow, chosen = run.pool.dataflow, run.pool.plan
     prices = RooflineEstimator(flow, ClusterSpec.local(2), run.roles, run.settings, LOAD)

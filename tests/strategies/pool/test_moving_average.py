@@ -1,4 +1,4 @@
-"""A reference that is a moving average of the actor, under any layouts of the two."""
+"""A reference that is a moving average of the actor, in any layouts of the two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Averaged(runs.RecordedGRPO):
 
 
 class Weights(runs.Record):
-    """Keeps the actor's full weights after every iteration."""
+    """Records the actor's full weights after every iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_the_reference_is_the_moving_average_of_the_actor(workers: WorkerPool, t
     for _, reference, logged in together[0]:
         assert runs.largest_difference(reference, alone[0][1]) <= 2e-5
         assert logged[-1] == pytest.approx(alone[0][2][-1], abs=1e-5, rel=1e-5)
-    # Whoever resumes from a checkpoint needs the reference as it is by now.
+    # A run that resumes from a checkpoint needs the current reference.
     reads = workers.run(_resume, tmp_path / "run.ckpt", world_size=1, init_process_group=False, deadline_s=90.0)
     assert runs.largest_difference(reads[0], together[0][-1][1]) == 0.0
 

@@ -1,4 +1,4 @@
-"""Offloading frozen roles and optimizer states between their calls saves memory, and changes no result."""
+"""Offloading frozen roles and optimizer states between their calls saves memory and changes no result."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_run_is_the_same_with_everything_offloaded(workers: WorkerPool) -> Non
     assert leaves.tokens == stays.tokens
     assert leaves.logged == stays.logged
     assert runs.largest_difference(leaves.weights, stays.weights) == 0.0
-    # On rank 0, with a look after what comes back in a call, which begins before.
+    # On rank 0. Weights begin to return before the call that needs them.
     assert seen == {
         "actor.generate": True, "reference.infer": True, "critic.infer": False, "actor.train": False,
         "critic.train": False,
@@ -95,7 +95,7 @@ class Save(Callback):
 
 
 def fit_following(plans: list[Any], folder: Path) -> list[tuple[Any, Any]]:
-    """Train with a reference that is a moving average; save and change the plan during training.
+    """Train with a moving average as the reference; save and change the plan during training.
 
     Return the last tokens and the reference's weights at the end, and before and after reading the first checkpoint.
     """
@@ -122,7 +122,7 @@ def fit_following(plans: list[Any], folder: Path) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_checkpoints_following_and_another_plan_find_what_is_away(workers: WorkerPool, tmp_path: Path) -> None:
+def test_checkpoints_averages_and_other_plans_read_offloaded_weights(workers: WorkerPool, tmp_path: Path) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="tp2")
     plans = [plan, {**plan, "offload": ["reference", "actor.optimizer"]}]
     stays, leaves, (before, read) = workers.run(
@@ -134,7 +134,7 @@ def test_checkpoints_following_and_another_plan_find_what_is_away(workers: Worke
 
 
 @pytest.mark.parametrize(("infer", "generate"), [("dp2", "dp2"), ("tp2", "dp2")])
-def test_memory_is_as_predicted_while_parts_are_away(workers: WorkerPool, infer: str, generate: str) -> None:
+def test_offloading_saves_the_predicted_memory(workers: WorkerPool, infer: str, generate: str) -> None:
     plan = calls(actor_train="fsdp2", actor_generate=generate, reference_infer=infer)
     found = {
         len(offload): workers.run(
@@ -146,5 +146,5 @@ def test_memory_is_as_predicted_while_parts_are_away(workers: WorkerPool, infer:
     for stays, leaves in zip(found[0], found[2], strict=True):
         for call in ("actor.train", "actor.generate"):  # without the reference's weights; the optimizer's state
             promised, saved = (kept - away for kept, away in zip(stays[call], leaves[call], strict=True))
-            # Now and then a message of 30 kB is still on its way at the peak: a sixth of the reference's shard.
+            # Sometimes a message of 30 kB is still in transit at the peak: a sixth of the reference's shard.
             assert 0.7 * promised < saved < 1.3 * promised, (call, promised, saved)

@@ -1,4 +1,4 @@
-"""Optimizers with several groups, and different ones per role, train alike under every layout, moved and resumed."""
+"""Optimizers with several groups, or different ones per role, train the same in every layout, moved and resumed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.strategies.pool.test_set_plan import Move
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.workers import WorkerPool
 
-# The default eps lets the last bit of a tiny gradient decide.
+# With the default eps the last bit of a tiny gradient decides the step.
 DECAYING = {"optimizer": partial(AdamW, lr=1e-2, eps=1e-4), "weight_decay": 5.0, "no_decay": ("norms", "embeddings")}
 
 
 def run_decaying(plans: list[Any], save: Path | None) -> list[Outcome]:
-    """Train three iterations under each plan, which is a tuple of the layouts of each iteration."""
+    """Train three iterations under each plan, a tuple of every iteration's layouts."""
     found, world_size = [], runs.world_size()
     for layouts in plans:
         first, *later = [calls(actor_train=layout) for layout in layouts] or ["heuristic"]
@@ -38,7 +38,7 @@ def run_decaying(plans: list[Any], save: Path | None) -> list[Outcome]:
     return found
 
 
-def test_weight_decay_groups_hold_on_every_layout_and_when_plans_change(workers: WorkerPool, tmp_path: Path) -> None:
+def test_weight_decay_groups_apply_in_every_layout_and_after_plan_changes(workers: WorkerPool, tmp_path: Path) -> None:
     plans = [("dp2",), ("fsdp2",), ("fsdp2", "tp2", "pp2")]
     (alone,) = workers.run(run_decaying, [()], None, world_size=1, init_process_group=False, deadline_s=60.0)
     together = workers.run(
@@ -48,7 +48,7 @@ def test_weight_decay_groups_hold_on_every_layout_and_when_plans_change(workers:
         losses, expected = ([entry["actor/loss"] for entry in run.logged] for run in (outcome, alone[0]))
         assert losses == pytest.approx(expected, abs=1e-5)
         assert runs.largest_difference(outcome.weights, alone[0].weights) <= 1e-5
-    # Three steps that each take a twentieth; Adam's own steps are of 0.01 at most.
+    # Each of three steps decays by a twentieth; Adam's own steps are at most 0.01.
     before, after = tiny_model("llama", attention_bias=True).state_dict(), alone[0].weights
     for name, kept in (("lm_head.weight", 0.95**3), ("model.embed_tokens.weight", 1.0)):
         assert float((after[name] - before[name] * kept).abs().max()) < 0.031
@@ -59,7 +59,7 @@ def test_weight_decay_groups_hold_on_every_layout_and_when_plans_change(workers:
 
 
 class Rates(Callback):
-    """Keeps the learning rate of every role's groups after each iteration."""
+    """Records the learning rate of every role's groups after each iteration."""
 
     def __init__(self) -> None:
         self.rates: list[dict[str, float]] = []
@@ -71,14 +71,14 @@ class Rates(Callback):
 
 
 def run_apart() -> list[dict[str, float]]:
-    """Train PPO with a rate and a schedule for the critic alone; return the rates in every iteration."""
+    """Train PPO with a rate and a schedule only for the critic; return the rates in every iteration."""
     critic = RoleOptimizer(learning_rate=0.5, lr_scheduler=partial(StepLR, step_size=1, gamma=0.5))
     module, rates = runs.ppo(optimizers={"critic": critic}, weight_decay=0.1, learning_rate=1e-3), Rates()
     runs.trainer(ReallocStrategy("heuristic"), 1, callbacks=[rates]).fit(module, Batches(3))
     return rates.rates
 
 
-def test_a_schedule_of_the_critic_moves_its_rate_alone(workers: WorkerPool) -> None:
+def test_a_schedule_of_the_critic_changes_only_its_rate(workers: WorkerPool) -> None:
     (rates,) = workers.run(run_apart, world_size=1, init_process_group=False, deadline_s=60.0)
     actor = {"actor": 1e-3, "actor/1": 1e-3}
     assert rates == [{**actor, "critic": rate, "critic/1": rate} for rate in (0.5, 0.25, 0.125)]

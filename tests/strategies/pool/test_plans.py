@@ -1,4 +1,4 @@
-"""Any plan of PPO's seven calls trains like one rank, ends, and leaves every rank at the same step."""
+"""Any plan of PPO's seven calls trains as on one rank, ends, and leaves every rank at the same step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL_CALLS = {
     "actor.train": "train", "critic.train": "train",
 }  # fmt: skip
 DEADLINE_S = 120.0
-# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+# Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 SETTINGS = {
     "optimizer": partial(SGD, lr=0.2),
     "train_options": runs.options(num_minibatches=2),
@@ -80,7 +80,7 @@ def _assert_like(everyone: Sequence[Any], index: int, alone: tuple[runs.Outcome,
     assert all(others[index][0].steps == [1, 2] for others in everyone)
     assert all(others[index][0].logged == outcome.logged for others in everyone)
     assert outcome.tokens == one.tokens
-    # What training measured on some ranks may come an iteration late; the last iteration waits for it.
+    # Metrics of training on some ranks may come an iteration late; the last iteration waits for them.
     assert outcome.logged[-1] == pytest.approx(one.logged[-1], abs=1e-5, rel=1e-5)
     for ours, theirs in zip(outcome.rewards, one.rewards, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
@@ -89,7 +89,7 @@ def _assert_like(everyone: Sequence[Any], index: int, alone: tuple[runs.Outcome,
 
 
 @pytest.mark.parametrize("names", [list(HAND_PICKED)[i : i + 4] for i in range(0, len(HAND_PICKED), 4)], ids=", ".join)
-def test_hand_picked_plans_learn_what_one_rank_learns(workers: WorkerPool, alone: Any, names: list[str]) -> None:
+def test_hand_picked_plans_give_the_results_of_one_rank(workers: WorkerPool, alone: Any, names: list[str]) -> None:
     plans = [HAND_PICKED[name] for name in names]
     everyone = workers.run(run_ppo, plans, world_size=4, init_process_group=False, deadline_s=DEADLINE_S)
     for index in range(len(names)):
@@ -128,7 +128,9 @@ def _plans(world_size: int) -> st.SearchStrategy[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "count"), [(1, 2), (2, 8), (3, 8), (4, 8), (6, 2), (8, 2)])
-def test_random_plans_learn_what_one_rank_learns(workers: WorkerPool, alone: Any, world_size: int, count: int) -> None:
+def test_random_plans_give_the_results_of_one_rank(
+    workers: WorkerPool, alone: Any, world_size: int, count: int
+) -> None:
     @settings(max_examples=count, derandomize=True, deadline=None, database=None)
     @given(_plans(world_size))
     def try_one(plan: dict[str, Any]) -> None:

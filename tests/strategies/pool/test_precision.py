@@ -1,4 +1,4 @@
-"""Supported precisions store and read every weight in the right dtype; others are refused with a reason."""
+"""Supported precisions store and read every weight in the right dtype; others are refused with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dtypes(PhaseCallback):
 
 
 def train_in_every_precision(train_layout: str, generate_layout: str) -> dict[str, Any]:
-    """Return per precision the dtypes of each call, the losses, and the weights' dtype at the end."""
+    """Return, per precision, the dtypes of each call, the losses, and the weights' dtype at the end."""
     world_size, found = runs.world_size(), {}
     for precision in PRECISIONS:
         dtypes, record = Dtypes(), runs.Record()
@@ -79,7 +79,7 @@ def test_each_precision_trains_in_each_layout_close_to_one_rank(
         assert supervised[1] < supervised[0], precision
 
 
-def test_mixed_precision_generates_in_the_very_replicas_that_it_trains(workers: WorkerPool) -> None:
+def test_mixed_precision_generates_with_the_replicas_that_it_trains(workers: WorkerPool) -> None:
     found = workers.run(train_in_every_precision, "dp2", "dp2", world_size=2, init_process_group=False)[0]
     dtypes, losses, _ = found["bf16-mixed"]
     assert dtypes["actor.generate"] == "float32"  # FSDP casts them, block by block
@@ -87,7 +87,7 @@ def test_mixed_precision_generates_in_the_very_replicas_that_it_trains(workers: 
 
 
 class Log(logging.Handler):
-    """Keeps the messages about the dtypes of given models."""
+    """Collects the messages about the dtypes of given models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Log(logging.Handler):
 
 
 def train_narrow_modules() -> list[Any]:
-    """Return by precision the dtypes of weights after a run of bfloat16 modules, and the size of the smallest step."""
+    """Return, by precision, the weights' dtypes after a run of bfloat16 modules, and the smallest step."""
     found = []
     for precision in PRECISIONS:
         narrow = {"actor": tiny_model("llama").bfloat16(), "reference": tiny_model("llama", seed=1).bfloat16()}
@@ -115,13 +115,13 @@ def train_narrow_modules() -> list[Any]:
     return found
 
 
-def test_trained_weights_of_a_narrow_module_are_masters_in_float32(workers: WorkerPool) -> None:
+def test_trained_weights_of_a_bfloat16_module_are_stored_in_float32(workers: WorkerPool) -> None:
     ((full, mixed, narrow),) = workers.run(
         train_narrow_modules, world_size=1, init_process_group=False, deadline_s=120.0
     )
     for dtypes, moved, said in (full, mixed):
         assert dtypes["actor"] == dtypes["critic"] == "torch.float32"
-        assert 1e-7 < moved < 1e-5  # a step of 1e-6, which is nothing beside a norm's 1.0 in bfloat16
+        assert 1e-7 < moved < 1e-5  # a step of 1e-6, which bfloat16 would round away next to a norm's 1.0
         assert len(said) == 1 and "trains float32 weights, so these were cast: actor (bfloat16); set" in said[0]
     assert mixed[0]["reference"] == "torch.bfloat16"
     assert set(narrow[0].values()) == {"torch.bfloat16"} and narrow[2] == []
@@ -144,12 +144,12 @@ def autocast_by_call() -> dict[str, bool]:
     return found
 
 
-def test_only_what_is_learnt_from_runs_under_autocast_on_cpu(workers: WorkerPool) -> None:
+def test_only_training_runs_under_autocast_on_cpu(workers: WorkerPool) -> None:
     (found,) = workers.run(autocast_by_call, world_size=1, init_process_group=False)
     assert found == {"score_reference": False, "actor_loss": True}
 
 
-def test_a_model_without_gradients_keeps_the_one_dtype_that_it_has() -> None:
+def test_a_model_without_gradients_runs_in_its_own_dtype() -> None:
     model, cpu = torch.nn.Linear(2, 2), torch.device("cpu")
     with torch.autocast("cpu", torch.bfloat16), without_gradients(model, cpu):
         assert model(torch.ones(1, 2)).dtype == torch.float32

@@ -50,11 +50,11 @@ class Move(Callback):
 
 def run_sft(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
     """Train with AdamW, a schedule, and changing plans."""
-    optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # the default eps lets the last bit of a tiny gradient decide
+    optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # with the default eps the last bit of a tiny gradient decides
     return [
         runs.train(
             runs.sft(optimizer=optimizer, **settings),
-            # Otherwise what is measured on some ranks only would be logged an iteration late.
+            # With other settings, metrics of only some ranks are logged an iteration late.
             ReallocStrategy(calls(actor_train="fsdp4"), overlap="calls"),
             4,
             batches,
@@ -76,7 +76,7 @@ def run_grpo(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batch
     ]  # fmt: skip
 
 
-def test_weights_and_optimizer_state_move_and_training_goes_on(workers: WorkerPool) -> None:
+def test_weights_and_optimizer_state_move_and_training_continues(workers: WorkerPool) -> None:
     moved, stayed = on_ranks(workers, run_sft, [MOVES, {}], {}, Batches(7, responses=True), 4)
     assert moved.steps == stayed.steps == [1, 2, 3, 4, 5, 6, 7]
     for ours, theirs in zip(moved.logged, stayed.logged, strict=True):
@@ -118,13 +118,13 @@ def _ask_too_early() -> str:
     return str(caught.value)
 
 
-def test_a_plan_is_not_changed_under_a_running_call(workers: WorkerPool) -> None:
+def test_the_plan_cannot_change_during_a_call(workers: WorkerPool) -> None:
     answers = workers.run(_ask_too_early, world_size=2, init_process_group=False, deadline_s=60.0)
     assert answers == [answers[0]] * 2
     assert "calls are running; use it between iterations" in answers[0]
 
 
-def test_a_plan_that_does_not_fit_is_refused_and_the_old_one_stays(workers: WorkerPool) -> None:
+def test_an_invalid_plan_is_refused_and_the_old_one_is_kept(workers: WorkerPool) -> None:
     answers = workers.run(_ask_for, calls(actor_train="fsdp4"), world_size=2, init_process_group=False)
     assert answers == [answers[0]] * 2
     assert "this run has 2 ranks" in answers[0][0] and answers[0][1] == "[1, 2]"
