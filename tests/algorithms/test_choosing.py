@@ -1,4 +1,4 @@
-"""What is chosen to learn from: groups that differ, the best responses, pairs of the best and the worst."""
+"""Responses chosen for training: groups that differ, the best responses, pairs of the best and the worst."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAN = math.nan
 
 
 def judged(first: int, *groups: list[float]) -> Samples:
-    """Return judged responses to prompts counted from ``first``."""
+    """Return rewarded responses to prompts counted from ``first``."""
     size = len(groups[0])
     ids = torch.arange(first * size, (first + len(groups)) * size)
     return Samples(
@@ -39,7 +39,7 @@ def judged(first: int, *groups: list[float]) -> Samples:
     )
 
 
-def test_a_group_says_something_where_its_rewards_differ() -> None:
+def test_a_group_is_kept_if_its_rewards_differ() -> None:
     groups = torch.tensor([4, 4, 2, 2, 7, 7, 5, 5, 9, 9])
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, NAN, 1.0, NAN, NAN, -2.0, -3.0])
     assert differing(rewards, groups).tolist() == [True, True, False, False] + [False] * 4 + [True, True]
@@ -55,7 +55,7 @@ def test_batches_are_filled_up_from_further_prompts() -> None:
     assert chosen.tensor("prompt_id").tolist() == [1, 1, 6, 6, 8, 8]
     assert chosen.ragged("response_ids").to_lists() == [[2], [3], [12], [13], [16], [17]]
     assert refill.metrics["refills"] == 2.0
-    # The next step begins with nothing, and more than is wanted is left out.
+    # The next step begins with no groups, and surplus groups are dropped.
     chosen = refill.add(judged(9, [0, 1], [1, 0]), num_minibatches=1)
     assert chosen is not None and chosen.tensor("prompt_id").tolist() == [9, 9, 10, 10]
     assert refill.metrics["refills"] == 0.0
@@ -73,7 +73,7 @@ def test_groups_of_a_fit_that_ended_are_forgotten() -> None:
     assert refill.metrics["refills"] == 0.0
 
 
-def test_after_the_last_refill_there_is_a_smaller_batch_or_an_error() -> None:
+def test_after_the_last_refill_the_batch_is_smaller_or_an_error_is_raised() -> None:
     first, second = judged(0, [0, 0], [1, 0]), judged(2, [0, 0], [1, 1])
     smaller = Refill(DynamicSampling(max_refills=1), group_size=2)
     assert smaller.add(first, num_minibatches=1) is None
@@ -90,7 +90,7 @@ def test_after_the_last_refill_there_is_a_smaller_batch_or_an_error() -> None:
         DynamicSampling(when_short="wait")  # type: ignore[arg-type]
 
 
-def test_groups_that_wait_are_part_of_a_checkpoint() -> None:
+def test_waiting_groups_are_part_of_a_checkpoint() -> None:
     rounds = [judged(0, [0, 0], [1, 0]), judged(2, [0, 0], [1, 1]), judged(4, [0, 1], [1, 1])]
     through, resumed = (runs.grpo(dynamic_sampling=DynamicSampling()) for _ in range(2))
     for part in rounds[:2]:
@@ -118,7 +118,7 @@ def test_pairs_are_the_best_and_the_worst_where_they_differ() -> None:
     assert pair_rows(rewards, groups) == [2, 1, 9, 8]
 
 
-def test_best_of_n_is_supervised_fine_tuning_on_what_is_left() -> None:
+def test_best_of_n_is_supervised_fine_tuning_on_the_best_responses() -> None:
     model = tiny_model("llama")
     module = BestOfN(model, runs.low_tokens, tokenizer=byte_tokenizer(), sampling=runs.SAMPLING)
     assert [call.name for call in module.dataflow.calls] == ["actor.generate", "judge", "actor.train"]

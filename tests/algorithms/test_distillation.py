@@ -1,4 +1,4 @@
-"""Distillation by hand: what tokens are rewarded with, what divergences are averaged, what is refused."""
+"""Distillation by hand: rewards of tokens, averages of divergences, and invalid settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_in_parts(module: OnPolicyDistillation, model: Any, samples: Samples) ->
     return loss.detach()
 
 
-def test_sampled_tokens_are_rewarded_with_how_much_likelier_they_are_to_the_teacher() -> None:
+def test_a_sampled_tokens_reward_is_the_teachers_log_ratio() -> None:
     student, again, teacher = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
     module = module_of(student, teacher, clip_low=0.9, clip_high=9.0)
     samples = rollout().without_columns("advantages", "ref_logprobs")
@@ -80,7 +80,7 @@ def test_divergences_over_the_vocabulary_are_averaged_over_tokens(divergence: An
         assert torch.allclose(ours.grad, theirs.grad, atol=2e-6)
 
 
-def test_the_teacher_reads_or_scores_as_the_divergence_needs() -> None:
+def test_the_divergence_decides_whether_the_teacher_gives_logprobs_or_states() -> None:
     student, teacher = tiny_model("llama"), tiny_model("llama", seed=1)
     sampled, whole = (module_of(student, teacher, divergence=kind).dataflow for kind in ("sampled", "js"))
     assert [c.name for c in sampled.iteration_calls] == ["actor.generate", "teacher.infer", "actor.train"]
@@ -103,7 +103,7 @@ def test_the_divergence_of_held_out_responses_is_estimated() -> None:
     assert module.measure(samples)["reverse_kl"].tolist() == [1.0, -0.25]  # type: ignore[union-attr]
 
 
-def test_teachers_and_settings_that_cannot_work_are_refused() -> None:
+def test_invalid_teachers_and_settings_are_refused() -> None:
     student = tiny_model("llama")
     for settings, message in (
         ({"divergence": "kl"}, "divergence='kl' must be one of sampled, reverse_kl, forward_kl, js"),

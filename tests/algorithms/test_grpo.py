@@ -1,4 +1,4 @@
-"""GRPO's loss against a loop over sequences, its judging of groups by hand, and what it does without a reference."""
+"""GRPO's loss compared with a loop over sequences, group advantages by hand, and runs without a reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def rollout() -> Samples:
-    """Return two groups of two responses, with what a training call needs of them."""
+    """Return two groups of two responses, with the columns that a training call needs."""
     generator = torch.Generator().manual_seed(3)
     responses = Ragged.from_list(RESPONSES)
     around = Ragged(torch.randn(responses.num_tokens, generator=generator) - 4.8, responses.lengths)
@@ -89,7 +89,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop_over_tokens(average: str,
 
 
 def loss_and_gradient(module: Any, model: Any, samples: Samples) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss of all samples in one pack, and every weight's gradient."""
+    """Return the loss of all samples in one pack, and the gradient of every weight."""
     model.zero_grad()
     loss = module.actor_loss(model, pack_columns(samples, CPU), Totals(4, 9))
     loss.value.backward()
@@ -97,7 +97,7 @@ def loss_and_gradient(module: Any, model: Any, samples: Samples) -> tuple[Tensor
 
 
 class Linear(runs.RecordedGRPO):
-    """GRPO with a loss that is linear in the ratio, and clips nothing."""
+    """GRPO with an unclipped loss that is linear in the ratio."""
 
     def token_losses(self, logprobs: Tensor, before: Tensor, advantages: Tensor, batch: PackedBatch) -> ClippedLoss:
         """Return minus the ratio times the advantage."""
@@ -113,7 +113,7 @@ def test_a_subclass_replaces_the_formula_of_the_policy_loss() -> None:
     assert ours.metrics.keys() == theirs.metrics.keys()
 
 
-def test_in_one_step_ratios_to_the_trained_model_are_1_whatever_the_engine_recorded() -> None:
+def test_in_one_step_proximal_ratios_are_1_whatever_the_engine_recorded() -> None:
     model, samples = tiny_model("llama"), rollout()
     now = [response_logprobs(model, p, r, 1.0).detach() for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     exact = samples.with_columns(behaviour_logprobs=Ragged.from_list(now))
@@ -127,7 +127,7 @@ def test_in_one_step_ratios_to_the_trained_model_are_1_whatever_the_engine_recor
     assert [call.name for call in module.dataflow.calls] == [call.name for call in runs.grpo().dataflow.calls]
 
 
-def test_over_several_steps_ratios_are_to_what_was_scored_before_the_first() -> None:
+def test_over_several_steps_ratios_are_to_the_scores_before_the_first_step() -> None:
     model, samples = tiny_model("llama"), rollout()
     several = {"train_options": TrainOptions(num_epochs=2), "actor": model}
     module = runs.grpo(ratio_to="proximal", **several)
@@ -178,22 +178,22 @@ def test_without_divergence_there_is_no_reference() -> None:
 
 
 def fixed(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Reward what the test says."""
+    """Return the reward that the test assigns to each response."""
     return [REWARDS[RESPONSES.index(ids)] for ids in completion_ids]
 
 
 def half(completions: list[str], **columns: Any) -> list[float]:
-    """Reward everything alike."""
+    """Give every completion the same reward."""
     return [0.5] * len(completions)
 
 
 def judged(module: Any) -> dict[str, Any]:
-    """Return what comes of judging and comparing the rollout."""
+    """Return the columns of judging and comparing the rollout."""
     columns = module.judge(rollout())
     return {**columns, **module.compare(rollout().with_columns(**columns))}
 
 
-def test_groups_are_judged_by_hand() -> None:
+def test_rewards_and_group_advantages_are_those_computed_by_hand() -> None:
     found = judged(runs.grpo(reward=fixed))
     assert found["rewards"].tolist() == REWARDS
     # Group 1: mean 1/2, standard deviation sqrt(1/2); group 2: equal rewards, no advantage.
@@ -204,7 +204,7 @@ def test_groups_are_judged_by_hand() -> None:
     assert plain["advantages"].tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0])
 
 
-def test_several_reward_functions_are_weighted_and_logged_apart() -> None:
+def test_several_reward_functions_are_weighted_and_logged_separately() -> None:
     module = runs.grpo(reward=[fixed, half], reward_weights=[2.0, 1.0])
     columns = module.judge(rollout())
     assert columns["rewards"].tolist() == [2.5, 0.5, 1.5, 1.5]
@@ -215,7 +215,7 @@ def test_several_reward_functions_are_weighted_and_logged_apart() -> None:
     )
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="a group needs 2 or more responses to compare; set n >= 2"):
         runs.grpo(sampling=runs.SamplingParams(n=1))
     with pytest.raises(ConfigError, match=r"ratio_to='proximal' leaves out .* or leave rollout_budget out"):
@@ -236,7 +236,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
             runs.grpo(**settings)
 
 
-def test_held_out_prompts_get_one_greedy_answer_unless_told_otherwise() -> None:
+def test_held_out_prompts_get_one_greedy_response_by_default() -> None:
     assert runs.grpo().evaluation_sampling == replace(runs.SAMPLING, n=1, temperature=0.0)
     chosen = runs.SamplingParams(n=3)
     assert runs.grpo(evaluation_sampling=chosen).evaluation_sampling == chosen

@@ -1,4 +1,4 @@
-"""What a role makes of a folder whose weights are not those that its config asks for."""
+"""Loading a folder whose weights differ from those of its config."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _gain_what_is_no_part_of_it(weights: Weights) -> None:
         (_gain_a_bias, r"no place for: model.layers.0.self_attn.q_proj.bias; .* or set allow_missing=True to leave"),
     ],
 )
-def test_a_folder_of_other_weights_is_refused_unless_it_is_allowed(
+def test_a_folder_with_other_weights_is_refused_unless_allowed(
     tmp_path: Path, task: str, change: Callable[[Weights], None], message: str
 ) -> None:
     role = Role(name="actor", source=rewrite(tmp_path / "m", change), trained=True, task=task)
@@ -97,7 +97,7 @@ def test_weights_of_other_modules_and_old_buffers_are_left_out(tmp_path: Path) -
     assert Role(name="actor", source=tied, trained=True).build(seed=0).config.tie_word_embeddings
 
 
-def test_a_block_more_of_a_bare_backbone_is_refused_too(tmp_path: Path) -> None:
+def test_a_surplus_block_of_a_bare_backbone_is_refused(tmp_path: Path) -> None:
     tiny_model("qwen2", num_hidden_layers=3).model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
@@ -107,7 +107,7 @@ def test_a_block_more_of_a_bare_backbone_is_refused_too(tmp_path: Path) -> None:
         Role(name="actor", source=tmp_path, trained=True).build(seed=0)
 
 
-def test_two_weights_where_the_config_ties_them_stay_two(tmp_path: Path) -> None:
+def test_two_different_weights_that_the_config_ties_stay_two(tmp_path: Path) -> None:
     folder = with_a_head_of_its_own(tmp_path / "m")
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.arange(3, 20)[None]
@@ -115,4 +115,4 @@ def test_two_weights_where_the_config_ties_them_stay_two(tmp_path: Path) -> None
         ours = Role(name="actor", source=source, trained=True).build(seed=0).eval()
         assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
         assert not ours.config.tie_word_embeddings
-    assert theirs.config.tie_word_embeddings  # the caller's config is not ours to change
+    assert theirs.config.tie_word_embeddings  # the caller's config is left unchanged

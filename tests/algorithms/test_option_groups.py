@@ -1,4 +1,4 @@
-"""Groups of settings: KLOptions, PolicyLossOptions and GenerationOptions, next to the single settings."""
+"""Groups of settings (KLOptions, PolicyLossOptions, GenerationOptions), next to the single settings."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def test_every_constant_of_a_policy_loss_is_a_setting_that_reaches_it() -> None:
     assert made(**others).policy_loss == PolicyLoss(**others)
 
 
-def test_ppo_steers_the_divergence_by_a_group() -> None:
+def test_ppo_controls_the_divergence_by_a_group() -> None:
     module = made(PPO, kl=KLOptions(coef=0.2, target=6.0, gain=0.5, place="loss", estimator="k1"))
     controller = module.kl_controller
     assert (float(controller.coefficient), controller.target, controller.gain) == (0.2, 6.0, 0.5)
     assert (module.kl_place, module.kl_estimator, made(PPO).kl_place) == ("loss", "k1", "reward")
 
 
-def test_a_group_and_single_settings_add_up() -> None:
+def test_a_group_and_single_settings_combine() -> None:
     module = made(generation=GenerationOptions(max_cache_bytes=1 << 20), speculation=Speculation(), kl_coef=0.5,
                   kl=KLOptions(estimator="k1"))  # fmt: skip
     assert module.generation_options == GenerationOptions(speculation=Speculation(), max_cache_bytes=1 << 20)
@@ -164,7 +164,7 @@ def test_values_of_a_group_are_checked_by_the_algorithm(kind: type, settings: di
         ({"rollout_budget": RolloutBudget(tokens=9), "sample_reallocation": True}, "with sample_reallocation=True"),
     ],
 )
-def test_generation_options_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_generation_options_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GenerationOptions(**settings)
     with pytest.raises(ConfigError, match=message):

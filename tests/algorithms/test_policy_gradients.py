@@ -1,4 +1,4 @@
-"""From rewards to advantages by hand: RLOO, REINFORCE++ and ReMax, and the divergence as part of a reward."""
+"""Advantages from rewards by hand: RLOO, REINFORCE++ and ReMax, and the divergence as part of a reward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(kind: type[PolicyGradient], **settings: Any) -> Any:
 
 
 def compared(module: Any, **columns: Any) -> dict[str, Any]:
-    """Return what judging and comparing the rollout gives, with a reference one eighth of a nat away per token."""
+    """Return the columns of judging and comparing the rollout, with a reference 1/8 nat away per token."""
     samples = test_grpo.rollout()
     behaviour = samples.ragged("behaviour_logprobs")
     samples = samples.with_columns(
@@ -57,17 +57,17 @@ def test_leave_one_out_by_hand() -> None:
     assert found[4].isnan()
 
 
-def test_rloo_takes_the_whole_response_s_divergence_from_its_reward() -> None:
+def test_rloo_subtracts_the_divergence_of_the_whole_response_from_its_reward() -> None:
     found = compared(made(RLOO, kl_coef=0.1))
     assert found["kl_k1"].tolist() == pytest.approx([0.125 * length for length in LENGTHS])
-    # Rewards 1, 0, 1/2, 1/2 less 0.1 / 8 per token, each less the other's of its pair.
+    # Rewards 1, 0, 1/2, 1/2 less 0.1 / 8 per token, each less the other one of its pair.
     first = (1 - 0.0125 * 2) - (0 - 0.0125 * 4)
     second = (0.5 - 0.0125) - (0.5 - 0.0125 * 2)
     assert found["advantages"].tolist() == pytest.approx([first, -first, second, -second], abs=1e-6)
     assert compared(made(RLOO, kl_place="loss"))["advantages"].tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
 
 
-def test_where_the_divergence_counts_decides_who_needs_the_reference() -> None:
+def test_kl_place_decides_which_call_needs_the_reference() -> None:
     flow = made(RLOO).dataflow
     assert flow.call("compare").needs == ("rollout", "rewards", "ref_logprobs")
     assert flow.call("actor.train").needs == ("rollout", "advantages")
@@ -93,7 +93,7 @@ def test_reinforce_normalises_the_returns_of_all_tokens() -> None:
     assert found["advantages"].lengths.tolist() == LENGTHS
 
 
-def test_reinforce_may_compare_with_the_group_first() -> None:
+def test_reinforce_can_subtract_the_group_mean_first() -> None:
     module = made(ReinforcePlusPlus, baseline="group")
     assert (module.kl_place, module.kl_estimator) == ("loss", "k2")
     found = compared(module)
@@ -103,7 +103,7 @@ def test_reinforce_may_compare_with_the_group_first() -> None:
     assert found["advantages"].values.tolist() == pytest.approx([(t + 1 / 9) / deviation for t in tokens], abs=1e-5)
 
 
-def test_remax_compares_with_the_greedy_response_and_tells_tokens_of_the_divergence_to_come() -> None:
+def test_remax_subtracts_the_greedy_reward_and_the_divergence_still_to_come() -> None:
     greedy = torch.tensor([0.25, 0.25, math.nan, 0.5])
     for settings, per_token in (({"kl_coef": 0.1}, 0.0125), ({"kl_coef": 0.0}, 0.0), ({"kl_place": "loss"}, 0.0)):
         found = compared(made(ReMax, **settings), greedy_rewards=greedy)
@@ -115,7 +115,7 @@ def test_remax_compares_with_the_greedy_response_and_tells_tokens_of_the_diverge
 
 
 @pytest.mark.parametrize("kind", [GRPO, ReinforcePlusPlus, ReMax])
-def test_truncated_responses_are_judged_and_not_learnt_from(kind: type[PolicyGradient]) -> None:
+def test_truncated_responses_are_rewarded_and_not_trained_on(kind: type[PolicyGradient]) -> None:
     columns = {"greedy_rewards": torch.zeros(4)} if kind is ReMax else {}
     whole, found = (compared(made(kind, kl_coef=0.0, learn_truncated=learn), **columns) for learn in (True, False))
     assert torch.equal(whole["rewards"], found["rewards"])
@@ -126,7 +126,7 @@ def test_truncated_responses_are_judged_and_not_learnt_from(kind: type[PolicyGra
         assert torch.equal(advantages[[0, 2, 3]], whole["advantages"][[0, 2, 3]])
 
 
-def test_combinations_that_cannot_work_are_refused() -> None:
+def test_invalid_combinations_are_refused() -> None:
     for kind, settings, message in (
         (RLOO, {"sampling": SamplingParams(n=1)}, "set n >= 2"),
         (ReinforcePlusPlus, {"baseline": "mean"}, "baseline='mean' must be one of batch, group"),
@@ -141,12 +141,12 @@ def test_combinations_that_cannot_work_are_refused() -> None:
 
 
 class Doubled(PolicyGradient):
-    """What a user writes for an estimator of one's own."""
+    """A custom advantage estimator."""
 
     def advantages(self, rewards: torch.Tensor, samples: Samples) -> torch.Tensor:
         """Return twice the reward."""
         return 2 * rewards
 
 
-def test_an_estimator_of_one_s_own_is_one_method() -> None:
+def test_a_custom_estimator_needs_one_method() -> None:
     assert compared(made(Doubled))["advantages"].tolist() == [2.0, 0.0, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""PPO's losses against loops over tokens, its advantages by hand, its calls by its settings, and what it refuses."""
+"""PPO's losses compared with loops over tokens, advantages by hand, calls by settings, and invalid settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def rollout() -> Samples:
-    """Return three responses, with what training calls need of them."""
+    """Return three responses with the columns that training calls need."""
     generator = torch.Generator().manual_seed(3)
     responses = Ragged.from_list(RESPONSES)
 
@@ -45,7 +45,7 @@ def rollout() -> Samples:
 
 
 def token_logits(model: Any, prompt: list[int], response: list[int]) -> Tensor:
-    """Return what a model says before each response token, by a plain forward pass."""
+    """Return the logits before each response token, by a plain forward pass."""
     logits: Tensor = model(torch.tensor([prompt + response])).logits
     return logits[0, len(prompt) - 1 : -1]
 
@@ -90,7 +90,7 @@ def test_the_critic_loss_is_that_of_a_loop_over_tokens() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_packed_sequences_get_the_scores_that_they_get_alone(family: str, share_prompts: bool) -> None:
+def test_packed_sequences_get_the_scores_of_single_sequences(family: str, share_prompts: bool) -> None:
     scorer = tiny_scorer(family)
     packed = sequence_scores(scorer, pack_columns(rollout(), CPU, share_prompts=share_prompts))
     alone = [scorer(torch.tensor([p + r])).logits[0, 0].item() for p, r in zip(PROMPTS, RESPONSES, strict=True)]
@@ -143,7 +143,7 @@ def test_advantages_by_hand() -> None:
     made = dict(whitened.estimate_advantages(samples))
     # mean 1/6, deviation sqrt(0.75 - 1/36) = 0.84984
     assert made["advantages"].values.tolist() == pytest.approx([0.98058, 0.39223, -1.37281], abs=1e-4)
-    # mean 0.55, deviation 0.74274; and once they are part of the moments, values are read in the same units
+    # mean 0.55, deviation 0.74274; once they are part of the moments, values are read in the same units
     assert made["returns"].values.tolist() == pytest.approx([0.67318, 0.74050, -1.41368], abs=1e-4)
     whitened.on_iteration_end(samples.with_columns(**made).lengths_only())
     again: dict[str, Any] = dict(whitened.estimate_advantages(samples.with_columns(values=made["returns"])))
@@ -189,7 +189,7 @@ def test_losses_may_be_sums_over_a_constant_length() -> None:
     assert by_average["constant"] == pytest.approx(by_average["token"] * 7 / 18, rel=1e-5)
 
 
-def test_a_critic_begins_as_the_reward_model_or_with_the_actors_layers() -> None:
+def test_a_critic_starts_from_the_reward_model_or_the_actors_layers() -> None:
     actor, scorer = tiny_model("llama"), tiny_scorer("llama", seed=3)
     from_reward, from_actor = runs.ppo(actor=actor, reward=scorer), runs.ppo(actor=actor)
     for module, source in ((from_reward, scorer), (from_actor, actor)):
@@ -208,13 +208,13 @@ def test_a_critic_begins_as_the_reward_model_or_with_the_actors_layers() -> None
     assert runs.largest_difference(again.critic.state_dict(), chosen.critic.state_dict()) == 0.0
 
 
-def test_a_reward_is_told_to_be_a_model_or_functions(tmp_path: Path) -> None:
+def test_a_reward_is_recognised_as_a_model_or_as_functions(tmp_path: Path) -> None:
     models = ("org/name", "gpt2", str(tmp_path), tmp_path, tiny_model("llama"), tiny_model("llama").config)
     functions = ("package.module:name", "package.module.name", runs.low_tokens, [runs.low_tokens], ["a.b"])
     assert [is_model_source(source) for source in (*models, *functions)] == [True] * 6 + [False] * 5
 
 
-def test_the_critic_has_options_of_its_own() -> None:
+def test_the_critic_has_its_own_options() -> None:
     options = runs.options(num_epochs=4)
     module = runs.ppo(critic_train_options=options, critic_learning_rate=0.5, learning_rate=0.25)
     module.configure_model()
@@ -224,7 +224,7 @@ def test_the_critic_has_options_of_its_own() -> None:
     assert module.train_options_of("critic") is options
     assert module.train_options_of("actor") is module.train_options
     assert runs.ppo(train_options=options).train_options_of("critic") == options
-    # Limits are on metrics of the actor's loss, which the critic's does not measure.
+    # Limits are on metrics of the actor's loss, and the critic's loss does not measure them.
     limited = replace(options, stop_above={"behaviour_kl": 0.02})
     assert runs.ppo(train_options=limited).train_options_of("critic") == options
 
@@ -237,7 +237,7 @@ def word_tokenizer(*words: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<bos>")
 
 
-def test_texts_are_encoded_anew_for_another_tokenizer() -> None:
+def test_texts_are_tokenized_again_for_another_tokenizer() -> None:
     ours, theirs = byte_tokenizer(), word_tokenizer("sort", "me", "now")
     rows = [("sort ", "me"), ("sort ", "now"), ("now", " sort me")]
     encode = [[ours(text, add_special_tokens=False).input_ids for text in row] for row in rows]
@@ -253,7 +253,7 @@ def test_texts_are_encoded_anew_for_another_tokenizer() -> None:
     module = runs.ppo(reward=tiny_scorer("llama", vocab_size=5), reward_tokenizer=theirs)
     module.configure_model()
     assert module.score_sequences(module.reward, pack_columns(samples, CPU)).shape == (3,)
-    # Its layers cannot be the critic's, who reads the actor's tokens.
+    # Its layers cannot be those of the critic, which reads the actor's tokens.
     assert module.critic.config.vocab_size == 128
 
 
@@ -265,7 +265,7 @@ def saved(model: Any, folder: Path, tokenizer: Any = None) -> Path:
     return folder
 
 
-def test_models_that_read_other_tokens_are_refused(tmp_path: Path) -> None:
+def test_models_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
     other = saved(tiny_scorer("llama"), tmp_path / "other", word_tokenizer("a", "b"))
     actor = saved(tiny_model("llama"), tmp_path / "actor", byte_tokenizer())
     same = saved(tiny_scorer("llama"), tmp_path / "same", byte_tokenizer())
@@ -310,7 +310,7 @@ def test_models_with_the_wrong_head_are_refused(tmp_path: Path) -> None:
             runs.ppo(**settings).configure_model()
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     for settings, message in (
         ({"sampling": runs.SamplingParams(temperature=0.0)}, "sampling.temperature=0 gives every .* explores nothing"),
         ({"kl_place": "nowhere"}, "kl_place='nowhere' must be one of loss, reward"),

@@ -1,4 +1,4 @@
-"""The losses of DPO, KTO, ORPO and reward models, of whole models: against one sequence at a time, and bad input."""
+"""DPO, KTO, ORPO and reward models, compared with one sequence at a time, and invalid input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def scored(reference: nn.Module, **columns: Any) -> Samples:
 def run_in_parts(
     module: Any, model: nn.Module, batch: Samples, totals: Totals, parts: Sequence[Sequence[int]], *, share: bool
 ) -> list[Loss]:
-    """Return the losses of micro-batches, their gradients being added up."""
+    """Return the losses of micro-batches, accumulating their gradients."""
     method = getattr(module, "actor_loss", None) or module.reward_loss
     losses = []
     for rows in parts:
@@ -109,14 +109,14 @@ def test_losses_by_rank_are_the_same_in_parts_as_over_the_sorted_whole(name: Any
     assert_same(losses, expected, model, twin)
 
 
-def test_tokens_behind_the_shorter_response_count_less() -> None:
+def test_tokens_after_the_end_of_the_shorter_response_count_less() -> None:
     logprobs = Ragged.from_list([[-1.0, -2.0], [-1.0, -2.0, -4.0, -8.0], [-3.0], [-5.0, -6.0]], dtype=torch.float32)
     chosen, rejected = pair_sums(logprobs, tail_weight=0.5)
     # -1 - 2 - (4 + 8) / 2, and -5 - 6 / 2
     assert (chosen.tolist(), rejected.tolist()) == ([-3.0, -3.0], [-9.0, -8.0])
 
 
-def test_orpo_adds_the_odds_ratio_to_the_likelihood_of_what_was_chosen() -> None:
+def test_orpo_adds_the_odds_ratio_to_the_likelihood_of_the_chosen_response() -> None:
     model, twin = tiny_model("llama"), tiny_model("llama")
     totals = Totals(4, 9, group_size=2, sums={"chosen_tokens": 3})
     losses = run_in_parts(ORPO(model, beta=0.7), model, samples(), totals, PARTS, share=True)
@@ -128,7 +128,7 @@ def test_orpo_adds_the_odds_ratio_to_the_likelihood_of_what_was_chosen() -> None
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
-def test_kto_is_the_mean_over_judged_responses(loss: Any) -> None:
+def test_kto_is_the_mean_over_labelled_responses(loss: Any) -> None:
     model, twin, reference = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
     module = KTO(model, loss=loss, beta=0.4, desirable_weight=1.5, undesirable_weight=0.5)
     batch = scored(reference, label=torch.tensor([True, False, False, True]), kl=torch.full((4,), 0.3))
@@ -139,7 +139,7 @@ def test_kto_is_the_mean_over_judged_responses(loss: Any) -> None:
     assert_same(losses, expected, model, twin)
 
 
-def test_the_reference_point_is_the_mean_log_ratio_of_mismatched_responses_and_never_below_zero() -> None:
+def test_the_reference_point_is_the_mean_log_ratio_of_mismatched_responses_but_at_least_0() -> None:
     module = KTO(tiny_model("llama"))
     rows = [[1.0, 1.0], [0.5], [9.0], [-0.25]]
     both = samples(trained=torch.tensor([True, False, True, False]))
@@ -155,7 +155,7 @@ def test_the_reference_point_is_the_mean_log_ratio_of_mismatched_responses_and_n
 
 def test_every_prompt_gets_the_response_to_another_one() -> None:
     both = with_mismatches(samples(label=torch.ones(4)))
-    # The prompts are a, a, b, b: each gets the response of the nearest one before it that is not its own.
+    # The prompts are a, a, b, b: each gets the nearest earlier response to another prompt, cyclically.
     expected = [row for pair in zip(RESPONSES, [RESPONSES[3]] * 2 + [RESPONSES[1]] * 2, strict=True) for row in pair]
     assert both.ragged("response_ids").to_lists() == expected
     assert both.tensor("trained").tolist() == [True, False] * 4
@@ -179,10 +179,10 @@ def test_held_out_responses_to_one_prompt_count_from_zero() -> None:
     assert summary == pytest.approx({"loss": 0.5, **rewards})
 
 
-def test_scores_of_the_chosen_are_told_from_those_of_the_rejected() -> None:
+def test_the_pair_loss_compares_scores_of_chosen_and_rejected_responses() -> None:
     module = preferences.reward_model(centre_coef=0.01)
     batch = samples(margin=torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    # Gradients of up to 8, which float32 rounds by more than they may differ here; losses are of scores in float32.
+    # Gradients reach 8, and float32 rounds them by more than the tolerance; losses are of scores in float32.
     model, twin = (preferences.reward_model().roles()[0].build(seed=0).double() for _ in range(2))
     losses = run_in_parts(module, model, batch, Totals(4, 9, group_size=2), PARTS, share=True)
     rows = [torch.tensor([prompt + response]) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
@@ -192,7 +192,7 @@ def test_scores_of_the_chosen_are_told_from_those_of_the_rejected() -> None:
     assert_same(losses, expected, model, twin)
 
 
-def test_every_step_is_judged_at_its_last_token() -> None:
+def test_every_step_is_scored_at_its_last_token() -> None:
     module = preferences.process_reward()
     model, twin = (module.roles()[0].build(seed=0).eval() for _ in range(2))
     ends = [[0, 1], [1, 0, 0, 1], [1], [0, 1]]
@@ -230,26 +230,26 @@ def test_held_out_pairs_are_measured_as_in_training() -> None:
     # 6 nats over 3 chosen tokens
     expected = pair_loss("ipo", pairs, PairLossSettings(beta=0.2)).mean().item() + 0.5 * 2.0
     summary = {name: float(value) for name, value in module.summarize(batch.with_columns(**measured)).items()}
-    # Margins: 0.2 * (-3 + 4) and 0.2 * (-3 + 11). Both right, as sure as s(0.2) = 0.54983 and s(1.6) = 0.83202.
+    # Margins: 0.2 * (-3 + 4) and 0.2 * (-3 + 11). Both right, with probability s(0.2) = 0.54983 and s(1.6) = 0.83202.
     calibration = ((1 - 0.54983) + (1 - 0.83202)) / 2
     rest = {"margin": 0.9, "accuracy": 1.0, "calibration_error": calibration}
     assert summary == pytest.approx({"loss": expected, **rest}, abs=1e-5)
     assert module.summarize(batch) == {}
 
 
-def test_a_reward_model_reports_how_well_it_ranks_and_knows_it() -> None:
+def test_a_reward_model_reports_its_auroc_and_calibration_error() -> None:
     module = preferences.reward_model()
     batch = samples(scores=torch.tensor([3.0, 1.0, 0.0, 2.0]))
     summary = module.summarize(batch.with_columns(**module.measure(batch)))
     # Of the four comparisons of a chosen with a rejected score, 3 > 1 and 3 > 2 are right, 0 > 1 and 0 > 2 are not.
     assert float(summary["auroc"]) == pytest.approx(0.5)
     assert float(summary["accuracy"]) == 0.5
-    # Both pairs are 2 apart: as sure as s(2) = 0.88 of each, and right in one of two.
+    # Both pairs are 2 apart: probability s(2) = 0.88 each, and one of the two is right.
     assert float(summary["calibration_error"]) == pytest.approx(0.8808 - 0.5, abs=1e-4)
 
 
 def with_trainer(module: MultiModelModule) -> Any:
-    """Give a module a trainer that trains."""
+    """Give a module a trainer in training."""
     module._fabric = None
     module._trainer = SimpleNamespace(training=True)  # type: ignore[assignment]
     return module
@@ -267,7 +267,7 @@ def with_trainer(module: MultiModelModule) -> Any:
         (samples(), "num_minibatches=3 needs as many pairs in an iteration, and this one makes 2"),
     ],
 )
-def test_batches_that_are_no_pairs_are_refused(batch: Samples, rule: str) -> None:
+def test_batches_that_are_not_pairs_are_refused(batch: Samples, rule: str) -> None:
     module = with_trainer(ORPO(tiny_model("llama"), train_options=TrainOptions(num_minibatches=3)))
     with pytest.raises((DataError, ConfigError), match=rule):
         module.check_batch(batch)
@@ -306,6 +306,6 @@ TWICE = TrainOptions(num_epochs=2)
         (ORPO, {"beta": -0.1}, "may not be negative"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(algorithm: Any, settings: dict[str, Any], rule: str) -> None:
+def test_invalid_settings_are_refused(algorithm: Any, settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         algorithm(tiny_model("llama"), **settings)

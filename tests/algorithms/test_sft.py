@@ -1,4 +1,4 @@
-"""Supervised fine-tuning's loss is Hugging Face's own, over the responses' tokens."""
+"""The loss of supervised fine-tuning equals Hugging Face's, over the tokens of responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_loss_and_its_gradient_are_those_of_hugging_face() -> None:
     module = runs.sft(actor=model)
     loss = module.actor_loss(model, pack_columns(pairs(), torch.device("cpu")), Totals(3, 7))
     loss.value.backward()
-    # Hugging Face means over a row's labels: 2, 4 and 1 of them, 7 in all.
+    # Hugging Face averages over a row's labels: 2, 4 and 1 of them, 7 in all.
     expected = torch.zeros(())
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         ids = torch.tensor([prompt + response])
@@ -43,7 +43,7 @@ def test_the_loss_and_its_gradient_are_those_of_hugging_face() -> None:
     assert (nll.total / nll.weight).item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_parts_of_a_mini_batch_add_up_to_its_loss() -> None:
+def test_losses_of_micro_batches_add_up_to_that_of_the_mini_batch() -> None:
     model = tiny_model("llama")
     module, totals, device = runs.sft(actor=model), Totals(3, 7), torch.device("cpu")
     whole, *parts = (
@@ -53,7 +53,7 @@ def test_parts_of_a_mini_batch_add_up_to_its_loss() -> None:
     assert sum(parts) == pytest.approx(whole, abs=1e-6)
 
 
-def test_rejected_responses_are_not_learnt() -> None:
+def test_rejected_responses_are_not_trained_on() -> None:
     with pytest.raises(DataError, match="also the rejected ones"):
         runs.sft().check_batch(pairs().with_columns(chosen=("a", "b", "c"), rejected=("d", "e", "f")))
 
@@ -64,17 +64,17 @@ def test_scores_are_summarized_per_token() -> None:
     scored = pairs().with_columns(logprobs=Ragged.from_list([[-1.0, -2.0], [0.0] * 4, [-4.0]], dtype=torch.float32))
     measured = module.measure(scored)
     assert measured["response_logprobs"].tolist() == [-3.0, 0.0, -4.0]
-    # 7 nats over 7 tokens, known from the lengths alone
+    # 7 nats over 7 tokens; the lengths alone are enough
     assert float(module.summarize(scored.with_columns(**measured).lengths_only())["loss"]) == pytest.approx(1.0)
 
 
-def test_what_is_learnt_of_a_pair_does_not_depend_on_the_others_in_its_pack() -> None:
+def test_the_gradient_of_a_pair_does_not_depend_on_the_rest_of_its_pack() -> None:
     model, device = tiny_model("llama"), torch.device("cpu")
     module, embedded = runs.sft(actor=model), []
     model.get_input_embeddings().register_forward_hook(lambda layer, given, made: embedded.append(made))
     for row in range(3):
         alone = pairs().select([row])
-        # Only this pair counts: the others say the same tokens, and not one of them was chosen by a model.
+        # Only this pair counts: the other ones have the same tokens, and the model mask excludes all of them.
         mask = [[index == row] * len(response) for index, response in enumerate(RESPONSES)]
         counted = pairs().with_columns(model_mask=Ragged.from_list(mask, dtype=torch.bool))
         gradients = []
@@ -91,7 +91,7 @@ def test_what_is_learnt_of_a_pair_does_not_depend_on_the_others_in_its_pack() ->
         torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)
 
 
-def test_a_text_of_its_own_has_hugging_faces_loss() -> None:
+def test_a_text_without_a_prompt_has_hugging_faces_loss() -> None:
     # Nothing predicts a text's first token: 3 of 4 tokens count.
     model, text = tiny_model("llama"), [13, 14, 15, 2]
     columns = {"prompt_ids": Ragged.from_list([[]], dtype=torch.int64), "response_ids": Ragged.from_list([text])}

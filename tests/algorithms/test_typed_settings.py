@@ -1,4 +1,4 @@
-"""Types of settings that algorithms pass on, as editors and type checkers read them from ``Unpack[...]``."""
+"""Types of the settings that algorithms pass on, as editors and type checkers read them from ``Unpack[...]``."""
 
 from __future__ import annotations
 

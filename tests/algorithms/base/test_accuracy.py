@@ -1,4 +1,4 @@
-"""Accuracy and pass@k against counting by hand."""
+"""Accuracy and pass@k, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def judged(rewards: list[float], **columns: torch.Tensor) -> Samples:
     return Samples(torch.arange(8), {"prompt_id": prompts, "rewards": torch.tensor(rewards), **columns})
 
 
-def test_prompts_count_alike_and_unjudged_responses_do_not() -> None:
+def test_prompts_count_alike_and_responses_without_a_reward_do_not_count() -> None:
     nan = math.nan
     samples = judged([1.0, 0.4, 0.0, 0.0, 1.0, 1.0, nan, 0.9])
     summary = {name: float(value) for name, value in Accuracy().summary(samples, "rewards").items()}
@@ -44,7 +44,7 @@ def test_prompts_count_alike_and_unjudged_responses_do_not() -> None:
     assert Accuracy().summary(judged([nan] * 8), "rewards") == {}
 
 
-def test_one_function_of_several_says_what_is_right() -> None:
+def test_one_named_reward_function_of_several_decides_what_is_right() -> None:
     columns = {"reward/right": torch.ones(8), "reward/short": torch.zeros(8)}
     found = Accuracy(function="right").summary(judged([0.5] * 8, **columns), "rewards")
     assert float(found["accuracy"]) == 1.0
@@ -52,7 +52,7 @@ def test_one_function_of_several_says_what_is_right() -> None:
         Accuracy(function="rihgt").summary(judged([0.5] * 8, **columns), "rewards")
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="threshold=nan must be finite"):
         Accuracy(threshold=math.nan)
     with pytest.raises(ConfigError, match=r"ks=\[0\] must hold"):
@@ -64,7 +64,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 
 def evaluate(algorithm: str) -> list[dict[str, float]]:
-    """Return what validation logs on held-out prompts, four responses each, and which names training logs."""
+    """Return the validation metrics on held-out prompts, four responses each, and the names that training logs."""
     world_size = runs.world_size()
     sampling = SamplingParams(n=4, max_new_tokens=6, stop_token_ids=runs.SAMPLING.stop_token_ids)
     module = getattr(runs, algorithm)(evaluation_sampling=sampling, accuracy=Accuracy(threshold=0.5))
@@ -86,7 +86,7 @@ def evaluate(algorithm: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_validation_logs_both_on_every_rank(workers: WorkerPool, algorithm: str) -> None:
+def test_validation_logs_accuracy_and_pass_at_k_on_every_rank(workers: WorkerPool, algorithm: str) -> None:
     for found, expected, trained in workers.run(evaluate, algorithm, world_size=2, init_process_group=False):
         assert found == pytest.approx(expected)
         assert 0.0 < expected["val/accuracy"] < 1.0

@@ -1,4 +1,4 @@
-"""A role's adapters: what they are trained as, what a frozen role makes of them, and what is refused."""
+"""A role's adapters: which weights are trained, how frozen roles merge them, and which settings are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _logits(model: nn.Module) -> torch.Tensor:
 
 
 def _trained(model: nn.Module) -> nn.Module:
-    """Stir the adapters, as training would: DoRA's magnitudes begin as what they would be anyway."""
+    """Perturb the adapters as training would; DoRA's magnitudes start at the norms of the base weights."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +50,7 @@ def _trained(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_off_or_merged_for_a_while_and_leave_no_trace(kind: str) -> None:
+def test_disabling_or_merging_adapters_for_a_while_restores_every_bit(kind: str) -> None:
     base = tiny_model("qwen3")
     model = _trained(_actor(base, _lora(**KINDS[kind])).build(seed=0))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -67,7 +67,7 @@ def test_adapters_are_off_or_merged_for_a_while_and_leave_no_trace(kind: str) ->
         assert parameter.requires_grad == ("lora_" in name)
 
 
-def test_pefts_own_wrapper_computes_the_same() -> None:
+def test_a_wrapper_of_peft_computes_the_same() -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_rslora=True, init_lora_weights=False)
     wrapped = get_peft_model(tiny_model("llama"), config)
     role = _actor(wrapped)
@@ -76,7 +76,7 @@ def test_pefts_own_wrapper_computes_the_same() -> None:
     assert torch.equal(_logits(model), _logits(wrapped))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 8 and all("lora_" in name for name in trained)
-    # Where nothing of it is trained it is a plain model, whose weights the adapters are merged into.
+    # A frozen role is a plain model into which the adapters are merged.
     frozen = _actor(wrapped, name="reference", trained=False).build(seed=0)
     assert not adapted_layers(frozen)
     torch.testing.assert_close(_logits(frozen), _logits(wrapped), rtol=0, atol=1e-5)
@@ -95,7 +95,7 @@ def test_a_critic_trains_adapters_and_its_head() -> None:
     assert role.frozen_parameters(described) == {name for name, _ in model.named_parameters()} - trained
 
 
-def test_what_a_module_froze_stays_frozen() -> None:
+def test_parameters_that_a_given_module_froze_stay_frozen() -> None:
     partly = tiny_model("llama")
     partly.get_input_embeddings().requires_grad_(False)
     model = _actor(partly).build(seed=0)
@@ -120,7 +120,7 @@ def test_saved_adapters_are_trained_on_or_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(_logits(model), _logits(saved), rtol=0, atol=1e-5)  # another attention kernel
     scorer = tiny_scorer("llama")
     scored = _save_adapters(tmp_path / "judge", scorer, task_type="SEQ_CLS")
-    # Its base is a language model here: the head comes with the adapters.
+    # The base is a language model; the classification head comes with the adapters.
     judge = _actor(tmp_path / "base", tmp_path / "judge", name="reward", trained=False, task="sequence_classification")
     assert not adapted_layers(judge.build(seed=0))
     torch.testing.assert_close(judge.build(seed=0).score.weight, scored.score.modules_to_save.default.weight)
@@ -140,7 +140,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     (tmp_path / "named/adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"are of the base 'meta-llama/Llama-2-7b-hf', and actor is .*base'; give"):
         _actor(tmp_path / "base", tmp_path / "named").build(seed=0)
-    _actor(here, tmp_path / "named").build(seed=0)  # a module does not tell its name
+    _actor(here, tmp_path / "named").build(seed=0)  # a module does not carry the name of its base
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         ("no/such/adapters/here", "peft_config='no/such/adapters/here' could not be loaded"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(peft: Any, message: str) -> None:
+def test_adapters_that_cannot_be_trained_are_refused(peft: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _actor(tiny_model("qwen2"), peft).build(seed=0)
 
@@ -188,11 +188,11 @@ def test_a_head_that_peft_copied_is_trained_in_its_place() -> None:
     assert describe_model(role.describe()) == describe_model(role.build(seed=0))
 
 
-def test_adapters_over_resized_embeddings_are_refused_unless_they_were_saved(tmp_path: Path) -> None:
+def test_adapters_over_resized_embeddings_are_refused_unless_the_base_was_saved(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.resize_token_embeddings(131, mean_resizing=False)
-    _actor(model).build(seed=0)  # trained whole it is written whole
+    _actor(model).build(seed=0)  # full training writes the whole model
     model.save_pretrained(tmp_path / "resized")
     resized = AutoModelForCausalLM.from_pretrained(tmp_path / "resized")
     assert _actor(resized, _lora()).build(seed=0).config.vocab_size == 131
@@ -202,7 +202,7 @@ def test_adapters_over_resized_embeddings_are_refused_unless_they_were_saved(tmp
             _actor(source, peft).build(seed=0)
 
 
-def test_fresh_adapters_in_a_frozen_role_and_second_ones_are_refused() -> None:
+def test_fresh_adapters_in_a_frozen_role_and_second_adapters_are_refused() -> None:
     with pytest.raises(ConfigError, match="fresh adapters change nothing; give a folder of saved ones"):
         _actor(tiny_model("llama"), _lora(), trained=False).build(seed=0)
     wrapped = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
@@ -210,7 +210,7 @@ def test_fresh_adapters_in_a_frozen_role_and_second_ones_are_refused() -> None:
         _actor(wrapped, _lora()).build(seed=0)
 
 
-def test_a_configuration_is_for_every_trained_role_or_by_role() -> None:
+def test_a_configuration_holds_for_every_trained_role_or_by_role() -> None:
     adapted = {role.name: role.has_adapters for role in runs.ppo(peft_config=_lora()).roles()}
     assert adapted == {"actor": True, "critic": True, "reference": False}
     adapted = {role.name: role.has_adapters for role in runs.ppo(peft_config={"critic": _lora()}).roles()}
@@ -228,7 +228,7 @@ def test_a_configuration_is_for_every_trained_role_or_by_role() -> None:
         _actor(tiny_model("llama"), name="reference", shares="actor")
 
 
-def test_dora_is_refused_where_its_layers_would_be_cut() -> None:
+def test_dora_is_refused_in_layouts_that_cut_its_layers() -> None:
     dora, lora = (
         describe_model(_actor(tiny_model("qwen3"), _lora(**KINDS[kind])).describe()) for kind in ("dora", "lora")
     )
@@ -238,7 +238,7 @@ def test_dora_is_refused_where_its_layers_would_be_cut() -> None:
         "tp=2 is impossible for this model: model.layers.0.self_attn.q_proj.lora_magnitude_vector: DoRA divides by the "
         "norms of whole weights, and model.layers.0.self_attn.q_proj is cut (colwise); leave use_dora out; use tp=1"
     )
-    assert dora.tensor_parallel_degrees(4) == (1,)  # nor does a search propose it
+    assert dora.tensor_parallel_degrees(4) == (1,)  # a search does not propose it, either
     for spec, layout in ((dora, "pp2.fsdp2"), (lora, "dp2.tp2")):
         ModelLayout(spec, Layout.parse(layout))
 

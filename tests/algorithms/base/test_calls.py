@@ -1,4 +1,4 @@
-"""Which calls does a class declare, when bases, subclasses and overriding methods all have a say?"""
+"""Calls that a class declares: order, inheritance, overriding methods and calls that a subclass leaves out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_realloc.errors import PlanError
 
 
 class Base:
-    """Generates, judges and trains."""
+    """Generates, scores and trains."""
 
     @train("actor", needs=("rollout", "rewards"))
     def learn(self) -> str:
@@ -34,10 +34,10 @@ class Base:
 
 
 class Extended(Base):
-    """Judges otherwise, and scores besides."""
+    """Overrides two calls and adds one."""
 
     def learn(self) -> str:
-        """Another loss, without saying again that it is one."""
+        """Another loss, without repeating the decorator."""
         return "extended"
 
     @infer("reference", needs="rollout", produces=("ref_logprobs", "entropies"))
@@ -46,11 +46,11 @@ class Extended(Base):
 
     @compute(needs=("rollout", "ref_logprobs"), produces="rewards")
     def judge(self) -> None:
-        """Judge with more at hand."""
+        """Judge with the reference's log-probabilities."""
 
 
 class Silent(Extended):
-    """Leaves the scoring out."""
+    """Leaves the reference's call out."""
 
     score: Any = None
     judge = Base.judge
@@ -102,9 +102,9 @@ def test_two_methods_cannot_be_the_same_call() -> None:
         Dataflow(declared_calls(Twice))
 
 
-def test_a_class_that_nobody_uses_any_more_is_let_go_of() -> None:
+def test_the_cache_of_calls_keeps_no_class_alive() -> None:
     class Again(Base):
-        """As a notebook defines it, time after time."""
+        """A class that a notebook defines again and again."""
 
     assert declared_calls(Again) == declared_calls(Base)
     ended = weakref.ref(Again)

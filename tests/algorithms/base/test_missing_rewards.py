@@ -22,7 +22,7 @@ NAN = math.nan
 
 
 class SomeFail:
-    """Judges as :func:`test_grpo.fixed` does, but not the response of one token 20."""
+    """Reward as :func:`test_grpo.fixed` does, except that token 20 alone fails."""
 
     on_failure = "mask"
 
@@ -31,7 +31,7 @@ class SomeFail:
         return [Failed("asleep") if ids == [20] else rewards[tuple(ids)] for ids in completion_ids]
 
 
-def test_tokens_without_an_advantage_leave_the_mask_however_the_column_is_laid_out() -> None:
+def test_tokens_without_an_advantage_leave_the_mask_in_either_column_layout() -> None:
     samples = test_grpo.rollout().with_columns(advantages=torch.tensor([1.0, NAN, 0.5, NAN]))
     per_sample = drop_unscored(pack_columns(samples, CPU), "advantages")
     assert per_sample["advantages"].tolist() == [1.0, 0.0, 0.5, 0.0]
@@ -45,7 +45,7 @@ def test_tokens_without_an_advantage_leave_the_mask_however_the_column_is_laid_o
 
 
 @pytest.mark.parametrize("average", ["sequence", "token"])
-def test_a_grpo_loss_is_that_of_the_judged_responses(average: Any) -> None:
+def test_a_grpo_loss_is_that_of_the_scored_responses(average: Any) -> None:
     model = tiny_model("llama")
     module = runs.grpo(actor=model, kl_coef=0.1, loss_average=average)
     whole = test_grpo.rollout().with_columns(advantages=torch.tensor([1.0, -1.0, NAN, 2.0]))
@@ -62,7 +62,7 @@ def test_a_grpo_loss_is_that_of_the_judged_responses(average: Any) -> None:
         assert torch.allclose(ours, parameter.grad, atol=1e-6)
 
 
-def test_a_grpo_pack_of_which_nothing_was_judged_has_gradients_of_zero() -> None:
+def test_a_grpo_pack_without_any_score_has_gradients_of_zero() -> None:
     model = tiny_model("llama")
     module = runs.grpo(actor=model, kl_coef=0.1)
     nothing = test_grpo.rollout().with_columns(advantages=torch.full((4,), NAN))
@@ -73,7 +73,7 @@ def test_a_grpo_pack_of_which_nothing_was_judged_has_gradients_of_zero() -> None
     assert any(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_grpo_judges_the_rest_of_a_group_and_counts_what_failed() -> None:
+def test_grpo_scores_the_rest_of_a_group_and_counts_failures() -> None:
     module = runs.grpo(reward=SomeFail())
     judged = module.judge(test_grpo.rollout())
     judged |= module.compare(test_grpo.rollout().with_columns(**judged))
@@ -91,7 +91,7 @@ def ppo_rollout(scores: list[float]) -> Samples:
     return test_ppo.rollout().without_columns("advantages", "returns").with_columns(scores=torch.tensor(scores))
 
 
-def test_ppo_estimates_and_losses_are_those_of_the_judged_responses() -> None:
+def test_ppo_estimates_and_losses_are_those_of_the_scored_responses() -> None:
     module = runs.ppo(kl_coef=0.1, normalize_values=True)
     whole = ppo_rollout([1.0, NAN, -1.0])
     columns, without = (module.estimate_advantages(s) for s in (whole, ppo_rollout([1.0, 0.0, -1.0]).select([0, 2])))
@@ -109,11 +109,11 @@ def test_ppo_estimates_and_losses_are_those_of_the_judged_responses() -> None:
     errors = [module.critic_loss(critic, pack_columns(s, CPU), totals) for s in (whole, whole.select([0, 2]))]
     assert errors[0].value.item() == pytest.approx(errors[1].value.item(), abs=1e-6)
     module.on_iteration_end(whole)
-    assert float(module.return_moments.count) == 3.0  # tokens of the first response and the last
+    assert float(module.return_moments.count) == 3.0  # tokens of the first and the last response
     assert math.isfinite(float(module.kl_controller.coefficient))
 
 
-def test_a_nan_that_a_critic_made_is_not_a_missing_score() -> None:
+def test_a_nan_from_the_critic_is_not_a_missing_score() -> None:
     module, whole = runs.ppo(kl_coef=0.1, normalize_values=True), ppo_rollout([1.0, NAN, -1.0])
     values = whole.ragged("values")
     values.values[0] = NAN
@@ -126,7 +126,7 @@ def test_a_nan_that_a_critic_made_is_not_a_missing_score() -> None:
     assert float(module.return_moments.count) == 0.0
 
 
-def test_ppo_survives_an_iteration_of_which_nothing_was_judged() -> None:
+def test_ppo_survives_an_iteration_without_any_score() -> None:
     module = runs.ppo(kl_coef=0.1, kl_target=1.0, normalize_values=True)
     nothing = ppo_rollout([NAN, NAN, NAN])
     columns = module.estimate_advantages(nothing)

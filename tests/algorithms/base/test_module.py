@@ -1,4 +1,4 @@
-"""What every algorithm inherits: models that follow from the seed, optimizers named after roles, calls of its roles."""
+"""The base class of algorithms: models determined by the seed, optimizers named after roles, and calls of roles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_models_become_attributes_once() -> None:
     assert models["actor"] is module.actor
     module.configure_model()
     assert module.models()["actor"] is models["actor"]
-    # A reference is frozen, and a copy: two roles may be given the same module.
+    # A reference is frozen and a copy, because two roles may be given the same module.
     assert all(parameter.requires_grad for parameter in module.actor.parameters())
     assert not any(parameter.requires_grad for parameter in module.reference.parameters())
     shared = tiny_model("llama")
@@ -57,14 +57,14 @@ def test_random_weights_follow_from_the_seed_alone() -> None:
     assert next(modules[0].actor.parameters()).dtype == torch.float32
 
 
-def test_seeds_that_are_not_given_are_those_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_default_to_the_one_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     data = {"data": [{"prompt": str(n)} for n in range(40)], "batch_size": 40, "tokenizer": byte_tokenizer()}
     module, rows, seeded = runs.grpo(), PromptDataModule(**data), PromptDataModule(**data, seed=3)
     assert (module.seed, rows.seed, runs.grpo(seed=5).seed, seeded.seed) == (0, 0, 5, 3)
     orders = []
     for seed in (7, 8):
-        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))  # where Lightning's seed_everything keeps it
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))  # Lightning's seed_everything stores it here
         assert (module.seed, runs.grpo(seed=5).seed) == (seed, 5)
         for given in ({}, {"seed": 3}):
             shuffled = PromptDataModule(**data, **given)
@@ -73,7 +73,7 @@ def test_seeds_that_are_not_given_are_those_of_seed_everything(monkeypatch: pyte
     assert orders[0] != orders[2] and orders[1] == orders[3]
 
 
-def test_what_is_held_out_follows_from_the_data_modules_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_rows_are_determined_by_the_data_modules_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"data": [{"prompt": str(n)} for n in range(40)], "batch_size": 1, "val_fraction": 0.3}
 
     def held_out(**settings: Any) -> set[object]:
@@ -106,7 +106,7 @@ LORA = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
         (GRPO(tiny_model("llama"), runs.low_tokens, peft_config=LORA), 1e-5),
     ],
 )
-def test_every_algorithm_has_a_learning_rate_of_its_own(module: Any, rate: float) -> None:
+def test_every_algorithm_has_its_own_default_learning_rate(module: Any, rate: float) -> None:
     (role,) = module.dataflow.trained_roles
     assert module.optimizer_of(role).learning_rate == pytest.approx(rate)
 
@@ -128,7 +128,7 @@ def test_optimizers_and_schedules_are_named_after_their_roles() -> None:
     assert (entry["lr_scheduler"]["interval"], entry["lr_scheduler"]["name"]) == ("step", "lr")
 
 
-def test_a_model_is_loaded_from_its_folder_and_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_a_model_is_loaded_from_its_folder_with_its_tokenizer(tmp_path: Path) -> None:
     model = tiny_model("llama", seed=4)
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
@@ -138,7 +138,7 @@ def test_a_model_is_loaded_from_its_folder_and_brings_its_tokenizer(tmp_path: Pa
     assert runs.largest_difference(module.actor.state_dict(), model.state_dict()) == 0.0
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_parts_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="SFT was given no tokenizer, and no model is loaded from a folder or name"):
         _ = SFT(tiny_model("llama")).tokenizer
     with pytest.raises(ConfigError, match=r"actor='no/such/folder': there is no such folder in .*; give a Hugging"):
@@ -151,19 +151,19 @@ def test_what_is_missing_is_said() -> None:
 
 
 class Bare(MultiModelModule):
-    """An algorithm that says nothing about itself."""
+    """An algorithm without roles."""
 
 
 class Judge(MultiModelModule):
-    """An algorithm of one frozen role and nothing to evaluate."""
+    """An algorithm of one frozen role, without evaluation calls."""
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the one model."""
+        """Return the one role."""
         return (Role(name="judge", source=tiny_model("llama"), trained=False),)
 
 
 class Scoring(MultiModelModule):
-    """An algorithm with two scorers, of which it may be given one; either makes the scores that it learns from."""
+    """An algorithm with two scorers, one of them optional; it learns from the scores of those it is given."""
 
     optional_roles = ("second",)
 
@@ -172,7 +172,7 @@ class Scoring(MultiModelModule):
         self.names = names
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the roles that the test asks for."""
+        """Return the roles that the test gives."""
         return tuple(Role(name=name, source=tiny_model("llama"), trained=name == "actor") for name in self.names)
 
     @infer("actor", needs="batch", produces="scores")
@@ -181,7 +181,7 @@ class Scoring(MultiModelModule):
 
     @infer("second", needs="batch", produces="more_scores")
     def score_again(self) -> None:
-        """Score otherwise."""
+        """Score with the second role."""
 
     @compute(needs=("scores", "more_scores"), produces="targets", whole_batch=True)
     def compare(self) -> None:
@@ -192,7 +192,7 @@ class Scoring(MultiModelModule):
         """Learn."""
 
 
-def test_calls_of_optional_roles_are_left_out_and_those_of_others_missed() -> None:
+def test_calls_of_absent_optional_roles_are_left_out_and_other_absent_roles_refused() -> None:
     assert Scoring("actor", "second").dataflow.call("compare").needs == ("scores", "more_scores")
     alone = Scoring("actor").dataflow
     assert [call.name for call in alone.calls] == ["actor.infer", "compare", "actor.train"]
@@ -202,36 +202,36 @@ def test_calls_of_optional_roles_are_left_out_and_those_of_others_missed() -> No
 
 
 class Choosy(Scoring):
-    """An algorithm that makes its scores in one of two ways."""
+    """An algorithm with two calls that produce the same scores."""
 
     @infer("second", needs="batch", produces="scores")
     def score_again(self) -> None:
-        """Score in the other way."""
+        """Score with the second role."""
 
     @compute(needs="scores", produces="targets", whole_batch=True)
     def compare(self) -> None:
-        """Compare what there is."""
+        """Compare the scores of either role."""
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Leave the first way out where there is the second."""
+        """Leave out the actor's call if there is a second role."""
         return tuple(call for call in super().calls() if call.name != "actor.infer" or "second" not in self.names)
 
 
-def test_a_role_that_leaves_its_adapters_out_is_refused() -> None:
+def test_a_role_that_ignores_its_adapters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gives actor adapters, and its Role has peft=None; write Role\("):
         Scoring("actor", peft_config=LORA).configure_model()
     with pytest.raises(ConfigError, match=r"gives second adapters, .*, or name only roles that have adapters"):
         Scoring("actor", "second", peft_config={"second": "folder"}).configure_model()
 
 
-def test_frozen_roles_that_are_named_merge_saved_adapters() -> None:
+def test_named_frozen_roles_merge_saved_adapters() -> None:
     named = {"actor": LORA, "reference": "one", "teacher": "two"}
     actor, reference = runs.grpo(peft_config=named).roles()
     assert (actor.peft, reference.peft, reference.shares) == (LORA, "one", None)
     assert [role.peft for role in OnPolicyDistillation("x", "y", peft_config=named).roles()] == [LORA, "two"]
 
 
-def test_settings_choose_between_producers_of_one_name() -> None:
+def test_settings_choose_between_two_producers_of_one_column() -> None:
     for names, producer in ((("actor",), "actor.infer"), (("actor", "second"), "second.infer")):
         flow = Choosy(*names).dataflow
         assert [call.name for call in flow.calls] == [producer, "compare", "actor.train"]

@@ -1,4 +1,4 @@
-"""How roles are optimized: settings of their own over those of all, and which weights decay."""
+"""Optimizers of roles: settings per role over common ones, and the weights that decay."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.strategies import runs
 
 
 def entries(module: Any) -> dict[str, dict[str, Any]]:
-    """Return role -> what Lightning is given for it."""
+    """Return role -> its entry of ``configure_optimizers``."""
     module.configure_model()
     return {entry["optimizer"].param_groups[0]["name"]: entry for entry in module.configure_optimizers()}
 
 
-def test_each_role_may_have_an_optimizer_a_rate_and_a_schedule_of_its_own() -> None:
+def test_each_role_may_have_its_own_optimizer_rate_and_schedule() -> None:
     own = RoleOptimizer(optimizer=partial(SGD, lr=0.5), lr_scheduler=partial(StepLR, step_size=3))
     found = entries(runs.ppo(learning_rate=0.25, optimizers={"critic": own}))
     assert type(found["actor"]["optimizer"]) is AdamW and found["actor"]["optimizer"].defaults["lr"] == 0.25
     assert type(found["critic"]["optimizer"]) is SGD and found["critic"]["optimizer"].defaults["lr"] == 0.5
     assert "lr_scheduler" not in found["actor"]
     assert found["critic"]["lr_scheduler"]["scheduler"].step_size == 3
-    # A rate alone leaves the optimizer as it is for all roles, and a schedule begins with it.
+    # A rate alone keeps the common optimizer, and a schedule starts from that rate.
     found = entries(runs.ppo(optimizer=partial(SGD, lr=0.5), lr_scheduler=partial(StepLR, step_size=1, gamma=0.1),
                              optimizers={"critic": RoleOptimizer(learning_rate=0.125)}))  # fmt: skip
     for role, rate in (("actor", 0.5), ("critic", 0.125)):
@@ -40,7 +40,7 @@ def test_each_role_may_have_an_optimizer_a_rate_and_a_schedule_of_its_own() -> N
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate / 10)
 
 
-def test_some_weights_do_not_decay() -> None:
+def test_weights_without_decay_are_chosen_by_kind() -> None:
     model = tiny_model("qwen2")  # norms without biases, projections with some, a head tied to the embeddings
     weights = dict(model.named_parameters())
 
@@ -59,7 +59,7 @@ def test_some_weights_do_not_decay() -> None:
     assert (decaying["name"], decaying["weight_decay"]) == ("actor", 0.1)
     assert (others["name"], others["weight_decay"]) == ("actor/1", 0.0)
     assert len(others["params"]) == 11 and len(decaying["params"]) == len(weights) - 11
-    # With gradients of zero AdamW still takes lr * weight_decay of a weight away, and nothing of the others.
+    # With gradients of zero AdamW still subtracts lr * weight_decay of each decaying weight, and nothing of the others.
     before = {name: parameter.detach().clone() for name, parameter in module.actor.named_parameters()}
     for parameter in module.actor.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -69,7 +69,7 @@ def test_some_weights_do_not_decay() -> None:
         assert torch.allclose(parameter, before[name] * left, atol=1e-7), name
 
 
-def test_what_decays_may_differ_between_roles() -> None:
+def test_weight_decay_may_differ_between_roles() -> None:
     own = {"critic": RoleOptimizer(weight_decay=0.2, no_decay=("embeddings",))}
     found = entries(runs.ppo(weight_decay=0.1, optimizers=own))
     actor, critic = (found[role]["optimizer"].param_groups for role in ("actor", "critic"))
@@ -78,7 +78,7 @@ def test_what_decays_may_differ_between_roles() -> None:
     assert len(critic[1]["params"]) == 1 < len(actor[1]["params"])
 
 
-def test_settings_of_optimizers_that_cannot_work_are_refused() -> None:
+def test_invalid_optimizer_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="optimizers names reference, and the trained roles are actor, critic; write"):
         runs.ppo(optimizers={"reference": RoleOptimizer(learning_rate=1.0)}).configure_model()
     with pytest.raises(ConfigError, match=r"critic_learning_rate=0\.5 and optimizers.'critic'..learning_rate=0\.1 say"):
@@ -100,19 +100,19 @@ def test_settings_of_optimizers_that_cannot_work_are_refused() -> None:
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer of a user's own, without weight decay."""
+    """A custom optimizer without weight decay."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:
-        """Descend."""
+        """Descend along the gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data.sub_(parameter.grad, alpha=group["lr"])
 
 
-def test_memory_is_estimated_for_the_optimizer_that_keeps_most() -> None:
+def test_memory_is_estimated_for_the_optimizer_with_the_largest_state() -> None:
     own = {"critic": RoleOptimizer(optimizer=partial(Adagrad, lr=0.1)), "actor": RoleOptimizer(optimizer=Plain)}
     assert runs.ppo(optimizers=own).optimizer_bytes == 4  # one sum of squares per weight
     assert runs.ppo().optimizer_bytes == 8

@@ -1,4 +1,4 @@
-"""Samples as rows: what a row holds, and what becomes of names and numbers that do not fit."""
+"""Samples as rows: their columns, names that collide, and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_realloc.batch.samples import Samples
 from tests.models import byte_tokenizer
 
 
-def test_a_row_holds_text_words_and_the_datas_columns() -> None:
+def test_a_row_holds_texts_finish_reasons_and_columns_of_the_data() -> None:
     tokenizer = byte_tokenizer()
     responses = [[*tokenizer.encode("two"), tokenizer.eos_token_id], tokenizer.encode("é")]
     samples = Samples(

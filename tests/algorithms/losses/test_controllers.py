@@ -1,4 +1,4 @@
-"""The divergence's weight by hand, and moments that were merged against moments of everything at once."""
+"""The weight of the divergence, computed by hand, and merged moments compared with moments of all values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_weight_moves_towards_the_target_by_hand() -> None:
         assert float(controller.coefficient) == pytest.approx(before * factor, rel=1e-6)
 
 
-def test_without_a_target_the_weight_stays_and_either_is_part_of_checkpoints() -> None:
+def test_without_a_target_the_weight_stays_and_checkpoints_hold_either() -> None:
     fixed = KLController(0.25)
     fixed.update(torch.tensor(100.0))
     assert float(fixed.coefficient) == 0.25
@@ -26,7 +26,7 @@ def test_without_a_target_the_weight_stays_and_either_is_part_of_checkpoints() -
     assert float(other.coefficient) == 0.25
 
 
-def test_what_is_not_finite_changes_no_memory() -> None:
+def test_values_that_are_not_finite_change_no_state() -> None:
     controller, moments = KLController(0.5, target=1.0), RunningMoments()
     moments.update(2, torch.tensor(3.0), torch.tensor(5.0))
     for bad in (torch.nan, torch.inf):
@@ -63,5 +63,5 @@ def test_normalizing_by_hand_and_back() -> None:
     assert moments.normalize(values).tolist() == [0.0, 2.5]
     assert moments.denormalize(moments.normalize(values)).tolist() == values.tolist()
     assert moments.normalize(values).dtype == torch.float32
-    # nothing seen yet, or always the same: as it is, less the mean
+    # nothing recorded yet, or constant values: only the mean is subtracted
     assert RunningMoments().normalize(values).tolist() == values.tolist()

@@ -60,7 +60,7 @@ def test_advantages_of_huge_rewards_are_those_of_small_ones() -> None:
     assert whiten(rewards * 1e30).tolist() == pytest.approx(whiten(rewards).tolist(), rel=1e-5)
 
 
-def test_a_group_that_agrees_and_a_group_of_one_have_no_advantage() -> None:
+def test_groups_of_equal_rewards_and_groups_of_one_have_no_advantage() -> None:
     advantages = group_advantages(torch.tensor([2.0, 2.0, 9.0]), torch.tensor([0, 0, 1]))
     assert advantages.tolist() == [0.0, 0.0, 0.0]
 
@@ -73,7 +73,7 @@ def test_a_missing_reward_is_left_out_of_its_group() -> None:
     advantages = group_advantages(rewards, groups, std_eps=0.0)
     assert advantages[[0, 2]].tolist() == pytest.approx([-0.70711, 0.70711], abs=1e-5)
     assert group_advantages(rewards, groups)[3].item() == 0.0
-    assert advantages.isnan().tolist() == [False, True, False, True, True, True]  # 0 / 0 where one is left, as ever
+    assert advantages.isnan().tolist() == [False, True, False, True, True, True]  # 0 / 0 where one is left, as before
     assert group_advantages(rewards, groups, std_eps=None).nan_to_num(nan=9.0).tolist() == [
         -1.0,
         9.0,
@@ -144,7 +144,7 @@ def test_k1_and_k3_average_to_the_kl_divergence() -> None:
         assert mean == pytest.approx(exact, abs=1e-6)
 
 
-def test_sums_ignore_whatever_is_masked() -> None:
+def test_sums_ignore_masked_values() -> None:
     values = torch.tensor([1.0, math.nan, 3.0, 5.0, math.inf])
     mask = torch.tensor([True, False, True, True, False])
     assert masked_sum(values, mask).item() == 9.0
@@ -185,13 +185,13 @@ def test_generalized_advantages_by_hand() -> None:
     # discount 0.9, lambda 0.5, so 0.45 between tokens. First sequence, rewards 0, 0, 1, values 0.5, 0.4, 0.8:
     #   delta_2 = 1 - 0.8 = 0.2;  delta_1 = 0.9 * 0.8 - 0.4 = 0.32;  delta_0 = 0.9 * 0.4 - 0.5 = -0.14
     #   A_2 = 0.2;  A_1 = 0.32 + 0.45 * 0.2 = 0.41;  A_0 = -0.14 + 0.45 * 0.41 = 0.0445
-    # An empty one has none; of one token, reward -1 and value 0.25: -1.25, whatever stands before and behind it.
+    # An empty one has none; of one token, reward -1 and value 0.25: -1.25, whatever sequences are next to it.
     rewards, values = floats([0, 0, 1], [], [-1], [2, 0]), floats([0.5, 0.4, 0.8], [], [0.25], [1, 1])
     advantages = generalized_advantages(rewards, values, discount=0.9, gae_lambda=0.5)
     # Last: delta_1 = -1;  delta_0 = 2 + 0.9 - 1 = 1.9;  A_0 = 1.9 - 0.45 = 1.45
     assert advantages.values.tolist() == pytest.approx([0.0445, 0.41, 0.2, -1.25, 1.45, -1.0])
     assert advantages.lengths.tolist() == [3, 0, 1, 2]
-    # lambda 1: what came, discounted, less what was expected: 0.81 * 1 - 0.5 = 0.31
+    # lambda 1: discounted rewards less the value: 0.81 * 1 - 0.5 = 0.31
     whole = generalized_advantages(rewards, values, discount=0.9, gae_lambda=1.0)
     assert whole.values[0].item() == pytest.approx(0.31)
     # lambda 0: one token only
@@ -227,7 +227,7 @@ def test_generalized_advantages_agree_with_a_loop_over_tokens(
 
 def test_the_value_loss_is_clipped_where_a_value_has_moved_too_far() -> None:
     # old 1, return 2, clip 0.2. v 1.1: (1.1 - 2)^2 / 2 = 0.405, inside.  v 1.5: bounded to 1.2: 0.32 > 0.125, clipped.
-    # v 0.5: bounded to 0.8, 0.72, but plain is (0.5 - 2)^2 / 2 = 1.125: pulled back.
+    # v 0.5: bounded to 0.8, 0.72, but unclipped it is (0.5 - 2)^2 / 2 = 1.125, so the gradient stays.
     values = torch.tensor([1.1, 1.5, 0.5], requires_grad=True)
     old, returns = torch.ones(3), torch.full((3,), 2.0)
     loss = clipped_value_loss(values, old, returns, clip=0.2)
@@ -246,7 +246,7 @@ def test_scores_are_scaled_then_clipped() -> None:
     assert shaped_scores(scores, scale=0.5, clip=1.0).tolist() == [-1.0, 0.25, 1.0]
 
 
-def test_a_score_lands_on_the_last_token_and_penalties_on_every_one() -> None:
+def test_a_score_is_added_to_the_last_token_and_penalties_to_every_one() -> None:
     rewards = token_rewards(torch.tensor([1.0, 5.0, 2.0]), floats([0.1, -0.2], [], [0.5]))
     assert rewards.values.tolist() == pytest.approx([-0.1, 1.2, 1.5])
     assert sequence_sums(rewards).tolist() == pytest.approx([1.1, 0.0, 1.5])
@@ -272,7 +272,7 @@ def test_explained_variance_by_hand() -> None:
     assert explained_variance(returns, torch.tensor([0.5, torch.nan])).isnan()
 
 
-def test_where_nothing_was_judged_no_variance_is_known_and_nobody_is_warned() -> None:
+def test_without_scores_the_variance_is_nan_and_no_warning_is_raised() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert explained_variance(torch.empty(0), torch.empty(0)).isnan().item()

@@ -1,4 +1,4 @@
-"""How well scores tell good from bad: against counting every comparison."""
+"""AUROC and calibration error of scores, compared with counting every comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JUDGED = st.lists(st.tuples(st.sampled_from([-2e4, -1.0, 0.0, 0.5, 40.0, 50.0, 3
 
 
 @given(JUDGED)
-def test_the_area_is_the_share_of_right_comparisons_however_large_scores_are(rows: list[tuple[float, bool]]) -> None:
+def test_the_auroc_is_the_share_of_right_comparisons_for_scores_of_any_size(rows: list[tuple[float, bool]]) -> None:
     scores, good = (torch.tensor(column) for column in zip(*rows, strict=True))
     found = ranking_metrics(scores, good)
     pairs = [(a, b) for a, is_good in rows if is_good for b, other in rows if not other]
@@ -24,7 +24,7 @@ def test_the_area_is_the_share_of_right_comparisons_however_large_scores_are(row
     assert float(found["auroc"]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_model_that_is_sure_and_right_has_no_calibration_error() -> None:
+def test_a_confident_and_right_model_has_no_calibration_error() -> None:
     assert float(calibration_error(torch.tensor([60.0, 70.0]))) == pytest.approx(0.0, abs=1e-6)
-    # As sure, and wrong each time.
+    # Equally confident, and wrong each time.
     assert float(calibration_error(torch.tensor([-60.0, -70.0]))) == pytest.approx(1.0, abs=1e-6)

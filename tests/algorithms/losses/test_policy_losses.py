@@ -1,4 +1,4 @@
-"""Every loss of a policy against a loop over responses, and its corners by hand."""
+"""Every policy loss, compared with a loop over responses, and its edge cases by hand."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def drawn(seed: int) -> Responses:
 
 
 def flat(responses: Responses) -> Tensor:
-    """Return them as they lie in the pack, with junk in place of the prompts."""
+    """Return the responses as a flat pack, with arbitrary values at the prompts."""
     return torch.cat([torch.cat([torch.tensor([9.0, -9.0]), response]) for response in responses])
 
 
 def clip(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
-    """Between 0.8 and 1.3, a bad token's ratio not above 1.5."""
+    """Clip to 0.8 and 1.3; a negative advantage's ratio stays below 1.5."""
     return -torch.min(r.clamp(max=1.5) * a, r.clamp(0.8, 1.3) * a)
 
 
 def cispo(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
-    """At most 1.3 times the log-probability."""
+    """Weight the log-probability by the ratio, at most 1.3."""
     return -r.detach().clamp(max=1.3) * a * p
 
 
 def sapo(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
-    """Gates of temperature 2 and 3."""
+    """Gate the ratio with temperature 2 or 3."""
     t = 2.0 if a > 0 else 3.0
     return -4 / t / (1 + (-t * (r - 1)).exp()) * a
 
 
 def vespo(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
-    """w^k exp(l (1 - w)) of the product."""
+    """Weight by w^k exp(l (1 - w)) of the product w."""
     k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
     return -(product**k * (decay * (1 - product)).exp()).detach() * a * p
 
@@ -111,7 +111,7 @@ def test_every_loss_has_a_name_a_function_and_options() -> None:
     assert {field.name for field in fields(PolicyLoss)} <= options
 
 
-def test_tokens_of_an_environment_are_no_part_of_a_response_s_ratio() -> None:
+def test_tokens_of_an_environment_do_not_enter_a_responses_ratio() -> None:
     batch = packed([[True, False], [True, True, True], [True]])
     settings = PolicyLoss(ratio_level="product", clip_low=9.0, clip_high=9.0)
     now, before = drawn(0), drawn(1)
@@ -119,7 +119,7 @@ def test_tokens_of_an_environment_are_no_part_of_a_response_s_ratio() -> None:
     assert values[2].item() == pytest.approx(-math.exp(float(now[0][0] - before[0][0])), abs=1e-6)
 
 
-def test_what_is_clipped_is_counted() -> None:
+def test_clipped_tokens_are_counted() -> None:
     batch = packed()
     ratios = torch.tensor([1.1, 1.4, 0.7, 1.1, 1.7, 0.9])
     now = flat(list(torch.split(ratios.log(), LENGTHS)))
@@ -132,7 +132,7 @@ def test_what_is_clipped_is_counted() -> None:
     assert clipped.tolist() == [False, True, False, False, False, False]
 
 
-def test_settings_of_losses_that_cannot_work_are_refused() -> None:
+def test_invalid_loss_settings_are_refused() -> None:
     for settings, message in (
         ({"loss": "ppo"}, f"loss='ppo' must be one of {', '.join(get_args(PolicyLossName))}"),
         ({"ratio_level": "group"}, "ratio_level='group'"),
@@ -159,7 +159,7 @@ def test_settings_of_losses_that_cannot_work_are_refused() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("beyond", ["truncate", "mask"])
-def test_the_engine_is_corrected_for_by_bounded_ratios(level: Any, beyond: Any) -> None:
+def test_engine_correction_weights_are_bounded_ratios(level: Any, beyond: Any) -> None:
     # ratios by token: 1.5, 2; 0.5, 0.4, 4; 1. By response: 3, 0.8, 1. Bounds: 0.45 and 1.9.
     ratios = [[1.5, 2.0], [0.5, 0.4, 4.0], [1.0]]
     now = [torch.tensor(row).log() for row in ratios]
@@ -175,10 +175,10 @@ def test_the_engine_is_corrected_for_by_bounded_ratios(level: Any, beyond: Any) 
     assert weights[packed().response_mask].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_mismatch_is_measured() -> None:
+def test_the_mismatch_between_engine_and_trained_model_is_measured() -> None:
     proximal, batch = flat([torch.tensor(row).log() for row in ([0.5, 0.25], [0.5, 0.5, 0.5], [0.5])]), packed()
     behaviour = torch.where(batch.response_mask, math.log(0.5), 3.0)
     found = {n: float(a.total / a.weight) for n, a in mismatch_metrics(proximal, behaviour, batch).items()}
-    # One of six tokens differs, by log(1/2); the ratio r of the trained model to the engine is 1/2: r - 1 - log r.
+    # One of six tokens differs, by log(1/2); the ratio r of trained model and engine is 1/2: r - 1 - log r.
     assert found["engine_difference"] == pytest.approx(math.log(2) / 6, abs=1e-6)
     assert found["engine_kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 6, abs=1e-6)

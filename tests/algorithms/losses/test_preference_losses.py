@@ -1,4 +1,4 @@
-"""Every preference loss against its formula, written out once more, and at points where its value is known by hand."""
+"""Every preference loss, compared with its formula and with values known by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def s(x: float) -> float:
 
 
 def smoothed(x: float) -> float:
-    """Return the logistic loss with a tenth of the labels wrong."""
+    """Return the logistic loss for a share of 0.1 wrong labels."""
     return -(1 - EPS) * math.log(s(x)) - EPS * math.log(s(-x))
 
 
@@ -88,7 +88,7 @@ def test_every_loss_of_pairs_is_its_formula(name: PairLossName) -> None:
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_ranks_are_matched_whatever_the_order() -> None:
+def test_losses_by_rank_do_not_depend_on_the_order() -> None:
     values, others = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([10.0, 30.0, 20.0])
     assert of_equal_rank(values, others).tolist() == [30.0, 10.0, 20.0]
     assert of_equal_rank(torch.tensor([1.0, 1.0]), torch.tensor([5.0, 4.0])).tolist() == [4.0, 5.0]
@@ -139,7 +139,7 @@ def test_alpha_of_one_is_the_reverse_kl_and_large_ratios_stay_finite() -> None:
     assert divergence_scores(ratios, "alpha", alpha=2.0).isfinite().all()
 
 
-def test_what_is_desirable_rises_and_what_is_not_falls() -> None:
+def test_desirable_responses_rise_and_undesirable_ones_fall() -> None:
     ratios = torch.tensor([1.0, 1.0], requires_grad=True)
     loss = kto_loss(
         ratios, torch.tensor([True, False]), torch.tensor(0.5), beta=2.0, desirable_weight=1.5, undesirable_weight=0.5
@@ -160,14 +160,14 @@ def test_odds_are_those_of_the_mean_token() -> None:
 
 
 @pytest.mark.parametrize("mean", [-1e-6, -0.6931472, -1.0, -60.0])
-def test_odds_of_sure_and_of_hopeless_responses_have_finite_gradients(mean: float) -> None:
+def test_odds_of_near_certain_and_near_impossible_responses_have_finite_gradients(mean: float) -> None:
     means = torch.tensor([mean], requires_grad=True)
     loss = odds_ratio_loss(means, torch.tensor([-1.0]))
     loss.backward()
     assert loss.isfinite() and means.grad.isfinite()
 
 
-def test_scores_of_a_pair_are_apart_by_the_margin_and_together_around_zero() -> None:
+def test_scores_of_a_pair_differ_by_the_margin_and_centre_around_zero() -> None:
     chosen, rejected = torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0])
     plain = [-math.log(s(1)), -math.log(s(-1))]
     assert bradley_terry_loss(chosen, rejected).tolist() == pytest.approx(plain, abs=1e-6)
@@ -176,26 +176,26 @@ def test_scores_of_a_pair_are_apart_by_the_margin_and_together_around_zero() -> 
     assert shaped.tolist() == pytest.approx([-math.log(s(-2)) + 0.09, -math.log(s(-1)) + 0.01], abs=1e-6)
 
 
-def test_only_the_ends_of_steps_are_judged() -> None:
+def test_only_the_ends_of_steps_enter_the_step_loss() -> None:
     scores = torch.tensor([5.0, 1.0, 5.0, 1.0])
     ends, labels = torch.tensor([False, True, False, True]), torch.tensor([0.0, 1.0, 0.0, 0.0])
     expected = [0.0, -math.log(s(1)), 0.0, -math.log(s(-1))]
     assert step_loss(scores, labels, ends).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_tokens_behind_the_shorter_response_count_less() -> None:
+def test_tokens_after_the_end_of_the_shorter_response_count_less() -> None:
     logprobs: Tensor = torch.tensor([-1.0, -2.0, -4.0, -3.0])
     places, shared = torch.tensor([0, 1, 2, 0]), torch.tensor([1, 1, 1, 1])
     assert shared_length_sums(logprobs, places, shared, tail_weight=0.5).tolist() == [-1.0, -1.0, -2.0, -3.0]
 
 
-def test_discopop_begins_uphill_where_it_is_sharp() -> None:
+def test_the_slope_of_discopop_at_equal_log_ratios_is_that_by_hand() -> None:
     zeros, lengths = torch.zeros(1), torch.ones(1)
     for tau in (0.05, 0.2):
         chosen = torch.zeros(1, requires_grad=True)
         even = Pairs(chosen, zeros, zeros, zeros, lengths, lengths)
         pair_loss("discopop", even, PairLossSettings(beta=BETA, discopop_tau=tau)).sum().backward()
-        # By x = beta d, with w' = 1 / (4 tau): w' (exp(-x) - log(1 + exp(-x))) - 1/2 * 1/2 - 1/2 * 1.
+        # With x = beta d and w' = 1 / (4 tau): w' (exp(-x) - log(1 + exp(-x))) - 1/2 * 1/2 - 1/2 * 1.
         slope = (1 - math.log(2)) / (4 * tau) - 0.75
         assert chosen.grad is not None and chosen.grad.item() == pytest.approx(BETA * slope, abs=1e-6)
         assert (slope > 0) == (tau == 0.05)

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learnt? Masks, losses and advantages by hand, and what settings are refused."""
+"""Conversations with environments: masks, losses and advantages by hand, and invalid settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def silent(turn: Turn) -> None:
-    """Say nothing: every response is one turn."""
+    """Return no tokens, so that every response is one turn."""
 
 
 class Echo:
@@ -31,19 +31,19 @@ class Echo:
         self.tokenizer = tokenizer
 
     def __call__(self, turn: Turn) -> list[int]:
-        """Say again what was said last."""
+        """Repeat the last token of the turn."""
         return [turn.token_ids[-1]]
 
 
 class Mute:
-    """A class whose objects cannot be asked."""
+    """A class whose objects are not callable."""
 
     def __init__(self, tokenizer: Any) -> None:
         pass
 
 
 def completion(sample_id: int, mask: str, reason: Any, error: str | None = None) -> Completion:
-    """Return a response whose tokens count up from 11; ``m`` is one of the model's, ``e`` one of the environment's."""
+    """Return a response with tokens from 11 on; ``m`` marks a token of the model, ``e`` one of the environment."""
     chosen = tuple(letter == "m" for letter in mask)
     tokens = tuple(range(11, 11 + len(mask)))
     logprobs = tuple(-4.5 if one else 0.0 for one in chosen)
@@ -51,9 +51,9 @@ def completion(sample_id: int, mask: str, reason: Any, error: str | None = None)
 
 
 TOLD = [
-    completion(0, "mmeeem", "stop"),  # the environment answered once, and then not
+    completion(0, "mmeeem", "stop"),  # the environment answered once, and ended the second turn
     completion(1, "mem", "length"),
-    completion(2, "memem", "stop"),  # as many turns as there may be: it was not asked any more
+    completion(2, "memem", "stop"),  # max_turns is reached, so the environment is not called again
     completion(3, "mm", "environment", "the tool raised"),
 ]
 
@@ -66,7 +66,7 @@ def conversations() -> Samples:
     return rollout_of(prompts, TOLD, Dialogue(silent, Conversation(max_turns=3)))  # type: ignore[arg-type]
 
 
-def test_a_rollout_says_who_chose_which_token_and_who_ended_it() -> None:
+def test_a_rollout_records_model_tokens_turns_and_ends_by_the_environment() -> None:
     samples = conversations()
     assert samples.ragged("model_mask").to_lists() == [
         [True, True, False, False, False, True], [True, False, True], [True, False, True, False, True], [True, True],
@@ -81,14 +81,14 @@ def test_a_rollout_says_who_chose_which_token_and_who_ended_it() -> None:
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_a_pack_counts_the_tokens_that_the_model_chose(share_prompts: bool) -> None:
+def test_the_response_mask_of_a_pack_keeps_the_tokens_of_the_model(share_prompts: bool) -> None:
     batch = pack_columns(conversations().select([0, 1]), CPU, share_prompts=share_prompts)
     first, second = "..mmeeem", ("mem" if share_prompts else "..mem")
     assert batch.response_mask.tolist() == [letter == "m" for letter in first + second]
 
 
 def with_values(samples: Samples, **columns: float) -> Samples:
-    """Return the samples with columns of random numbers around these means, for every response token."""
+    """Return the samples with columns of random numbers around the given means, one for every response token."""
     generator = torch.Generator().manual_seed(3)
     lengths = samples.ragged("response_ids").lengths
     for name, mean in columns.items():
@@ -98,7 +98,7 @@ def with_values(samples: Samples, **columns: float) -> Samples:
 
 
 @pytest.mark.parametrize("average", ["sequence", "token"])
-def test_the_loss_is_that_of_a_loop_over_the_tokens_of_the_model(average: Any) -> None:
+def test_the_loss_is_that_of_a_loop_over_the_models_tokens(average: Any) -> None:
     model = tiny_model("llama")
     module = runs.grpo(actor=model, kl_coef=0.1, loss_average=average, environment=silent)
     samples = with_values(conversations(), behaviour_logprobs=-4.8, ref_logprobs=-4.8)
@@ -129,10 +129,10 @@ def floats(*rows: list[float]) -> Ragged:
     return Ragged.from_list([torch.tensor(row) for row in rows], dtype=torch.float32)
 
 
-def test_advantages_pass_over_what_the_environment_said() -> None:
+def test_advantages_skip_the_tokens_of_the_environment() -> None:
     # One response: model, environment twice, model. Score 2; discount 0.5, lambda 1, no divergence: rewards 0 and 2.
     # The value after the first token is that before the last one, 1: advantages 0 + 0.5 * 1 - 0.4 + 0.5 * (2 - 1) = 0.6
-    # and 2 - 1 = 1. What the critic says before the environment's own tokens (100) changes nothing.
+    # and 2 - 1 = 1. Values at the environment's tokens (100) change nothing.
     samples = Samples(
         torch.arange(1),
         {
@@ -156,12 +156,12 @@ def test_advantages_pass_over_what_the_environment_said() -> None:
 
 
 def estimated(module: Any, samples: Samples) -> dict[str, list[float]]:
-    """Return the numbers of what PPO estimates for one sample."""
+    """Return the values of PPO's estimates for one sample."""
     made = type(module).__mro__[1].estimate_advantages(module, samples)
     return {name: (c.values if isinstance(c, Ragged) else c).tolist() for name, c in made.items()}
 
 
-def test_an_environment_is_told_the_row_that_the_rewards_are_told() -> None:
+def test_an_environment_gets_the_columns_of_its_prompts_row() -> None:
     prompts = Samples(
         torch.tensor([7, 9]), {"prompt": ("a", "b"), "answer": (1, 2), "prompt_ids": Ragged.from_list([[5], [6]])}
     )
@@ -197,11 +197,11 @@ def test_environments_are_functions_classes_or_import_paths() -> None:
         ({"conversation": Conversation(max_turns=2)}, "bounds a conversation without environment"),
     ],
 )
-def test_what_cannot_be_talked_to_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_environment_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.grpo(**settings)
 
 
-def test_a_class_whose_objects_cannot_be_asked_is_refused() -> None:
+def test_a_class_whose_objects_are_not_callable_is_refused() -> None:
     with pytest.raises(ConfigError, match="environment=Mute makes a Mute, which cannot be called with a Turn"):
         make_environment(Mute, byte_tokenizer())

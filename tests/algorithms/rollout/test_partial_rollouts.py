@@ -1,4 +1,4 @@
-"""Which responses are learnt from and which go on? By hand, with an engine of its own, and as a checkpoint has it."""
+"""Rollouts with a budget: finished, carried and late responses, token versions and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def completion(sample_id: int, reason: Any = "stop") -> Completion:
     return Completion(sample_id, 0, (7,), (-1.0,), reason, (True,), (0,), (5,))
 
 
-def test_there_is_enough_once_whole_units_are_finished_and_nothing_is_late() -> None:
-    # Two groups: of samples 0 and 1, and of 2 alone, whose sibling was finished before. Sample 1 is late.
+def test_a_rollout_may_stop_once_enough_groups_are_finished_and_none_is_late() -> None:
+    # Two groups: samples 0 and 1, and sample 2, whose sibling finished before. Sample 1 is late.
     progress = Progress({0: 10, 1: 10, 2: 11}, least=2, late=[1], waiting={11: 1})
     heard = []
     for sample_id in (0, 2, 1):
         progress.record(completion(sample_id))
         heard.append(progress.may_stop())
-    # One of group 10: nothing. The rest of group 11: two samples, but one is late. All.
+    # Half of group 10: no. All of group 11: two samples, but sample 1 is late. All samples: yes.
     assert heard == [False, False, True]
     progress = Progress({0: 0, 1: 1}, least=1, late=[], waiting={})
     progress.record(completion(0, "unfinished"))
@@ -42,13 +42,13 @@ def test_there_is_enough_once_whole_units_are_finished_and_nothing_is_late() -> 
 
 
 def prompts_of(*ids: int) -> Samples:
-    """Return prompts of three tokens, with what is known of them."""
+    """Return prompts of three tokens with their texts."""
     rows = [[5 + index, 9, 17] for index in ids]
     return Samples(torch.tensor(ids), {"prompt_ids": Ragged.from_list(rows), "prompt": tuple(map(str, ids))})
 
 
 def part(iteration: int, *, groups: bool = True, **budget: Any) -> BudgetedRollout:
-    """Return a rollout in part."""
+    """Return one rollout with a budget."""
     return BudgetedRollout(
         budget=RolloutBudget(**budget), iteration=iteration, num_minibatches=1, whole_groups=groups
     )  # fmt: skip
@@ -64,7 +64,7 @@ def state_of(samples: Samples) -> dict[int, Completion]:
 
 
 @pytest.mark.parametrize("groups", [True, False])
-def test_iterations_in_part_come_to_whole_responses(groups: bool) -> None:
+def test_budgeted_rollouts_give_the_tokens_of_whole_rollouts(groups: bool) -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     prompts = prompts_of(*range(6))
     whole = engine.generate(prompts.ragged("prompt_ids").to_lists(), SAMPLING)
@@ -72,7 +72,7 @@ def test_iterations_in_part_come_to_whole_responses(groups: bool) -> None:
     while True:
         engine.weights_updated(num_iterations)
         made = part(num_iterations, tokens=20, groups=groups, max_staleness=99).run(engine, prompts, SAMPLING, carried)
-        assert isinstance(made, Divided) and len(made.finished) > 0  # never nothing to learn from
+        assert isinstance(made, Divided) and len(made.finished) > 0  # some responses to train on in every iteration
         assert finished.keys().isdisjoint(made.finished.ids.tolist())
         finished |= state_of(made.finished)
         num_iterations += 1
@@ -109,7 +109,7 @@ def test_tokens_keep_their_logprobs_and_versions_when_weights_change() -> None:
     for sample_id, old in before.items():
         new, length = after[sample_id], len(old.token_ids)
         assert new.token_ids[:length] == old.token_ids
-        assert new.logprobs[:length] == old.logprobs  # of the weights that drew them, so that ratios are right
+        assert new.logprobs[:length] == old.logprobs  # by the weights that drew them, so that ratios are right
         assert new.versions == (5,) * length + (6,) * (len(new.token_ids) - length)
     stale = made.finished.tensor("stale_tokens").tolist()
     assert stale == [len(before[i].token_ids) if i in before else 0 for i in made.finished.ids.tolist()]
@@ -121,7 +121,7 @@ def test_late_responses_are_finished_or_dropped() -> None:
     prompts = prompts_of(*range(6))
     begun = part(0, tokens=20).run(engine, prompts, SAMPLING, None)
     left = PartialRollouts.from_responses(begun.carried, prompts).prompts
-    # Once they may not be carried on any more, whatever the budget says:
+    # Responses that may not be carried on are finished, whatever the budget is:
     finished = part(2, tokens=1, max_staleness=2).run(engine, left, SAMPLING, begun.carried)
     assert len(finished.carried) == 0 and len(finished.finished) == len(begun.carried)
     dropped = part(2, tokens=1, max_staleness=2, late="drop").run(engine, left, SAMPLING, begun.carried)
@@ -130,7 +130,7 @@ def test_late_responses_are_finished_or_dropped() -> None:
     assert len(carried.carried) + len(carried.finished) == len(begun.carried) and len(carried.carried)
 
 
-def test_what_goes_on_survives_a_file_of_plain_data() -> None:
+def test_carried_responses_survive_saving_and_loading() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     prompts = prompts_of(*range(4))
     made = part(0, tokens=20).run(engine, prompts, SAMPLING, None)
@@ -145,7 +145,7 @@ def test_what_goes_on_survives_a_file_of_plain_data() -> None:
         read.prepend_to(prompts)
 
 
-def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
+def test_a_checkpoint_whose_carried_responses_do_not_fit_the_run_is_reported() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     made = part(0, tokens=20).run(engine, prompts_of(0, 1), SAMPLING, None)
     checkpoint = {"carried_rollout": PartialRollouts.from_responses(made.carried, prompts_of(0, 1)).state()}
@@ -176,13 +176,13 @@ def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
         ({"tokens": 1, "late": "forget"}, r"RolloutBudget\(late='forget'\) must be one of finish, drop"),
     ],
 )
-def test_budgets_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_budgets_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RolloutBudget(**settings)
 
 
 @pytest.mark.parametrize("setting", [{"engine": "hf"}, {"sample_reallocation": True}, {"sample_reallocation": "all"}])
-def test_settings_that_a_budget_cannot_be_used_with_are_refused(setting: dict[str, Any]) -> None:
+def test_settings_that_exclude_a_budget_are_refused(setting: dict[str, Any]) -> None:
     name, value = next(iter(setting.items()))
     with pytest.raises(ConfigError, match=f"rollout_budget cannot be used with {name}={value!r}"):
         runs.grpo(rollout_budget=RolloutBudget(tokens=5), **setting)

@@ -1,4 +1,4 @@
-"""Reward models beside reward functions: their roles and calls, what they add up to, and what they read."""
+"""Reward models next to reward functions: roles, calls, weighted sums and tokenizers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SCORES = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
 def now_and_then(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
-    """Judge nothing but the first."""
+    """Reward only the first completion."""
     return [3.0, *[None] * (len(completion_ids) - 1)]
 
 
 def rollout(**columns: torch.Tensor) -> Samples:
-    """Return four judged-to-be samples, of which the second was cut off."""
+    """Return four samples; the second response was cut off."""
     return test_grpo.rollout().with_columns(finish_reason=torch.tensor([0, 1, 0, 0]), **columns)
 
 
@@ -47,7 +47,7 @@ def test_a_module_a_configuration_a_name_and_a_folder_are_models(wrap: Callable[
 
 
 @pytest.mark.parametrize("kind", [GRPO, RLOO, ReinforcePlusPlus, ReMax, BestOfN, OnlineDPO])
-def test_every_algorithm_of_rewards_takes_a_model_as_a_role_with_a_call(kind: type[Any]) -> None:
+def test_every_algorithm_with_rewards_takes_a_model_as_a_role_with_a_call(kind: type[Any]) -> None:
     module = kind(tiny_model("llama"), tiny_scorer("llama"), tokenizer=byte_tokenizer())
     assert [role.name for role in module.roles() if not role.trained][-1] == "reward"
     assert module.dataflow.call("reward.infer").needs == ("rollout",)
@@ -105,14 +105,14 @@ def test_a_weighted_sum_with_models_that_overflows_is_refused() -> None:
     assert f"it is inf for the completion {text!r}" in str(info.value)
 
 
-def test_a_function_may_pass_over_what_a_model_judges() -> None:
+def test_a_function_may_pass_over_completions_that_a_model_scores() -> None:
     found = runs.grpo(reward=[now_and_then, tiny_scorer("llama")]).judge(rollout(reward_scores=SCORES))
     assert found["rewards"].tolist() == [3.5, -1.0, 2.0, 0.0]
     with pytest.raises(RewardError, match="at least one reward function must apply to every completion"):
         runs.grpo(reward=now_and_then).judge(rollout())
 
 
-def test_ppo_adds_several_up_and_takes_a_single_models_scores_as_they_are() -> None:
+def test_ppo_sums_several_rewards_and_uses_a_single_models_scores_directly() -> None:
     single = runs.ppo(reward=tiny_scorer("llama"))
     assert single.dataflow.call("reward.infer").produces == ("scores",)
     assert "judge" not in [call.name for call in single.dataflow.calls]
@@ -127,7 +127,7 @@ def test_ppo_adds_several_up_and_takes_a_single_models_scores_as_they_are() -> N
     assert PPO.dataflow_of(("actor", "critic", "reward")).call("reward.infer").produces == ("scores",)
 
 
-def test_models_that_read_other_tokens_are_refused_or_given_texts(tmp_path: Path) -> None:
+def test_models_with_another_tokenizer_are_refused_or_given_texts(tmp_path: Path) -> None:
     other = test_ppo.saved(tiny_scorer("llama"), tmp_path / "other", test_ppo.word_tokenizer("a", "b"))
     with pytest.raises(ConfigError, match=r"reward_2 has another tokenizer than the actor: token .* or set reward_tok"):
         runs.grpo(reward=[tiny_scorer("llama"), other]).configure_model()
@@ -142,7 +142,7 @@ def test_models_that_read_other_tokens_are_refused_or_given_texts(tmp_path: Path
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_is_cut_off_costs_a_penalty_while_training(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_responses_cost_a_penalty_while_training(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = runs.grpo(reward=test_grpo.fixed, missing_eos_penalty=4.0)
     monkeypatch.setattr(type(module), "training_now", training)
     expected = torch.tensor(test_grpo.REWARDS)
@@ -152,7 +152,7 @@ def test_what_is_cut_off_costs_a_penalty_while_training(training: bool, monkeypa
         runs.grpo(missing_eos_penalty=0.0)
 
 
-def test_penalties_warned_of_are_those_of_the_actors_own_configuration() -> None:
+def test_the_actors_own_penalties_are_warned_of_unless_sampling_has_them() -> None:
     actor: PreTrainedModel = tiny_model("llama")
     actor.generation_config.repetition_penalty = 1.2
     with pytest.warns(UserWarning, match=r"generation_config has repetition_penalty=1.2, and rollouts follow sampling"):
