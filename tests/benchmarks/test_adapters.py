@@ -1,4 +1,4 @@
-"""Targets of the benchmark of adapters, and tiny runs of it."""
+"""Targets of the adapter benchmark, and tiny runs of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.workers import WorkerPool
 TURN = Turn(trained_bytes=100, moved=(1100, 100, 101), held=(500, 500), home=(200, 200))
 
 
-def test_moves_beyond_adapters_and_a_second_base_miss_targets() -> None:
+def test_bytes_beyond_the_adapters_and_a_second_base_miss_targets() -> None:
     turns = {(name, precision): TURN for name in ARMS for precision in PRECISIONS}
     turns["lora", "bf16-mixed"] = replace(TURN, held=(501, 500), home=(100, 100))
     turns["dora", "32-true"] = replace(TURN, moved=(1100, 100, 103))
@@ -31,14 +31,14 @@ def run_tiny() -> tuple[Turn, Turn]:
     return run_arm("lora", "32-true", TINY), run_arm("lora, no reference", "bf16-mixed", TINY)
 
 
-def test_a_tiny_run_moves_adapters_alone(workers: WorkerPool) -> None:
+def test_a_tiny_run_reallocates_adapters_alone(workers: WorkerPool) -> None:
     shared, half = workers.run(run_tiny, world_size=2, deadline_s=90.0)[0]
     assert shared.moved[1:] == (shared.trained_bytes, shared.trained_bytes) < shared.moved[:2]
     assert sum(half.home) < 0.6 * sum(shared.home)
     assert half.trained_bytes * 2 == shared.trained_bytes
 
 
-def test_losses_are_those_of_merged_weights(workers: WorkerPool) -> None:
+def test_losses_equal_those_of_merged_weights(workers: WorkerPool) -> None:
     (losses,) = workers.run(losses_apart, TINY, world_size=1, init_process_group=False, deadline_s=60.0)
     for loss, merged, base in losses:
         assert merged == pytest.approx(loss, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Targets and rows of the benchmark of tuning."""
+"""Targets and rows of the tuning benchmark."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FOUND = Found(SETTINGS[0], {"fsdp4": RUN}, SECONDS, LOSSES, ((0.5,), (0.25,)))
 
 
 def targets(found: Found) -> dict[str, tuple[float, bool]]:
-    """Return the targets of one setting."""
+    """Return the targets of one setting with their values."""
     report = BenchmarkReport("autotune")
     judge(report, [found])
     return {target.name: (target.value, target.met) for target in report.targets}
 
 
-def test_a_good_cell_meets_every_target() -> None:
+def test_a_fast_cell_with_little_overhead_meets_every_target() -> None:
     assert targets(FOUND) == {
         "speed over the best static plan, worst cell": (1.5, True),
         "speed over the start, worst cell": (3.0, True),
@@ -41,7 +41,7 @@ def test_a_good_cell_meets_every_target() -> None:
     assert overhead(FOUND, "fsdp4") == pytest.approx(6 / 216) and FOUND.best_static == "dp4"
 
 
-def test_a_slow_costly_or_wrong_cell_is_found() -> None:
+def test_a_slow_costly_or_wrong_cell_misses_its_target() -> None:
     slow = replace(FOUND, seconds=SECONDS | {key(MIXED): [1.6] * 3})
     assert not targets(slow)["speed over the best static plan, worst cell"][1]
     costly = replace(FOUND, tuned={"fsdp4": replace(RUN, costs={"search": 12.0})})
@@ -51,13 +51,13 @@ def test_a_slow_costly_or_wrong_cell_is_found() -> None:
         assert targets(wrong)["largest difference of losses and scores"] == (pytest.approx(0.1), False)
 
 
-def test_a_loss_counts_for_the_iteration_it_is_of() -> None:
+def test_a_loss_is_assigned_to_its_own_iteration() -> None:
     log = Log()
     for number, ranks in enumerate((4, 4, 2, 2, 2, 4)):
         log.num_ranks.append({"actor": ranks, "critic": 4})
         log.metrics.append({"actor/loss": float(number), "critic/loss": float(number)})
     losses = log.losses()
-    # Under 2 ranks a loss is logged one iteration late, and across a change of plans it is not known which it is of.
+    # On 2 ranks a loss is logged one iteration late; across a change of plans its iteration is unknown.
     assert {at: loss for (role, at), loss in losses.items() if role == "actor"} == {
         0: 0.0,
         1: 1.0,
@@ -68,7 +68,7 @@ def test_a_loss_counts_for_the_iteration_it_is_of() -> None:
     assert {at: loss for (role, at), loss in losses.items() if role == "critic"} == {n: float(n) for n in range(6)}
 
 
-def test_rows_have_plans_as_short_text() -> None:
+def test_rows_show_plans_as_short_text() -> None:
     assert describe(STATIC["dp4"]) == "dp4@0-3"
     assert describe(MIXED) == "dp4@0-3: generate, reference, reward, values, critic; fsdp2@0-1 8: actor"
     report = BenchmarkReport("autotune")

@@ -33,13 +33,13 @@ def test_tokens_accepted_by_ranks_in_tensor_parallelism_count_once() -> None:
 def test_the_first_difference_is_found_in_tokens_then_rewards_then_weights() -> None:
     assert compare(RUN, RUN) is None
     assert compare(replace(RUN, weights="cd"), RUN) == "weights alone, at the end"
-    other = replace(RUN, rewards=(0.25, 0.5 + 2**-53), weights="cd")  # the next number
+    other = replace(RUN, rewards=(0.25, 0.5 + 2**-53), weights="cd")  # the next float
     assert compare(other, RUN) == "iteration 2, reward 0.5000000000000001 and 0.5"
     shorter = replace(other, tokens=({0: (5, 6), 1: (7,)}, {2: (), 3: ()}))
     assert compare(shorter, RUN) == "iteration 2, tokens of sample 2"
 
 
-def test_a_run_that_differs_misses_the_target_of_equality_alone() -> None:
+def test_a_run_with_other_results_misses_only_the_target_of_equality() -> None:
     report = BenchmarkReport("everything")
     fill(report, {OFF: [RUN, RUN], ON: [replace(RUN, seconds=2.0), replace(RUN, seconds=2.0, weights="cd")]}, ranks=2)
     assert [row["off_over"] for row in report.rows] == [1.0, 2.0]
@@ -58,4 +58,4 @@ def test_a_tiny_run_is_the_same_in_both_arms_and_changes_the_weights(workers: Wo
     assert compare(on, off) is None
     assert len(off.rewards) == TINY.iterations == 2
     assert off.num_tokens == sum(map(len, off.tokens[0].values())) + sum(map(len, off.tokens[1].values()))
-    assert set(off.tokens[0]) != set(off.tokens[1])  # samples of another epoch are others
+    assert set(off.tokens[0]) != set(off.tokens[1])  # samples of another epoch have other ids

@@ -24,4 +24,4 @@ def test_a_tiny_run_is_the_same_in_both_arms(workers: WorkerPool, tmp_path: Path
     write_demo_files(tmp_path)
     (off, on), _ = workers.run(run_both, str(tmp_path), world_size=2, deadline_s=120.0)
     assert compare(on, off) is None
-    assert [len(tokens) for tokens in off.tokens] == [4] * 4  # each sample once, which both ranks made
+    assert [len(tokens) for tokens in off.tokens] == [4] * 4  # each sample once, from both ranks together

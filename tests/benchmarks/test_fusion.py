@@ -1,4 +1,4 @@
-"""Combined measurements of the benchmark of fused inference, and a tiny run of it."""
+"""Merged measurements of the benchmark of fused inference, and a tiny run of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.workers import WorkerPool
 TURN = Turn(seconds=4.0, infer_s=2.0, hidden_s=0.0, idle_share=0.5, losses=(0.5, 100.0), tokens=((1, 2), (3,)))
 
 
-def test_an_iteration_is_a_share_of_the_slowest_ranks_seconds() -> None:
+def test_seconds_per_iteration_are_those_of_the_slowest_rank() -> None:
     first = Readings(seconds=8.0, idle_s=2.0, hidden_s=1.0, losses=[0.5, 2.0], tokens=[[1], [2, 3]])
     second = Readings(seconds=10.0, idle_s=5.0, hidden_s=1.0, infer_s=3.0, losses=[0.5, 2.0])
     expected = Turn(
@@ -22,9 +22,9 @@ def test_an_iteration_is_a_share_of_the_slowest_ranks_seconds() -> None:
     assert merge([first, second], 2) == expected
 
 
-def test_losses_differ_relatively_and_missed_targets_are_reported() -> None:
+def test_losses_are_compared_relatively_and_missed_targets_reported() -> None:
     near = replace(TURN, losses=(0.5 + 2**-20, 100.0 + 2**-17), seconds=5.0, hidden_s=1.0)
-    assert loss_difference(near, TURN) == 2**-20  # of 0.5; of 100 it is 2**-17 / 100
+    assert loss_difference(near, TURN) == 2**-20  # relative to 0.5; relative to 100 it is 2**-17 / 100
     report = BenchmarkReport("fusion")
     fill(report, {WHOLE: [TURN], JUDGED: [near]})
     assert [row["over_whole"] for row in report.rows] == [1.0, 0.8]
@@ -33,7 +33,7 @@ def test_losses_differ_relatively_and_missed_targets_are_reported() -> None:
     report = BenchmarkReport("fusion")
     fill(report, {WHOLE: [TURN, TURN], JUDGED: [near, tipped]})
     assert report.rows[1]["same"] == 0.5
-    assert [target.met for target in report.targets] == [False, True, False]  # losses count where tokens are the same
+    assert [target.met for target in report.targets] == [False, True, False]  # only losses of equal tokens count
 
 
 def run_tiny() -> tuple[Turn, Turn, Turn]:
@@ -41,10 +41,8 @@ def run_tiny() -> tuple[Turn, Turn, Turn]:
     return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY), run_arm(FREEING, TINY)
 
 
-def test_a_tiny_run_hides_inference_and_learns_the_same(workers: WorkerPool) -> None:
-    for _ in range(
-        6
-    ):  # on cores shared with others, the second rank may start to read only after all samples are generated
+def test_a_tiny_run_hides_inference_and_trains_the_same(workers: WorkerPool) -> None:
+    for _ in range(6):  # on shared cores, the second rank may start to read only after all samples are generated
         whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
         assert whole.tokens == parts.tokens
         assert loss_difference(parts, whole) <= 1e-5

@@ -51,5 +51,5 @@ def test_arms_take_turns() -> None:
 
 
 def test_a_ratio_is_taken_within_each_turn() -> None:
-    # Turn by turn 2, 4 and 3: a machine that slows both arms tenfold in one turn changes nothing.
+    # Ratios by turn: 2, 4 and 3. A turn in which the machine slows both arms tenfold changes nothing.
     assert paired_ratio([2.0, 40.0, 3.0], [1.0, 10.0, 1.0]) == 3.0

@@ -1,4 +1,4 @@
-"""Combined measurements and targets of the iteration benchmark."""
+"""Merged measurements and targets of the iteration benchmark."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _arm(name: str) -> Arm:
     return next(arm for arm in ARMS if arm.name == name)
 
 
-def test_every_arm_names_a_layout_for_every_call_and_only_realloc_moves() -> None:
+def test_every_arm_has_a_layout_for_every_call_and_only_realloc_arms_move() -> None:
     for arm in ARMS:
         assert tuple(arm.plan["calls"]) == CALLS
         assert arm.moves == arm.name.startswith("realloc")
 
 
-def test_an_iteration_lasts_until_its_slowest_rank_ends_and_the_first_one_is_left_out() -> None:
+def test_an_iteration_lasts_as_long_as_its_slowest_rank_and_the_first_is_left_out() -> None:
     def rank(seconds: list[float], generate: list[float], live: int) -> Readings:
         calls = [dict.fromkeys(CALLS, 0.5) | {"actor.generate": s} for s in generate]
         return Readings(seconds=seconds, cpu_s=[9.0, 1.0, 2.0], calls=calls, lasting_bytes=live, losses=[0.1, 0.2, 0.3])
 
     turn = merge([rank([50, 4, 6], [40, 1, 1], 30), rank([60, 5, 5], [40, 2, 3], 20)])
-    assert turn.seconds == 5.5  # the slower ranks need 5 and 6
+    assert turn.seconds == 5.5  # the slower ranks take 5 and 6
     assert turn.cpu_s == 3.0  # 1 + 1 and 2 + 2
     assert turn.seconds_per_call["actor.generate"] == 2.5
     assert turn.lasting_bytes == 30
@@ -62,7 +62,7 @@ def _judged(turns: dict[str, Turn]) -> dict[str, Any]:
     return {target.name: (target.value, target.met) for target in report.targets}
 
 
-def test_the_fastest_reallocating_arm_is_compared_with_static_and_with_arms_that_fit_its_memory() -> None:
+def test_the_fastest_realloc_arm_is_compared_with_static_arms_within_its_memory() -> None:
     targets = _judged(
         {
             "fsdp4": replace(TURN, seconds=40.0),
@@ -77,7 +77,7 @@ def test_the_fastest_reallocating_arm_is_compared_with_static_and_with_arms_that
     assert targets["share of equal responses"] == (1.0, True)
 
 
-def test_one_other_token_or_a_loss_that_is_off_misses_a_target() -> None:
+def test_one_different_token_or_a_different_loss_misses_a_target() -> None:
     wrong = replace(TURN, rollouts=(((1, 2), (9,)),), losses=(0.50002,))
     targets = _judged({"fsdp4": replace(TURN, seconds=40.0), "realloc dp4": wrong})
     assert targets["share of equal responses"] == (0.5, False)

@@ -20,7 +20,7 @@ def test_every_algorithm_has_a_learner() -> None:
     assert asked == modules - {"MultiModelModule", "PolicyGradient"}
 
 
-def test_scores_are_of_the_last_steps_or_of_what_is_held_out() -> None:
+def test_the_final_score_is_the_mean_of_the_last_steps_or_the_held_out_one() -> None:
     course = Course((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), (), (9.0, 1.0, 2.0, 3.0, 4.0, 5.0), 1.0)
     assert (course.first, course.final, course.divergence) == (0.0, 4.0, 3.0)
     course = Course((0.5, 0.75), (), (), 1.0)

@@ -19,12 +19,12 @@ TASK = Task(reward_to_reach=0.5, window=2)
 
 
 def curve(*scores: float, seconds: float = 1.0, final: float = 0.0) -> Curve:
-    """Return a curve whose steps take equally long."""
+    """Return a curve whose steps all take ``seconds``."""
     times = tuple(seconds * (number + 1) for number in range(len(scores)))
     return Curve(scores, times, times, final)
 
 
-def test_seconds_are_read_when_the_mean_of_a_window_reaches_the_score() -> None:
+def test_the_score_is_reached_when_the_mean_of_a_window_reaches_it() -> None:
     # Means of two: 0.45, 0.4, 0.6.
     assert curve(0.2, 0.7, 0.1, 1.1, seconds=2.0).seconds_to(0.6, window=2) == 8.0
     assert curve(0.2, 0.7, 0.1, 1.1).seconds_to(0.6, window=1) == 2.0
@@ -32,13 +32,13 @@ def test_seconds_are_read_when_the_mean_of_a_window_reaches_the_score() -> None:
     assert curve(0.9).seconds_to(0.5, window=2) is None
 
 
-def test_a_run_that_never_reaches_the_score_is_a_miss_and_all_seconds_of_trl_count_if_it_never_does() -> None:
+def test_a_run_below_the_score_misses_and_all_seconds_of_trl_count_without_it() -> None:
     fast, slow, never = curve(0.5, 0.5), curve(0.5, 0.5, seconds=4.0), curve(0.1, 0.1, 0.1)
     curves = {"trl": [slow, fast, never, never], "realloc": [fast, never, fast, never]}
     assert learning.paired_shares(curves, 0.5, window=2) == [0.25, learning.NEVER, pytest.approx(2 / 3), learning.NEVER]
 
 
-def test_final_scores_may_differ_by_noise_and_not_by_more() -> None:
+def test_final_scores_may_differ_by_noise_only() -> None:
     def filled(*finals: float) -> BenchmarkReport:
         runs = {"trl": [0.7, 0.8, 0.9], "realloc": list(finals)}
         curves = {arm: [curve(0.5, 0.5, final=final) for final in found] for arm, found in runs.items()}
@@ -61,7 +61,7 @@ def test_one_seed_has_no_targets() -> None:
     assert len(report.rows) == 2 and not report.targets
 
 
-def test_chosen_responses_have_more_vowels_and_nothing_held_out_is_learnt() -> None:
+def test_chosen_responses_have_more_vowels_and_held_out_prompts_are_not_in_training() -> None:
     task, rng = Task(), random.Random(0)
     learnt, kept = draw_rows(task, "dpo", 0), held_out(task)
     assert len(learnt) == 30 * 24 and len(kept) == 256
@@ -76,7 +76,7 @@ def test_chosen_responses_have_more_vowels_and_nothing_held_out_is_learnt() -> N
 
 
 def train_both(folder: str) -> tuple[Curve, Curve, float]:
-    """Run both families for three steps; return the accuracy of unchanged weights too."""
+    """Train both families for three steps; return the curves and the accuracy of unchanged weights."""
     save_model(QUICK, folder, seed=0)
     from transformers import AutoModelForCausalLM
 
@@ -90,11 +90,11 @@ def test_our_arm_trains_both_families(workers: WorkerPool, tmp_path: object) -> 
         train_both, str(tmp_path), world_size=1, init_process_group=False, deadline_s=120.0
     )
     assert len(grpo.scores) == len(dpo.cpu_s) == 3
-    assert 0 <= dpo.final <= 1 and accuracy == 0.0  # no response gained anything
+    assert 0 <= dpo.final <= 1 and accuracy == 0.0  # no response has a higher score
     assert list(grpo.cpu_s) == sorted(grpo.cpu_s) and grpo.wall_s[-1] > 0
 
 
-def test_without_trl_it_ends_with_the_way_to_get_it(
+def test_without_trl_the_benchmark_ends_with_the_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

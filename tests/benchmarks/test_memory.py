@@ -17,13 +17,13 @@ def test_shared_memory_differs_from_private_memory() -> None:
     assert shared_ranges(maps) == [(0x1000, 0x3000), (0x6000, 0x7000)]
 
 
-def test_available_memory_is_what_the_kernel_says() -> None:
+def test_available_memory_is_that_of_the_kernel() -> None:
     assert (
         available_bytes(["MemTotal:       24000 kB", "MemFree:          10 kB", "MemAvailable:   2048 kB"]) == 2 << 20
     )
 
 
-def test_live_bytes_count_a_storage_once_and_gradients_too() -> None:
+def test_live_bytes_count_a_shared_storage_once_and_gradients() -> None:
     before = live_bytes(num_sharing=4)
     weight = torch.zeros(1 << 20, requires_grad=True)
     view = weight.detach()[10:]

@@ -18,13 +18,13 @@ TINY = Case("skewed", (60.0, 10.0), "geometric", at_least=0.01, samples=4, slots
 
 
 def _measure(settings: Settings) -> list[Any]:
-    """Return the messages of this rank to the process that judges."""
+    """Return the messages that this rank sends to the judging process."""
     connection = mock.Mock()
     measure_on_rank(dist.get_rank(), settings, [TINY], connection)
     return [call.args[0] for call in connection.send.call_args_list]
 
 
-def test_all_arms_make_the_same_tokens_and_each_that_moves_has_a_row(workers: WorkerPool) -> None:
+def test_all_arms_generate_the_same_tokens_and_each_moving_arm_has_a_row(workers: WorkerPool) -> None:
     report = BenchmarkReport("migration")
     settings = Settings(replace(WAITING, step_s=1e-4, token_s=1e-5), turns=1)
     first, second = workers.run(_measure, settings, world_size=2)
@@ -39,13 +39,13 @@ def test_all_arms_make_the_same_tokens_and_each_that_moves_has_a_row(workers: Wo
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_lengths_are_as_long_as_they_say_and_differ_from_turn_to_turn(case: Case) -> None:
+def test_lengths_have_the_mean_of_the_case_and_differ_from_turn_to_turn(case: Case) -> None:
     for rank in (0, 1):
         drawn = [case.lengths(rank, 400, seed) for seed in range(5)]
         assert drawn[0] != drawn[1]
         lengths = [length for turn in drawn for length in turn]
         assert 1 <= min(lengths) <= max(lengths) <= migration.LONGEST
-        assert sum(lengths) / len(lengths) == pytest.approx(case.means[rank], rel=0.2)  # the longest are cut
+        assert sum(lengths) / len(lengths) == pytest.approx(case.means[rank], rel=0.2)  # the longest are cut off
 
 
 def test_the_bound_is_the_larger_of_shared_work_and_the_longest_sample() -> None:

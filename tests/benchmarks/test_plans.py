@@ -1,4 +1,4 @@
-"""Combined measurements and targets of the benchmark of plans."""
+"""Merged measurements and targets of the benchmark of plans."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _arm(name: str) -> Arm:
     return next(arm for arm in ARMS if arm.name == name)
 
 
-def test_overlapping_and_in_turn_have_the_same_plan() -> None:
+def test_the_overlapping_and_the_sequential_arm_have_the_same_plan() -> None:
     side_by_side, in_turn = _arm(OVERLAPPING), _arm(IN_TURN)
     assert side_by_side.plan is in_turn.plan is BY_HAND
     assert (side_by_side.overlap, in_turn.overlap) == ("iterations", "none")
     assert side_by_side.measured == in_turn.measured
 
 
-def test_an_iteration_is_a_share_of_the_slowest_ranks_span() -> None:
+def test_seconds_per_iteration_are_those_of_the_slowest_rank() -> None:
     def rank(span_s: float, critic_s: float | None, made: dict[int, list[int]]) -> Readings:
         calls = {"actor.generate": 3.0} | ({} if critic_s is None else {"critic.train": critic_s})
         return Readings(span_s=span_s, cpu_s=6.0, idle_s=3.0, calls=calls, bytes_moved=30, bytes_minimum=15,
@@ -48,16 +48,16 @@ def test_an_iteration_is_a_share_of_the_slowest_ranks_span() -> None:
     assert turn.seconds == 5.0  # 15 seconds for three
     assert turn.cpu_s == 4.0
     assert turn.idle_shares == (0.25, 0.2)
-    assert turn.seconds_per_call["critic.train"] == 3.0  # the rank that takes part
+    assert turn.seconds_per_call["critic.train"] == 3.0  # the rank that takes part in the call
     assert (turn.bytes_moved, turn.bytes_minimum) == (10, 5)
     assert turn.rollouts == ([[8], [7]],)
 
 
-def test_losses_that_are_logged_late_belong_to_the_iteration_before() -> None:
+def test_losses_that_are_logged_late_are_assigned_to_the_iteration_before() -> None:
     halves = {"calls": PLAN["calls"] | {"critic.train": "fsdp2@2-3"}}
     logged = [{"actor/loss": 0.0}, {"actor/loss": 1.0, "critic/loss": 10.0}, {"actor/loss": 2.0, "critic/loss": 12.0}]
     actor = {("actor", 0): 0.0, ("actor", 1): 1.0, ("actor", 2): 2.0}
-    # The last iteration waits for its own, 12; that of iteration 1 was never logged.
+    # The last iteration logs its own loss, 12; that of iteration 1 was never logged.
     assert losses_by_iteration(logged, halves, "iterations") == actor | {("critic", 0): 10.0, ("critic", 2): 12.0}
     prompt = [metrics | {"critic/loss": 10.0 + index} for index, metrics in enumerate(logged)]
     critic = {("critic", 0): 10.0, ("critic", 1): 11.0, ("critic", 2): 12.0}
@@ -97,14 +97,14 @@ def test_the_fastest_plan_is_compared_with_static_and_overlap_with_none() -> Non
     assert all(met for _, met in targets.values())
 
 
-def test_one_other_token_or_loss_misses_a_target() -> None:
+def test_one_different_token_or_loss_misses_a_target() -> None:
     wrong = replace(TURN, rollouts=(((1, 2), (9,)),), losses={("actor", 0): 0.50002, ("critic", 0): 1.0})
     targets = _judged(static=TURN, heuristic=TURN, overlapping=TURN, in_turn=wrong)
     assert targets["share of equal responses"] == (0.5, False)
     assert not targets["largest difference of losses"][1]
 
 
-def test_a_peak_that_is_predicted_too_low_misses_its_target() -> None:
+def test_a_predicted_peak_that_is_too_low_misses_its_target() -> None:
     arms = {"static": TURN, "heuristic": TURN, "overlapping": TURN, "in_turn": TURN}
     assert _judged(**arms)["largest error of a predicted peak"] == (pytest.approx(0.05), True)
     low = _judged(PeakBytes(88, 100), **arms)
@@ -112,16 +112,16 @@ def test_a_peak_that_is_predicted_too_low_misses_its_target() -> None:
 
 
 def run_tiny_arms() -> tuple[list[Turn], DataTurn]:
-    """Run static and the plan made by hand, both with small models and two iterations to compare, and move data."""
+    """Run the static and the manual plan with small models for one measured iteration, and move data."""
     work = replace(TINY, new_tokens=4)
     turns = [run_arm(replace(_arm(name), measured=1), work) for name in (STATIC, OVERLAPPING)]
     return turns, move_data(make_module(work, Readings()).dataflow.calls, BY_HAND, num_samples=8, turns=1)
 
 
 @pytest.mark.slow
-def test_a_tiny_run_measures_every_call_and_draws_the_same_tokens(workers: WorkerPool) -> None:
+def test_a_tiny_run_measures_every_call_and_samples_the_same_tokens(workers: WorkerPool) -> None:
     (static, overlapping), moved = workers.run(run_tiny_arms, deadline_s=120.0)[0]
-    assert moved.bytes_minimum <= moved.bytes_sent <= 1.05 * moved.bytes_minimum  # with names, ids and lengths
+    assert moved.bytes_minimum <= moved.bytes_sent <= 1.05 * moved.bytes_minimum  # plus names, ids and lengths
     assert min(moved.seconds, moved.floor_s) > 0
     assert all(seconds > 0 for turn in (static, overlapping) for seconds in turn.seconds_per_call.values())
     assert compare(overlapping, static)["equal"] == 1.0

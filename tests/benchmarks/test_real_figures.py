@@ -26,7 +26,7 @@ def test_every_other_cell_is_a_prediction_with_a_target(tmp_path: Path) -> None:
     assert len(report["targets"]) == 9 + 1
 
 
-def test_the_found_plan_is_faster_than_the_documented_pattern_under_the_same_prices() -> None:
+def test_the_found_plan_is_faster_than_the_documented_pattern_at_the_same_prices() -> None:
     efficiency = fit()
     found = find_plan(COLUMNS[0], 128, efficiency, 500)
     assert found.seconds < predict(COLUMNS[0], 128, efficiency, "searched")

@@ -33,7 +33,7 @@ def problem_of(seed: int) -> Problem:
 
 
 def test_every_combination_of_legal_plans_is_tried_once() -> None:
-    problem = problem_of(0)  # prices without infinities: no option is left out
+    problem = problem_of(0)  # prices without infinities, so no option is left out
     counts = []
     for call in problem.calls:
         model, cluster = problem.models[call.role], problem.cluster
@@ -47,7 +47,7 @@ def test_every_combination_of_legal_plans_is_tried_once() -> None:
     assert len(set(states)) == len(states)
 
 
-def test_the_random_walk_finds_no_better_plan_than_there_is() -> None:
+def test_the_random_walk_finds_no_plan_better_than_the_best_of_all() -> None:
     problem = problem_of(1)
     best = min(problem.score(*one) for one in every_state(problem))
     progress = SearchProgress(itertools.count().__next__, 1e9, 3000)
@@ -67,7 +67,7 @@ def test_small_spaces_are_reported_with_their_targets(tmp_path: Path, capsys: py
     assert "the best" in capsys.readouterr().err
 
 
-def test_the_large_problem_is_the_one_that_is_named() -> None:
+def test_the_large_problem_is_the_named_one() -> None:
     estimator = ppo(16)
     assert estimator.cluster.num_devices == 128
     assert estimator.dataflow is PPO

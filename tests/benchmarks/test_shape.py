@@ -1,4 +1,4 @@
-"""Shape figures of a small package with one of everything, and the check against limits."""
+"""Metrics of the code's shape on a small package, and the check against limits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_sizes_are_counted(figures: dict[str, shape.Figure]) -> None:
 
 def test_imports_are_followed_as_python_does_at_start(figures: dict[str, shape.Figure]) -> None:
     run, core = "lightning_realloc.generation.loop.run", "lightning_realloc.generation.core.sample"
-    assert figures["step_files"][1] == ["lightning_realloc.errors", core, run]  # not the pool: late, or for types
+    assert figures["step_files"][1] == ["lightning_realloc.errors", core, run]  # imports of the pool do not run
     assert figures["step_files_of_generation"][1] == [core, run]
     assert figures["file_cycles"][1] == ["lightning_realloc.strategies.pool <-> lightning_realloc.strategies.sample"]
     assert figures["folder_cycles"] == (0, [])
@@ -84,7 +84,7 @@ def test_imports_are_followed_as_python_does_at_start(figures: dict[str, shape.F
     assert figures["small_files"][0] == 5
 
 
-def test_names_that_come_twice_are_found(figures: dict[str, shape.Figure]) -> None:
+def test_duplicate_names_are_found(figures: dict[str, shape.Figure]) -> None:
     both = "lightning_realloc/generation/core/sample.py, lightning_realloc/strategies/sample.py"
     assert figures["duplicate_classes"][1] == [f"Sample: {both}"]
     assert figures["duplicate_files"][1] == [f"sample: {both}"]
@@ -96,12 +96,12 @@ def test_prose_and_exceptions_are_counted(figures: dict[str, shape.Figure]) -> N
     assert figures["what_in_docstrings"][0] == 2
     assert figures["banned_starts"][0] == 2
     assert figures["banned_words"][1] == ["lightning_realloc/generation/loop/run.py:1 told"]
-    assert figures["any_parameters_of_strategies"][0] == 1  # a dict of anything is not counted
+    assert figures["any_parameters_of_strategies"][0] == 1  # a dict with values of type Any is not counted
     assert (figures["type_ignore"][0], figures["fmt_skip"][0]) == (1, 0)
     assert (figures["long_pages"][1], figures["wide_pages"][1]) == (["docs/long.md"], ["docs/wide.md"])
 
 
-def test_the_check_fails_above_a_limit_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_fails_only_above_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"files": (3, []), "lines": (10, [])}
     assert shape.check(figures, {"files": 3, "lines": 12}) == 0
     assert "lower its limit of 12" in capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_the_check_fails_above_a_limit_alone(capsys: pytest.CaptureFixture[str])
     assert "files is 3, over its limit of 2" in capsys.readouterr().out
 
 
-def test_the_check_says_where_a_figure_rose_and_how_to_lower_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_shows_the_places_of_a_rise_and_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"fmt_skip": (2, ["package/new.py:7 # fmt: skip", "package/old.py:3 # fmt: skip"])}
     assert shape.check(figures, {"fmt_skip": 1}, ["package/new.py"]) == 1
     first, *places = capsys.readouterr().out.splitlines()

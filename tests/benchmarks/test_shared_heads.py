@@ -14,7 +14,7 @@ TURN = Turn(peak_bytes=100, seconds=(1.0, 2.0, 3.0), logprobs=(-1.0, -2.0))
 JOINED = Turn(peak_bytes=400, seconds=(2.0, 2.0, 9.0), logprobs=(-1.0, -2.0))
 
 
-def test_ratios_are_those_of_joined_logits_over_shares() -> None:
+def test_ratios_are_joined_logits_over_shares_turn_by_turn() -> None:
     turns = {(call, arm): turn for call in CALLS for arm, turn in (("shares", TURN), ("joined", JOINED))}
     turns["train", "joined"] = replace(JOINED, peak_bytes=160, logprobs=(-1.0, -2.5))
     report = BenchmarkReport("shared_heads")

@@ -30,7 +30,7 @@ def arm(name: str, seconds: float, sliced: SlicedArms, log: list[str]) -> Callab
 
 
 @pytest.mark.timeout(30)
-def test_arms_take_turns_from_first_to_last_and_report_their_own_seconds() -> None:
+def test_arms_take_turns_to_the_end_and_report_their_own_seconds() -> None:
     log: list[str] = []
     with SlicedArms(("slow", "fast")) as sliced:
         arms = {"slow": arm("slow", 0.24, sliced, log), "fast": arm("fast", 0.06, sliced, log)}
@@ -40,11 +40,11 @@ def test_arms_take_turns_from_first_to_last_and_report_their_own_seconds() -> No
     assert 0.24 <= seconds["slow"] < 0.24 * 1.5
     assert 0.06 <= seconds["fast"] < 0.06 * 1.5
     assert len([name for name, _ in groupby(log)]) > NUM_SLICES
-    assert "slow" in log[-12:] and "fast" in log[-12:]  # a fourth of the seconds, and over at the same time
+    assert "slow" in log[-12:] and "fast" in log[-12:]  # a fourth of the seconds, but both end at the same time
 
 
 @pytest.mark.timeout(30)
-def test_an_arm_that_fails_lets_the_others_end_and_is_reported() -> None:
+def test_a_failing_arm_lets_the_others_end_and_is_reported() -> None:
     log: list[str] = []
 
     def fail() -> None:

@@ -39,7 +39,7 @@ def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_r
     by_arm = {(row["drafter"], row["arm"]): row for row in report.rows}
     assert by_arm["model", "2"]["drafting_share"] > 0.1
     assert all(by_arm[drafter, "0"]["tokens_per_row_step"] == 1.0 for drafter in speculative.DRAFTERS)
-    assert len(report.targets) == 2 * len(cells) + 1  # the best drafter's is of batches 1 and 4 only
+    assert len(report.targets) == 2 * len(cells) + 1  # the target of the best drafter exists for batches 1 and 4 only
 
 
 def test_a_cell_is_reported_before_the_next_one_is_measured(tiny_recipes: None) -> None:
@@ -52,23 +52,23 @@ def test_a_cell_is_reported_before_the_next_one_is_measured(tiny_recipes: None) 
     assert reported == [(3, 2), (6, 4)]  # three arms and two targets a cell
 
 
-def test_history_holds_the_response_of_the_turn_before_alone_and_turns_differ(tiny_recipes: None) -> None:
+def test_the_history_drafter_holds_only_the_previous_responses_and_turns_differ(tiny_recipes: None) -> None:
     (cell,) = run(SETTINGS, BenchmarkReport("speculative"), only=["history"])
     kept = cell.arms["2"].drafter._responses  # type: ignore[attr-defined]
     last = {completion.token_ids for completion in cell.arms["2"].turns[-1]}
     assert [len(responses) for responses in kept.values()] == [1, 1]
     assert {responses[0] for responses in kept.values()} == last
-    assert cell.arms["2"].turns[0] != cell.arms["2"].turns[1]  # each turn has a seed of its own
+    assert cell.arms["2"].turns[0] != cell.arms["2"].turns[1]  # each turn has its own seed
 
 
-def test_cells_are_chosen_by_any_of_several_texts_and_turns_are_multiplied() -> None:
+def test_cells_match_any_of_several_texts_and_turns_are_multiplied() -> None:
     chosen = speculative.chosen_cells(Settings(), ["3m B=1 ", "40m B=32 ngram"])
     assert [cell.name for cell in chosen] == [*(f"3m B=1 {name}" for name in speculative.DRAFTERS), "40m B=32 ngram"]
     more = Settings().with_turns(3)
     assert (more.cell_s, more.least_turns, more.most_turns) == (240.0, 36, 60)
 
 
-def test_the_text_follows_its_table_as_often_as_it_says() -> None:
+def test_the_markov_text_follows_its_table_with_the_given_chance() -> None:
     text = markov_text(64, 400, seed=3)
     contexts: dict[tuple[int, int], list[int]] = {}
     for row in text.tolist():
@@ -87,7 +87,7 @@ def test_training_lowers_the_loss_of_the_model_and_of_its_first_blocks() -> None
     assert after < before - 0.3
 
 
-def test_targets_compare_the_adaptive_arm_with_the_fastest_fixed_depth_turn_by_turn() -> None:
+def test_the_adaptive_arm_is_compared_by_turn_with_the_fastest_fixed_depth() -> None:
     cell = _measured({NONE: [4.0, 8.0], "2": [2.0, 4.0], "4": [5.0, 10.0], ADAPTIVE: [2.5, 4.0]})
     assert cell.over_none(ADAPTIVE) == pytest.approx((4 / 2.5 + 8 / 4) / 2)
     assert cell.over_best_fixed() == pytest.approx((2 / 2.5 + 4 / 4) / 2)  # depth 2
@@ -103,7 +103,7 @@ def test_targets_compare_the_adaptive_arm_with_the_fastest_fixed_depth_turn_by_t
     }
 
 
-def test_other_tokens_than_without_speculation_are_an_error() -> None:
+def test_tokens_that_differ_from_those_without_speculation_are_an_error() -> None:
     cell = _measured({NONE: [1.0], ADAPTIVE: [1.0]})
     cell.arms[ADAPTIVE].turns = [(_completion(6),)]
     with pytest.raises(RuntimeError, match="arm adaptive drew other tokens than no speculation in 1 of 1"):
@@ -111,14 +111,14 @@ def test_other_tokens_than_without_speculation_are_an_error() -> None:
 
 
 def run_grpo() -> BenchmarkReport:
-    """Return the report of two epochs of one iteration, with a model that is hardly warmed up."""
+    """Return the report of two epochs of one iteration, with a barely warmed-up model."""
     report = BenchmarkReport("speculative")
     few = {"num_prompts": 2, "prompts_per_iteration": 2, "epochs": 2}
     measure_grpo(report, replace(GRPO_SETTINGS, num_demonstrations=128, warm_up_epochs=1, **few))
     return report
 
 
-def test_a_real_policy_is_reported_by_epoch_and_learns_the_same_at_every_depth(workers: WorkerPool) -> None:
+def test_a_real_policy_is_reported_by_epoch_and_trains_the_same_at_every_depth(workers: WorkerPool) -> None:
     (report,) = workers.run(run_grpo, world_size=1, init_process_group=False)
     adaptive, fixed = ([row for row in report.rows if row["arm"] == arm] for arm in ("adaptive", "4"))
     assert [row["epoch"] for row in adaptive] == [row["epoch"] for row in fixed] == [1, 2]

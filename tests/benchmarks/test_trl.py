@@ -11,7 +11,7 @@ from benchmarks.harness import BenchmarkReport
 from benchmarks.workload import byte_tokenizer, random_texts, share_of_vowels
 
 
-def test_without_trl_it_ends_with_the_way_to_get_it(
+def test_without_trl_the_benchmark_ends_with_the_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Reasons why vLLM cannot run, and detection of other weights."""
+"""Reasons why vLLM cannot run, and detection of different weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 def stand_in(folder: Path, logprob: float) -> Path:
-    """Return an executable that answers as vLLM's child does, with one token of this log-probability."""
+    """Return an executable that responds as vLLM's child does, with one token of the given log-probability."""
     path = folder / "python"
     path.write_text(_CHILD_OF_ONE_TOKEN.format(python=sys.executable, logprob=logprob))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -33,7 +33,7 @@ def stand_in(folder: Path, logprob: float) -> Path:
 
 
 @pytest.mark.parametrize("given", ["none", "absent", "without vllm"])
-def test_rows_with_vllm_say_why_they_are_skipped(given: str, tmp_path: Path) -> None:
+def test_skipped_rows_of_vllm_give_the_reason(given: str, tmp_path: Path) -> None:
     if given == "without vllm" and importlib.util.find_spec("vllm") is not None:
         pytest.skip("vllm is installed beside this package")
     options = make_parser("").parse_args([])
@@ -46,7 +46,7 @@ def test_rows_with_vllm_say_why_they_are_skipped(given: str, tmp_path: Path) -> 
     assert reason in row["skipped"] and report.targets == []
 
 
-def test_seconds_are_those_that_the_child_measured(tmp_path: Path) -> None:
+def test_seconds_are_those_measured_by_the_child(tmp_path: Path) -> None:
     model = tiny_model("llama")
     logprob = model(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)[7].item()
     with VllmArm(stand_in(tmp_path, logprob), model, max_sequences=4) as arm:
@@ -55,7 +55,7 @@ def test_seconds_are_those_that_the_child_measured(tmp_path: Path) -> None:
             arm.generate([[5, 6]], [2])
 
 
-def test_a_child_that_runs_other_weights_is_noticed(tmp_path: Path) -> None:
+def test_a_child_with_different_weights_is_detected(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with (
         VllmArm(stand_in(tmp_path, -0.01), model, max_sequences=4) as arm,
@@ -64,7 +64,7 @@ def test_a_child_that_runs_other_weights_is_noticed(tmp_path: Path) -> None:
         arm.generate([[5, 6]], [1])
 
 
-def test_a_child_that_ends_is_unavailable(tmp_path: Path) -> None:
+def test_a_child_that_exits_is_unavailable(tmp_path: Path) -> None:
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\nexit 3\n")
     path.chmod(0o755)
