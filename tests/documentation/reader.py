@@ -1,4 +1,4 @@
-"""Folder of a reader who tries the documentation: tiny models and data under the names that the pages use.
+"""A reader's folder: tiny models and data under the names that the pages use.
 
 ``from_pretrained`` and ``load_dataset`` look for a folder before they ask the hub, so no function is replaced.
 """

@@ -1,4 +1,4 @@
-"""Examples of the README and of the documentation run as they are shown."""
+"""Examples of the README and of the documentation run as printed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-"""Settings of every Trainer on the pages, in place of their own."""
+"""Settings that replace those of every Trainer on the pages."""
 
 
 def has_examples(language: str) -> Any:
@@ -47,7 +47,7 @@ def has_examples(language: str) -> Any:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the reader's folder once."""
+    """Write the reader's folder once per module."""
     folder = tmp_path_factory.mktemp("reader")
     write_folder(folder)
     return folder
@@ -55,12 +55,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> str:
-    """Return the reader's folder, fresh for each page."""
+    """Return a fresh copy of the reader's folder for each page."""
     return str(shutil.copytree(written, tmp_path / "reader"))
 
 
 def prelude() -> dict[str, Any]:
-    """Return the names that pages take as given."""
+    """Return the names that pages use without defining them."""
     from train import right_answer
 
     return {
@@ -90,7 +90,7 @@ def enter_folder(folder: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def run_page(folder: str, page: str) -> None:
-    """Run a page's Python blocks as a script, and train each ``model`` that a block leaves untrained."""
+    """Run a page's Python blocks as a script, and train each ``model`` that a block constructs and does not train."""
     initialize = L.Trainer.__init__
     with pytest.MonkeyPatch.context() as patch:
         enter_folder(folder, patch)
@@ -112,7 +112,7 @@ def test_python_of_a_page_runs_from_top_to_bottom(workers: WorkerPool, folder: s
 
 
 def configuration(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a whole configuration of ``fit`` from a page's part of one."""
+    """Return a complete configuration of ``fit`` from the part on a page."""
     model = {"class_path": "GRPO", "init_args": {"actor": "Qwen/Qwen3-0.6B", "reward": "train:right_answer"}}
     data = {"class_path": "PromptDataModule", "init_args": {"data": "train.jsonl", "batch_size": 16}}
     whole: dict[str, Any] = {"trainer": {}, "model": model, "data": data}
@@ -153,7 +153,7 @@ def test_yaml_of_a_page_is_a_configuration_that_trains_or_a_plan(workers: Worker
             workers.run(run_configuration, folder, content, world_size=1, init_process_group=False)
 
 
-def test_titled_examples_are_those_of_another_library() -> None:
+def test_titled_examples_belong_to_another_library() -> None:
     titled = [page for page in PAGES for block in blocks(page) if block.info.startswith(("python ", "yaml "))]
     assert titled == ["docs/coming-from-trl.md"] * 2
 
@@ -166,7 +166,7 @@ def test_the_first_example_of_the_readme_is_the_script_in_examples() -> None:
 
 
 def fit_with_layouts_of_the_readme(folder: str) -> tuple[list[str], str, int]:
-    """Run the README's second example, then train what its plan is for; return the layouts, the device, the steps."""
+    """Run the README's second example, then train with its plan; return layouts, device type and number of steps."""
     os.chdir(folder)
     names: dict[str, Any] = {"L": L}
     exec(examples("README.md", "python")[1].text, names)

@@ -67,7 +67,7 @@ def test_names_and_settings_exist(page: str) -> None:
     given += [pair for block in examples(page, "yaml") for pair in settings_configured(yaml.safe_load(block.text))]
     for name, settings in given:
         known = settings_of_public(name)
-        if known is not None:  # names of other libraries are on pages that show the error for them
+        if known is not None:  # other libraries' names are on pages that show the error for them
             assert settings <= known | ALGORITHM_HINTS.keys(), name
 
 
