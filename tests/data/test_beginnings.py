@@ -1,4 +1,4 @@
-"""Leading special tokens appear once, also if the text contains them already, in every data module."""
+"""Leading special tokens appear once in every data module, even if the text contains them already."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROWS: list[tuple[type[RowDataModule], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("module_class", "others"), ROWS)
-def test_prompts_begin_once_whoever_laid_them_out(module_class: type[RowDataModule], others: dict[str, Any]) -> None:
+def test_prompts_in_every_form_have_one_bos(module_class: type[RowDataModule], others: dict[str, Any]) -> None:
     tokenizer = opening()
     assert tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True) == LAID_OUT
     rows = [{"prompt": prompt, **others} for prompt in (LAID_OUT, LAID_OUT.removeprefix("<bos>"), ASK)]
@@ -48,7 +48,7 @@ def test_prompts_begin_once_whoever_laid_them_out(module_class: type[RowDataModu
     assert {tokenizer.decode(ids) for ids in prompts} == {LAID_OUT}
 
 
-def test_whole_texts_and_sides_without_a_prompt_begin_once() -> None:
+def test_whole_texts_and_sides_without_a_prompt_have_one_bos() -> None:
     tokenizer = opening()
     whole = tokenizer.apply_chat_template([*ASK, {"role": "assistant", "content": "2"}], tokenize=False)
     for text in (whole, whole.removeprefix("<bos>")):
@@ -60,7 +60,7 @@ def test_whole_texts_and_sides_without_a_prompt_begin_once() -> None:
     assert [tokenizer.decode(ids) for ids in batch.ragged("prompt_ids").to_lists()] == [LAID_OUT] * 2
 
 
-def test_an_opening_of_several_tokens_is_left_out_only_where_the_text_has_all_of_it() -> None:
+def test_several_leading_tokens_are_left_out_only_if_the_text_has_all_of_them() -> None:
     tokenizer = opening("<pad> <bos> $A <eos>")
     rows = [{"prompt": text} for text in ("a", "<pad><bos>a", "<bos>a", "<pad><bos><bos>a")]
     prompts = batch_of(PromptDataModule, *rows, tokenizer=tokenizer).ragged("prompt_ids").to_lists()

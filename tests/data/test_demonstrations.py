@@ -1,4 +1,4 @@
-"""SFTDataModule: prompts and learnt tokens from every row format."""
+"""SFTDataModule: prompts and trained tokens from every row format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TURNS = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2
 
 
 def _pair(row: dict[str, Any], **settings: Any) -> tuple[str, str]:
-    """Return prompt and learnt text, special tokens included."""
+    """Return the prompt and the text of the trained tokens, special tokens included."""
     tokenizer = settings.pop("tokenizer", byte_tokenizer())
     module = SFTDataModule([row], batch_size=1, tokenizer=tokenizer, **settings)
     module.setup()
@@ -36,7 +36,7 @@ def test_completions_and_whole_texts_end_with_the_end_token() -> None:
     assert _pair({"text": "all of it"}) == ("", "all of it<eos>")
 
 
-def test_of_a_conversation_the_last_answer_is_learnt_with_the_templates_own_end() -> None:
+def test_the_last_answer_of_a_conversation_is_trained_with_the_templates_end() -> None:
     expected = ("u:1+1<eos>\na:", "2<eos>\n")
     assert _pair({"messages": TURNS}, tokenizer=_chat()) == expected
     assert _pair({"prompt": TURNS[:1], "completion": TURNS[1:]}, tokenizer=_chat()) == expected
@@ -53,11 +53,11 @@ CALLING_TEMPLATE = CHAT_TEMPLATE.replace(
 
 
 @pytest.mark.parametrize("of_a_table", [False, True])
-def test_a_message_of_tool_calls_alone_reaches_the_template(of_a_table: bool) -> None:
+def test_a_message_with_only_tool_calls_reaches_the_template(of_a_table: bool) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CALLING_TEMPLATE
     turns: list[dict[str, Any]] = [TURNS[0], CALL, {"role": "tool", "content": "2"}, TURNS[1]]
-    if of_a_table:  # which holds null for what other messages have
+    if of_a_table:  # a table holds null for the columns of other messages
         every = {"content": None, "tool_calls": None}
         arguments = {"function": {"name": "add", "arguments": {"a": 1, "b": 1, "c": None}}}
         turns = [every | turn for turn in turns]
@@ -72,7 +72,7 @@ TALK = [*TURNS, {"role": "user", "content": "2+3"}, {"role": "assistant", "conte
 
 
 def _learnt(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
-    """Return every row's prompt, and its response with a dot for every byte that is not learnt."""
+    """Return every row's prompt, and its response with a dot for every byte that is not trained on."""
     module = SFTDataModule(rows, batch_size=len(rows), shuffle=False, tokenizer=_chat(), **settings)
     module.setup()
     (batch,) = module.train_dataloader()
@@ -87,18 +87,18 @@ def _learnt(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]
     ]
 
 
-def test_of_a_conversation_all_that_the_assistant_says_is_learnt() -> None:
-    # What is between: the line break behind the first answer, "u:2+3", the end token, a line break and "a:".
+def test_all_answers_of_the_assistant_in_a_conversation_are_trained_on() -> None:
+    # In between: the line break after the first answer, "u:2+3", the end token, a line break and "a:".
     assert _learnt([{"messages": TALK}]) == [("u:1+1<eos>\na:", "2<eos>" + "." * 10 + "5<eos>\n")]
     assert _pair({"messages": TALK}, tokenizer=_chat(), learn="last")[1] == "5<eos>\n"
 
 
-def test_short_conversations_beside_long_ones_are_learnt_as_alone() -> None:
+def test_short_conversations_next_to_long_ones_are_trained_as_alone() -> None:
     both = _learnt([{"messages": TURNS}, {"messages": TALK}])
     assert both == [("u:1+1<eos>\na:", "2<eos>\n"), *_learnt([{"messages": TALK}])]
 
 
-def test_a_greeting_and_what_a_tool_says_are_not_learnt() -> None:
+def test_greetings_and_tool_results_are_not_trained_on() -> None:
     talk = [{"role": "assistant", "content": "hi"}, *TURNS, {"role": "tool", "content": "7"}, TURNS[1]]
     ((prompt, learnt),) = _learnt([{"messages": talk}])
     assert prompt == "a:hi<eos>\nu:1+1<eos>\na:"
@@ -110,18 +110,18 @@ def test_a_cut_conversation_keeps_its_mask() -> None:
     assert learnt == "2<eos>.."  # 9 tokens of prompt leave room for 4
 
 
-def test_the_first_token_of_a_text_is_predicted_by_nothing_and_not_counted() -> None:
+def test_the_first_token_of_a_text_has_no_prediction_and_does_not_count() -> None:
     assert _learnt([{"text": "ab"}]) == [("", ".b<eos>")]
 
 
-def test_a_template_that_rewrites_earlier_answers_is_refused_unless_the_last_one_is_learnt() -> None:
+def test_a_template_that_rewrites_earlier_answers_needs_learn_last() -> None:
     tokenizer = _chat()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "(message.content if loop.last else '-')")
     with pytest.raises(DataError, match="learn='last'"):
         _pair({"messages": TALK}, tokenizer=tokenizer)
 
 
-def test_long_responses_are_cut_where_that_is_asked_for() -> None:
+def test_long_responses_are_cut_or_dropped_on_request() -> None:
     row = {"prompt": "abc", "completion": "defg"}
     assert _pair(row, max_tokens=5, long_rows="truncate") == ("abc", "de")
     with pytest.raises(DataError, match="row 0 of the data set has 8 tokens, and max_tokens allows 5"):
@@ -147,7 +147,7 @@ def test_long_responses_are_cut_where_that_is_asked_for() -> None:
         ({"messages": [TURNS[1], TURNS[0]]}, r"its roles are \['assistant', 'user'\]"),
     ],
 )
-def test_rows_of_no_known_format_are_refused(row: dict[str, Any], rule: str) -> None:
+def test_rows_of_an_unknown_format_are_refused(row: dict[str, Any], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         _pair(row, tokenizer=_chat())
 

@@ -1,4 +1,4 @@
-"""BatchLoader: deterministic batches, and a plain Lightning Trainer that resumes at the right one."""
+"""BatchLoader: deterministic batches, and runs of a plain Lightning Trainer that resume at the right batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _epoch(loader: BatchLoader) -> list[list[int]]:
     return [batch.ids.tolist() for batch in loader]
 
 
-def test_an_epoch_holds_every_row_once_and_ids_say_which_epoch() -> None:
+def test_an_epoch_holds_every_row_once_and_ids_continue_over_epochs() -> None:
     loader = BatchLoader(_table(10), batch_size=4, seed=1)
     first, second = _epoch(loader), _epoch(loader)
     assert [len(batch) for batch in first] == [4, 4, 2]
@@ -80,7 +80,7 @@ def test_a_small_last_batch_can_be_dropped() -> None:
         BatchLoader(_table(10), batch_size=0)
 
 
-def test_a_loader_goes_on_behind_the_last_batch_it_handed_out() -> None:
+def test_a_loader_resumes_after_the_last_batch_it_returned() -> None:
     loader = BatchLoader(_table(10), batch_size=3, seed=4)
     loader.set_epoch(2)
     batches = iter(loader)
@@ -89,7 +89,7 @@ def test_a_loader_goes_on_behind_the_last_batch_it_handed_out() -> None:
     resumed.load_state_dict(loader.state_dict())
     whole.set_epoch(2)
     assert handed_out + _epoch(resumed) == _epoch(whole)
-    # and the epoch after that is whole again
+    # the next epoch is whole again
     assert _epoch(resumed) == _epoch(whole)
 
 
@@ -101,7 +101,7 @@ def test_evaluation_batches_are_the_same_every_time() -> None:
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 4}, {"seed": 1}, {"shuffle": False}])
-def test_a_place_in_other_data_is_refused(change: dict[str, Any]) -> None:
+def test_a_position_in_other_data_is_refused(change: dict[str, Any]) -> None:
     state = BatchLoader(_table(10), batch_size=3).state_dict()
     with pytest.raises(CheckpointError, match=next(iter(change))):
         BatchLoader(_table(10), **{"batch_size": 3, **change}).load_state_dict(state)
@@ -142,13 +142,13 @@ def _fit(max_steps: int, *, resume: Path | None = None, save: Path | None = None
 
 # In the middle of the first and the second epoch, and exactly at the end of each.
 @pytest.mark.parametrize("stop", [2, 5, 7, 10])
-def test_a_trainer_resumes_from_a_checkpoint_written_when_it_was_done(tmp_path: Path, stop: int) -> None:
+def test_a_trainer_resumes_from_a_checkpoint_saved_after_the_run(tmp_path: Path, stop: int) -> None:
     before = _fit(stop, save=tmp_path / "stop.ckpt")
     assert before + _fit(13, resume=tmp_path / "stop.ckpt") == _fit(13)
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_a_trainer_resumes_from_a_checkpoint_written_while_it_ran(tmp_path: Path, limit: int | None) -> None:
+def test_a_trainer_resumes_from_a_checkpoint_saved_during_the_run(tmp_path: Path, limit: int | None) -> None:
     saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     whole = _fit(13, callbacks=[saver], enable_checkpointing=True, limit_train_batches=limit)
     assert len(whole) == 13
@@ -157,7 +157,7 @@ def test_a_trainer_resumes_from_a_checkpoint_written_while_it_ran(tmp_path: Path
         assert whole[:stop] + after == whole
 
 
-def test_a_trainer_resumes_from_a_checkpoint_written_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+def test_a_trainer_resumes_from_a_checkpoint_saved_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     whole = _fit(-1, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
     assert whole[:5] + _fit(-1, max_epochs=3, resume=tmp_path / "epoch=0.ckpt") == whole
@@ -184,7 +184,7 @@ def test_buckets_hold_rows_of_similar_length_and_every_row_once(group_size: int)
     epochs = [_epoch(loader) for loader in (plain, some, all_rows)]
     assert all(sorted(chain(*epoch)) == list(range(50 * group_size)) for epoch in epochs)
     assert all(len(epoch) == 13 and epoch[-1] == epochs[0][-1] for epoch in epochs)
-    # Three batches of the shuffled order hold the rows of three batches of the buckets.
+    # Three batches of the bucketed order hold exactly the rows of three batches of the shuffled order.
     first = set(chain(*epochs[0][:3]))
     assert sum(set(batch) <= first for batch in epochs[1]) == 3
     spreads = [_spread(loader) for loader in (plain, some, all_rows)]
@@ -193,7 +193,7 @@ def test_buckets_hold_rows_of_similar_length_and_every_row_once(group_size: int)
     assert means != sorted(means), "short batches do not all come first"
 
 
-def test_a_bucketed_order_is_resumed_and_is_another_one_than_without() -> None:
+def test_a_bucketed_order_is_resumed_and_differs_from_the_order_without() -> None:
     def loader(bucket_batches: int | None) -> BatchLoader:
         return BatchLoader(_long_table(20), batch_size=3, seed=1, bucket_batches=bucket_batches)
 
@@ -215,7 +215,7 @@ def test_a_bucketed_order_is_resumed_and_is_another_one_than_without() -> None:
 @given(
     st.integers(1, 40), st.integers(1, 7), st.integers(1, 12), st.integers(0, 3), st.booleans(), st.integers(0, 20)
 )  # fmt: skip
-def test_bucketed_batches_follow_from_the_seed_alone_and_resume_anywhere(
+def test_bucketed_batches_depend_on_the_seed_alone_and_resume_anywhere(
     num_rows: int, batch_size: int, bucket_batches: int, seed: int, drop_last: bool, stop: int
 ) -> None:
     batch_size = min(batch_size, num_rows)

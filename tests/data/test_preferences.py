@@ -73,14 +73,14 @@ def test_a_pair_becomes_two_samples_with_one_prompt(row: dict[str, Any], expecte
         {"prompt": ASK, "chosen": "2", "rejected": "3"},
     ],
 )
-def test_text_beside_messages_is_what_its_speaker_says(row: dict[str, Any]) -> None:
+def test_text_next_to_messages_becomes_a_message_of_its_role(row: dict[str, Any]) -> None:
     assert texts(batch_of(PreferenceDataModule, row)) == [
         ("u:1+1<eos>\na:", "2<eos>\n"),
         ("u:1+1<eos>\na:", "3<eos>\n"),
     ]
 
 
-def test_a_batch_counts_pairs_and_margins_belong_to_both_sides() -> None:
+def test_batch_size_counts_pairs_and_both_sides_get_the_margin() -> None:
     rows = [{**PAIR, "prompt": f"{n}=", "margin": n / 2} for n in range(3)]
     batch = batch_of(PreferenceDataModule, *rows)
     assert batch.tensor("margin").tolist() == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
@@ -89,7 +89,7 @@ def test_a_batch_counts_pairs_and_margins_belong_to_both_sides() -> None:
     assert named.tensor("margin").tolist() == [2.0, 2.0]
 
 
-def test_the_prompt_is_what_both_sides_begin_with() -> None:
+def test_the_implied_prompt_is_the_common_beginning_of_both_sides() -> None:
     assert implied_prompt("a b c", "a b d") == ("a b", " c", " d")
     assert implied_prompt("abc", "abd") == ("ab", "c", "d")
     assert implied_prompt("ab", "abc") == ("ab", "", "c")
@@ -113,7 +113,7 @@ def test_equal_prompts_are_held_out_together(implied: bool, tmp_path: Path) -> N
     assert not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 5
 
 
-def test_long_responses_are_cut_and_pairs_that_differ_behind_the_cut_are_refused() -> None:
+def test_long_responses_are_cut_and_pairs_that_differ_after_the_cut_are_refused() -> None:
     row = {"prompt": "abc", "chosen": "defg", "rejected": "dx"}
     cut = batch_of(PreferenceDataModule, row, max_tokens=6, long_rows="truncate")
     assert texts(cut) == [("abc", "def"), ("abc", "dx<eos>")]
@@ -143,7 +143,7 @@ def test_long_responses_are_cut_and_pairs_that_differ_behind_the_cut_are_refused
         ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": {"a": 1}}, "its tools must be a list of schemas"),
     ],
 )
-def test_rows_that_are_no_pairs_are_refused(row: dict[str, Any], rule: str) -> None:
+def test_rows_that_are_not_pairs_are_refused(row: dict[str, Any], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         batch_of(PreferenceDataModule, row)
 
@@ -153,7 +153,7 @@ def test_conversations_need_a_chat_template() -> None:
         batch_of(PreferenceDataModule, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}, tokenizer=byte_tokenizer())
 
 
-def test_judged_responses_keep_their_labels() -> None:
+def test_labelled_responses_keep_their_labels() -> None:
     rows = [
         {"prompt": "1+1=", "completion": "2", "label": True},
         {"prompt": ASK, "completion": BAD, "label": 0},
@@ -165,7 +165,7 @@ def test_judged_responses_keep_their_labels() -> None:
     assert texts(mixed) == [("u:1+1<eos>\na:", "3<eos>\n")]
 
 
-def test_pairs_are_judged_responses_too() -> None:
+def test_pairs_become_labelled_responses() -> None:
     rows = [{"chosen": "1+1=2", "rejected": "1+1=3", "by": "me"}]
     module = BinaryFeedbackDataModule(rows, batch_size=2, tokenizer=chat(), shuffle=False)
     module.setup()
@@ -191,7 +191,7 @@ def test_pairs_are_judged_responses_too() -> None:
         ({"prompt": 1, "completion": GOOD, "label": 1}, "must be text or lists of messages, each with role"),
     ],
 )
-def test_rows_that_were_not_judged_are_refused(row: dict[str, Any], rule: str) -> None:
+def test_rows_without_valid_labels_are_refused(row: dict[str, Any], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         batch_of(BinaryFeedbackDataModule, row)
 
@@ -199,14 +199,14 @@ def test_rows_that_were_not_judged_are_refused(row: dict[str, Any], rule: str) -
 STEPS = {"prompt": "1+1+1", "completions": ["2", "3"], "labels": [True, 0]}
 
 
-def test_every_step_ends_with_a_token_of_its_own() -> None:
+def test_every_step_ends_with_its_own_token() -> None:
     batch = batch_of(StepDataModule, {**STEPS, "prompt": ASK}, {**STEPS, "labels": [1, 1]}, step_separator=";\n")
     assert texts(batch) == [("u:1+1<eos>\na:", "2;\n3;\n"), ("1+1+1", "2;\n3;\n")]
     assert batch.ragged("step_ends").to_lists() == [[False, False, True] * 2] * 2
     assert batch.ragged("step_labels").to_lists() == [[0, 0, 1, 0, 0, 0], [0, 0, 1, 0, 0, 1]]
 
 
-def test_steps_that_end_behind_the_limit_are_cut_off() -> None:
+def test_steps_that_end_after_the_limit_are_cut_off() -> None:
     batch = batch_of(StepDataModule, STEPS, max_tokens=8, long_rows="truncate")
     assert texts(batch) == [("1+1+1", "2\n")]
     with pytest.raises(DataError, match="none of its steps ends within the limit"):
@@ -223,6 +223,6 @@ def test_steps_that_end_behind_the_limit_are_cut_off() -> None:
         ({"completions": "23"}, "'completions' must be a list of steps"),
     ],
 )
-def test_rows_without_judged_steps_are_refused(change: dict[str, Any], rule: str) -> None:
+def test_rows_without_valid_step_labels_are_refused(change: dict[str, Any], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         batch_of(StepDataModule, {**STEPS, **change})

@@ -1,4 +1,4 @@
-"""PromptDataModule: batches from files and data sets, text and chat prompts, and messages for bad ones."""
+"""PromptDataModule: batches from files and data sets, text and chat prompts, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _chat_tokenizer() -> Any:
     return tokenizer
 
 
-def test_text_and_messages_keep_their_order_among_thousands_and_the_bad_row_is_named() -> None:
+def test_texts_and_messages_keep_their_order_and_an_invalid_row_is_named() -> None:
     tokenizer = _chat_tokenizer()
     rows = [{"prompt": [{"role": "user", "content": str(n)}] if n % 3 == 0 else f"<{n}>"} for n in range(2500)]
     (batch,) = _module(rows, batch_size=2500, shuffle=False, tokenizer=tokenizer).train_dataloader()
     texts = tokenizer.batch_decode(batch.ragged("prompt_ids").to_lists())
     assert texts == [f"u:{n}<eos>\na:" if n % 3 == 0 else f"<{n}>" for n in range(2500)]
-    rows[1234] = {"prompt": "\ud800"}  # half a character, as JSON may spell it
+    rows[1234] = {"prompt": "\ud800"}  # half a surrogate pair, which JSON can contain
     with pytest.raises(DataError, match=r"row 1234 of the data set: \w+ cannot encode str .* correct the text"):
         _module(rows, tokenizer=tokenizer)
     rows[1234] = {"prompt": ""}
@@ -74,7 +74,7 @@ def test_conversations_go_through_the_chat_template() -> None:
         _module([{"prompt": messages}], batch_size=1)
 
 
-def test_an_answer_that_the_assistant_has_begun_is_gone_on_with() -> None:
+def test_a_prompt_may_end_with_the_beginning_of_an_answer() -> None:
     begun = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is"}]
     module = _module([{"prompt": begun}], batch_size=1, tokenizer=_chat_tokenizer())
     module.setup()
@@ -82,7 +82,7 @@ def test_an_answer_that_the_assistant_has_begun_is_gone_on_with() -> None:
     assert byte_tokenizer().decode(batch.ragged("prompt_ids").values) == "u:1+1<eos>\na:It is"
 
 
-def test_settings_of_the_chat_template_come_from_the_row_and_else_from_the_data_module() -> None:
+def test_template_settings_of_the_row_override_those_of_the_data_module() -> None:
     tokenizer = _chat_tokenizer()
     tokenizer.chat_template += "{% if think is defined %}{{ think }}{% endif %}{{ '!' if loud else '' }}"
     rows = [{"prompt": [{"role": "user", "content": "1"}], "chat_template_kwargs": own} for own in
@@ -108,20 +108,20 @@ def test_settings_of_the_chat_template_come_from_the_row_and_else_from_the_data_
         opened()
 
 
-def test_a_prompt_that_ends_with_a_call_of_a_tool_is_refused() -> None:
+def test_a_prompt_that_ends_with_a_tool_call_is_refused() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     with pytest.raises(DataError, match="row 0 of the data set: its last message calls tools without a result"):
         _module([{"prompt": [{"role": "user", "content": "1"}, call]}], batch_size=1, tokenizer=_chat_tokenizer())
 
 
-def test_a_template_that_refuses_a_row_is_quoted_with_the_row() -> None:
+def test_a_templates_error_is_quoted_with_the_row() -> None:
     tokenizer = _chat_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(DataError, match=r"row 0 of the data set: .*\['user'\] \(TemplateError: no system role\)"):
         _module([{"prompt": [{"role": "user", "content": "1+1"}]}], tokenizer=tokenizer)
 
 
-def test_a_tokenizer_that_closes_texts_closes_no_prompt() -> None:
+def test_the_end_token_of_the_tokenizer_is_removed_from_prompts() -> None:
     tokenizer = byte_tokenizer()
     end = (tokenizer.eos_token, tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -183,7 +183,7 @@ def test_long_prompts_are_truncated_to_their_end_or_dropped() -> None:
         assert texts == expected
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(DataError, match="both name held-out rows"):
         PromptDataModule(ROWS, batch_size=1, val_data=ROWS, val_fraction=0.5)
     with pytest.raises(DataError, match=r"val_fraction=1.0"):
@@ -202,7 +202,7 @@ class _Role:
 
 
 class _Model(L.LightningModule):
-    """A module with tokenizer and models, as algorithms have."""
+    """A module with a tokenizer and models, like the algorithms."""
 
     tokenizer = byte_tokenizer()
 
@@ -229,7 +229,7 @@ def _trainer() -> L.Trainer:
     )  # fmt: skip
 
 
-def test_tokenizer_and_context_come_from_the_module_under_training() -> None:
+def test_tokenizer_and_context_come_from_the_module_in_training() -> None:
     model = _Model()
     _trainer().fit(model, PromptDataModule(ROWS, batch_size=4))
     assert sorted(i for batch in model.batches for i in batch.ids.tolist()) == list(range(12))
@@ -256,7 +256,7 @@ def test_a_yaml_file_configures_the_data(tmp_path: Path) -> None:
     assert cli.datamodule.long_rows == "drop"
 
 
-def test_settings_that_cannot_be_used_are_refused_when_they_are_given() -> None:
+def test_invalid_settings_are_refused_at_construction() -> None:
     with pytest.raises(DataError, match="'cut', must be one of refuse, truncate, drop"):
         PromptDataModule(ROWS, batch_size=4, long_prompts="cut")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="batch_size='8' must be a whole number"):

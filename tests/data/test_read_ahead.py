@@ -1,4 +1,4 @@
-"""Reading ahead: items in order, errors in place, bounded depth, and a thread that ends with the iterator."""
+"""Reading ahead: order, errors in place, bounded depth, and a thread that ends with the iterator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
-def test_items_come_in_order_and_no_more_are_read_than_asked_for() -> None:
+def test_items_come_in_order_and_at_most_the_given_number_is_read_ahead() -> None:
     begun: list[int] = []
 
     def items() -> Iterator[int]:
@@ -28,16 +28,16 @@ def test_items_come_in_order_and_no_more_are_read_than_asked_for() -> None:
             yield number
 
     ahead = read_ahead(items, 3)
-    assert begun == []  # nobody has asked yet
+    assert begun == []  # nothing is read before the first request
     assert [next(ahead) for _ in range(10)] == list(range(10))
     time.sleep(0.05)
-    # Three wait, and one is on its way to them.
+    # Three are waiting and one is being read.
     assert len(begun) <= 10 + 3 + 1
     ahead.close()
     assert list(read_ahead(items, 1)) == list(range(100))
 
 
-def test_what_reading_raises_is_raised_behind_what_was_read() -> None:
+def test_an_error_while_reading_is_raised_after_the_items_before_it() -> None:
     def items() -> Iterator[int]:
         yield 1
         yield 2
@@ -49,7 +49,7 @@ def test_what_reading_raises_is_raised_behind_what_was_read() -> None:
         next(ahead)
 
 
-def test_the_next_is_read_while_the_last_one_is_worked_on() -> None:
+def test_the_next_item_is_read_while_the_last_one_is_processed() -> None:
     read = [threading.Event() for _ in range(5)]
 
     def items() -> Iterator[int]:

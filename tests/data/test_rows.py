@@ -1,4 +1,4 @@
-"""Reading rows: results, and the messages for each kind of broken file."""
+"""Reading rows: their values, and the error for each kind of broken file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_files_lists_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
     assert read_rows(table)[1].place == "row 1 of the data set"
 
 
-def test_byte_order_marks_are_no_part_of_a_file(tmp_path: Path) -> None:
+def test_byte_order_marks_are_removed(tmp_path: Path) -> None:
     marked = "\ufeff\n" + '\ufeff{"prompt": "a"}\n{"prompt": "\ufeffb"}\n'
     assert [row.values for row in read_rows(_file(tmp_path, marked))] == [{"prompt": "a"}, {"prompt": "\ufeffb"}]
 
@@ -98,14 +98,14 @@ MESSAGES = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": s
     st.lists(st.text(max_size=3) | MESSAGES, max_size=30), st.integers(0, 3), st.floats(0, 1), st.floats(0, 1),
     st.randoms(),
 )  # fmt: skip
-def test_a_row_stays_on_its_side_whatever_other_rows_there_are(
+def test_the_split_of_a_row_does_not_depend_on_other_rows(
     prompts: list[Any], seed: int, one: float, other: float, random: Random
 ) -> None:
     rows = [Row(f"row {place}", {"prompt": prompt, "place": place}) for place, prompt in enumerate(prompts)]
     smaller, larger = sorted((one, other))
     rest, held_out = split_by_hash(rows, "prompt", fraction=smaller, seed=seed)
     assert sorted((*rest, *held_out), key=rows.index) == rows
-    # A larger share holds out the same rows and more; some of the rows, in any order, fall as they did among all.
+    # A larger fraction holds out the same rows and more; a subset in any order is split as it was among all rows.
     _, more = split_by_hash(rows, "prompt", fraction=larger, seed=seed)
     assert all(row in more for row in held_out)
     some = random.sample(rows, len(rows) // 2)
@@ -114,8 +114,8 @@ def test_a_row_stays_on_its_side_whatever_other_rows_there_are(
     )  # fmt: skip
 
 
-def test_the_split_is_the_same_one_in_every_version() -> None:
+def test_the_split_is_the_same_in_every_version() -> None:
     rows = read_rows([{"prompt": f"prompt {number}"} for number in range(12)])
     _, held_out = split_by_hash(rows, "prompt", fraction=0.25, seed=0)
-    # SHA-256 of '[0, "prompt 0"]' begins with 0x0a67: 0.04 of the unit.
+    # The SHA-256 hash of '[0, "prompt 0"]' starts with 0x0a67: 0.04 of the range.
     assert [rows.index(row) for row in held_out] == [0, 2, 4, 7, 8, 9, 10]

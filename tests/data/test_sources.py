@@ -1,4 +1,4 @@
-"""Rows from Parquet files and from ``datasets``, and the messages for each kind of failure."""
+"""Rows from Parquet files and from ``datasets``, and the error for each kind of failure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_saved_folders_hold_the_same_rows(tmp_path: Path) -> None:
         read_rows(DatasetSource(str(tmp_path / "two"), split="dev"))
 
 
-def test_datasets_makes_rows_of_a_folder_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_reads_rows_of_a_folder_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "files"
     folder.mkdir()
@@ -59,7 +59,7 @@ def test_datasets_makes_rows_of_a_folder_of_files(tmp_path: Path, monkeypatch: p
         assert values(DatasetSource(str(tmp_path / name), split="train[1:]")) == TABLE[1:]
 
 
-def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_sources_are_refused_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for streaming in (False, True):
@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, monkeypat
         read_rows(DatasetSource("no-such/data"))
 
 
-def test_a_configuration_names_a_data_set() -> None:
+def test_a_configuration_file_names_a_data_set() -> None:
     parser = ArgumentParser()
     parser.add_class_arguments(PromptDataModule, "data")
     chosen = parser.parse_object(

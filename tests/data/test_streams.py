@@ -1,4 +1,4 @@
-"""Batches of streams: every row once an epoch, the same ones after a resume, and refusals for lack of a length."""
+"""Batches of streams: every row once per epoch, the same batches after a resume, and refused settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stream(rows: Sequence[Mapping[str, Any]] = ROWS) -> IterableDataset:
 
 
 def loader(num_rows: int, *, dropped: int = 0, group_size: int = 1, **options: Any) -> StreamLoader:
-    """Return batches of rows that hold numbers, without multiples of ``dropped``."""
+    """Return batches of rows with consecutive numbers, without multiples of ``dropped``."""
 
     def tabulate(rows: Sequence[Row]) -> Samples | None:
         kept = [row.values["at"] for row in rows if not dropped or row.values["at"] % dropped]
@@ -75,7 +75,7 @@ ORDERS = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(14, 40), ORDERS, st.integers(0, 30), st.integers(1, 8))
-def test_a_resumed_stream_goes_on_behind_the_last_batch(
+def test_a_resumed_stream_continues_after_the_last_batch(
     num_rows: int, order: dict[str, Any], stop: int, epoch_batches: int
 ) -> None:
     whole = drawn(islice(loader(num_rows, **order), 40))
@@ -83,7 +83,7 @@ def test_a_resumed_stream_goes_on_behind_the_last_batch(
     epochs: Iterator[Samples] = chain.from_iterable(iter(begun) for _ in range(40))
     assert drawn(islice(epochs, stop)) == whole[:stop]
     state = json.loads(json.dumps(begun.state_dict()))
-    # A resumed run, one that is resumed from what that saved before its first batch, and the run that went on.
+    # A resumed run, a run resumed from the state that this one saves before its first batch, and the run that went on.
     resumed, again = (loader(num_rows, **order) for _ in range(2))
     resumed.load_state_dict(state)
     again.load_state_dict(resumed.state_dict())
@@ -94,7 +94,7 @@ def test_a_resumed_stream_goes_on_behind_the_last_batch(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(14, 40), ORDERS)
-def test_an_epoch_holds_every_row_once_and_no_id_comes_twice(num_rows: int, order: dict[str, Any]) -> None:
+def test_an_epoch_holds_every_row_once_and_ids_are_unique(num_rows: int, order: dict[str, Any]) -> None:
     size, group, dropped = order["batch_size"], order["group_size"], order["dropped"]
     kept = [number for number in range(num_rows) if not dropped or number % dropped]
     full, rest = divmod(len(kept), size)
@@ -119,7 +119,7 @@ def test_an_epoch_holds_every_row_once_and_no_id_comes_twice(num_rows: int, orde
     ).items()
 
 
-def test_the_order_is_another_one_by_seed_and_epoch_and_the_same_for_everybody_else() -> None:
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     def rows(seed: int, epoch: int) -> list[int]:
         batches = drawn(islice(loader(20, batch_size=5, seed=seed), 8))
         return [at for _, at in chain(*batches[4 * epoch : 4 * epoch + 4])]
@@ -128,7 +128,7 @@ def test_the_order_is_another_one_by_seed_and_epoch_and_the_same_for_everybody_e
     assert len({tuple(rows(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
-def test_a_place_in_another_order_is_refused() -> None:
+def test_a_position_in_another_order_is_refused() -> None:
     state = loader(20, batch_size=5).state_dict()
     for change, told in (({"seed": 1}, "seed=0 and this run seed=1"), ({"shuffle_buffer": 9}, "block_rows=1000 and")):
         with pytest.raises(CheckpointError, match=told):
@@ -138,7 +138,7 @@ def test_a_place_in_another_order_is_refused() -> None:
         BatchLoader(table, batch_size=5).load_state_dict(state)
 
 
-def test_what_a_stream_cannot_give_is_told_with_the_row() -> None:
+def test_errors_while_reading_a_stream_name_the_row() -> None:
     with pytest.raises(DataError, match=r"numbers has fewer usable rows than batch_size=9 needs, 8; lower batch_size"):
         next(iter(loader(8, batch_size=9, drop_last=True)))
     with pytest.raises(DataError, match="numbers has fewer usable rows than batch_size=2 needs, 0"):
@@ -165,7 +165,7 @@ def test_what_a_stream_cannot_give_is_told_with_the_row() -> None:
 
 # ---- data modules
 class Model(L.LightningModule):
-    """Train one parameter and record the batches."""
+    """A module with one parameter that records its batches."""
 
     tokenizer = byte_tokenizer()
 
@@ -203,7 +203,7 @@ def prompts(data: RowSource, **options: Any) -> PromptDataModule:
     return PromptDataModule(data, **{"batch_size": 4, "seed": 5, "shuffle_buffer": 6, **options})
 
 
-# Epochs of Lightning's that end with the run, before the stream does, and behind its end.
+# Lightning's epochs end with the run, before the stream ends, and after it.
 @pytest.mark.parametrize("limit", [None, 3, 8])
 def test_a_trainer_resumes_at_the_right_row(tmp_path: Path, limit: int | None) -> None:
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -215,21 +215,21 @@ def test_a_trainer_resumes_at_the_right_row(tmp_path: Path, limit: int | None) -
 
 
 @pytest.mark.parametrize(("streams", "overfit"), [(False, 1), (False, 2), (False, 0.5), (True, 1), (True, 2)])
-def test_an_overfitting_run_sees_the_first_batches_in_every_epoch(streams: bool, overfit: float) -> None:
+def test_an_overfitting_run_repeats_the_first_batches_in_every_epoch(streams: bool, overfit: float) -> None:
     data = prompts(stream() if streams else ROWS, val_data=ROWS)
     seen = fit(data, max_epochs=2, overfit_batches=overfit, num_sanity_val_steps=0)
-    of_all = (len(ROWS) // 4, -(-len(ROWS) // 4))  # a small last batch is held out, but not trained on
+    of_all = (len(ROWS) // 4, -(-len(ROWS) // 4))  # a small last batch is kept in validation and dropped in training
     count, num_held_out = (overfit if isinstance(overfit, int) else int(overfit * batches) for batches in of_all)
     expected = [tuple(row["prompt"] for row in ROWS[at : at + 4]) for at in range(0, len(ROWS), 4)]
     assert [texts for kind, texts in seen if kind == "held out"] == expected[:num_held_out] * 2
     trained = [(ids, texts) for ids, texts in seen if ids != "held out"]
     assert [texts for _, texts in trained] == expected[:count] * 2
     assert len({sample_id for ids, _ in trained for sample_id in ids}) == 4 * count * 2
-    # Without it the same data module shuffles again.
+    # Without overfit_batches the same data module shuffles again.
     assert [texts for _, texts in fit(data, max_steps=2, limit_val_batches=0)] != expected[:1] * 2
 
 
-def test_a_share_of_a_stream_cannot_be_overfitted() -> None:
+def test_overfitting_a_fraction_of_a_stream_is_refused() -> None:
     with pytest.raises(DataError, match=r"overfit_batches=0\.5 is a fraction, but a stream has no length; give a"):
         fit(prompts(stream()), max_steps=2, overfit_batches=0.5)
 
@@ -244,7 +244,7 @@ def test_files_folders_and_objects_stream_the_same_rows(tmp_path: Path, monkeypa
         assert fit(prompts(DatasetSource(str(tmp_path / name), streaming=True)), max_steps=7) == expected
 
 
-def test_what_datasets_shuffles_comes_in_another_order_every_epoch() -> None:
+def test_a_stream_shuffled_by_datasets_has_another_order_in_every_epoch() -> None:
     data = RowStream("shuffled", stream().shuffle(seed=3, buffer_size=10))
     orders = [[row.values["answer"] for row in data.rows(epoch, 0)] for epoch in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
@@ -256,7 +256,7 @@ PAIRS = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "0", "margin": 
 
 @pytest.mark.parametrize("module_class", [PreferenceDataModule, BinaryFeedbackDataModule])
 def test_pairs_and_feedback_are_the_samples_of_a_table(module_class: type[Any]) -> None:
-    """A block that holds all rows makes the same batches as a table, except for their order."""
+    """Streams with one block for all rows give the batches of a table that is not shuffled."""
     options = {"batch_size": 3, "tokenizer": byte_tokenizer(), "shuffle": False}
     streamed, table = module_class(stream(PAIRS), **options), module_class(PAIRS, **options)
     for module in (streamed, table):
@@ -273,7 +273,7 @@ def test_pairs_and_feedback_are_the_samples_of_a_table(module_class: type[Any]) 
                 assert found == column
 
 
-def test_held_out_rows_beside_a_stream_are_a_table() -> None:
+def test_held_out_rows_next_to_a_stream_are_a_table() -> None:
     held_out = [{"prompt": "<held out>", "answer": 0}]
     seen = fit(prompts(stream(), val_data=held_out), max_steps=4, val_check_interval=2, num_sanity_val_steps=0)
     assert [entry[0] for entry in seen].count("held out") == 2
@@ -292,12 +292,12 @@ def test_held_out_rows_beside_a_stream_are_a_table() -> None:
         ({"max_steps": 8, "limit_train_batches": 0.5}, "limit_train_batches=0.5 and max_steps=8"),
     ],
 )
-def test_without_a_number_of_steps_a_stream_is_refused(options: dict[str, Any], told: str) -> None:
+def test_a_stream_without_a_number_of_steps_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=told):
         fit(prompts(stream()), **options)
 
 
-def test_what_needs_all_rows_is_refused() -> None:
+def test_settings_that_need_all_rows_are_refused() -> None:
     with pytest.raises(DataError, match=r"val_fraction=0.1 needs all rows, which a stream does not have yet; leave"):
         prompts(stream(), val_fraction=0.1)
     with pytest.raises(DataError, match="bucket_batches=4 needs all rows"):
@@ -308,7 +308,7 @@ def test_what_needs_all_rows_is_refused() -> None:
         fit(prompts(split_dataset_by_node(stream(), rank=0, world_size=2)), max_steps=1)
 
 
-def test_missing_columns_are_told_before_the_first_step() -> None:
+def test_missing_columns_are_reported_before_the_first_step() -> None:
     with pytest.raises(DataError, match=r"row 0 of the stream has no column 'question', only \['answer', 'prompt'\]"):
         fit(prompts(stream(), prompt_column="question"), max_steps=1)
     long = [{"prompt": "x" * 9}, {"prompt": "x" * 99}]
@@ -317,7 +317,7 @@ def test_missing_columns_are_told_before_the_first_step() -> None:
 
 
 def learn_from_a_stream() -> tuple[list[Any], list[str]]:
-    """Return every response of three iterations, and the prompts of this rank."""
+    """Return every response of three iterations, and the prompts that this rank received."""
     handed: list[str] = []
 
     class Listening(runs.RecordedGRPO):
@@ -333,7 +333,7 @@ def learn_from_a_stream() -> tuple[list[Any], list[str]]:
     return module.tokens, handed
 
 
-def test_every_rank_is_handed_the_same_batches(workers: WorkerPool) -> None:
+def test_every_rank_receives_the_same_batches(workers: WorkerPool) -> None:
     (alone, prompts_alone), *_ = workers.run(learn_from_a_stream, world_size=1, init_process_group=False)
     together = workers.run(learn_from_a_stream, world_size=2, init_process_group=False)
     assert len(prompts_alone) == 12
