@@ -1,4 +1,4 @@
-"""Every configuration of a policy algorithm in examples, for a step or two on two ranks."""
+"""Every configuration of a policy algorithm in examples, for one or two steps on two ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ NAMES = (
 )  # fmt: skip
 CONFIGS = [ROOT / f"examples/{name}.yaml" for name in NAMES]
 REWARD = "tests.strategies.runs:low_tokens"
-"""Random weights sort nothing: groups that all earn nothing would never fill a batch."""
+"""A reward that random weights earn; otherwise dynamic sampling and best-of-n would never fill a batch."""
 
 
 def fit(folder: str, configs: Sequence[str]) -> None:
-    """Run the command line that each file's first lines name, for two batches of two prompts."""
+    """Run the command from the first lines of each file, for two batches of two prompts."""
     from lightning_realloc import cli
 
     environment = dict(os.environ)
     os.chdir(folder)
     for config in configs:
-        os.environ.update(environment)  # Lightning clears it behind itself
+        os.environ.update(environment)  # Lightning clears it after a run
         few = ["--data.batch_size", "2", "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
         text = Path(config).read_text()
         few += ["--model.reward", REWARD] if "reward:" in text else []
@@ -44,7 +44,7 @@ def fit(folder: str, configs: Sequence[str]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which all were run."""
+    """Return the folder in which all configurations were run."""
     folder = tmp_path_factory.mktemp("examples")
     write_demo_files(folder)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The calculator's example: what it answers, what is rewarded, and a few iterations on the two ranks it is for."""
+"""The calculator example: answers, rewards, and a few iterations on two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "examples/07_calculator.py"
 
 
 def answer(asked: str, said: str) -> str | None:
-    """Return what the calculator says to a text."""
+    """Return the calculator's answer to a text."""
     tokenizer = example.letters()
     prompt, response = (tuple(tokenizer(text)["input_ids"]) for text in (asked, said))
     told = example.Calculator(tokenizer)(Turn(0, 0, prompt, response, 1))
@@ -39,13 +39,13 @@ def test_the_calculator_answers_the_last_turn(said: str, told: str | None) -> No
 
 
 def test_the_closest_turn_is_rewarded() -> None:
-    # Nothing; 20 of 24: 0.2 + 0.8 * (1 - 4 / 20); the same, then right; what cannot be read; far away.
+    # No product; 20 of 24: 0.2 + 0.8 * (1 - 4 / 20); the same, then right; not readable; far away.
     texts = ["4 *", "4 * 5 ;", "4 * 5 ; = 2 0 : 4 * 6 ;", "4 4 ;", "9 * 9 ;"]
     assert example.close(texts, [24] * 5, prompts=[]) == pytest.approx([0.0, 0.84, 1.0, 0.0, 0.2])
 
 
 def run_script() -> tuple[int, dict[str, float]]:
-    """Run three iterations; return the step count and what was logged last."""
+    """Run three iterations; return the step count and the metrics logged last."""
     trainer = example.main(num_iterations=3)
     return trainer.global_step, {name: float(value) for name, value in trainer.callback_metrics.items()}
 

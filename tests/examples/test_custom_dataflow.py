@@ -1,4 +1,4 @@
-"""The example of a dataflow of one's own: two reward models, and a reference that follows."""
+"""The example of a custom dataflow: two reward models, and a reference that averages the actor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _run() -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_two_reward_models_score_and_the_reference_follows(workers: WorkerPool) -> None:
+def test_two_reward_models_score_and_the_reference_follows_the_actor(workers: WorkerPool) -> None:
     everyone = workers.run(_run, world_size=4, init_process_group=False, deadline_s=90.0)
     assert everyone == [everyone[0]] * 4
     for name in ("reward", "actor/kl", "actor/loss", "seconds/helpful.infer", "seconds/harmless.infer", "idle_share"):

@@ -1,4 +1,4 @@
-"""The demo end to end, with a few steps on two ranks, and the same run in code and in YAML."""
+"""The demo end to end, with a few steps on two ranks, and the same run in Python and in YAML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_small_run_writes_figures_checkpoint_and_model(tmp_path: Path) -> None:
+def test_a_small_run_writes_metrics_checkpoint_and_model(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(SMALL_RUN)
     done = subprocess.run(
         [sys.executable, "small.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -38,7 +38,7 @@ def test_a_small_run_writes_figures_checkpoint_and_model(tmp_path: Path) -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Held-out prompts answered right" in done.stdout
-    # Nothing beside progress bars: no warning, with Lightning's prefix or python's.
+    # Only progress bars: no warning with Lightning's prefix or Python's.
     assert not [line for line in done.stderr.splitlines() if ".py:" in line or "Warning" in line]
 
     summary = json.loads((tmp_path / "demo/summary.json").read_text())
@@ -48,7 +48,7 @@ def test_a_small_run_writes_figures_checkpoint_and_model(tmp_path: Path) -> None
     assert 0.0 <= summary["reward_after"] <= 1.0
     assert all(summary["seconds_per_call"][kind] > 0 for kind in ("generate", "infer", "train"))
     moved = summary["reallocation"]
-    # before the first evaluation, and before the second rollout and the last evaluation, which follow training
+    # before the first evaluation, and after training before the second rollout and the last evaluation
     assert [switch["call"] for switch in moved["switches"]] == ["actor.generate"] * 3
     assert moved["bytes_moved"] == moved["bytes_minimum"] > 0
     assert Path(summary["checkpoint"]).is_dir()
@@ -56,7 +56,7 @@ def test_a_small_run_writes_figures_checkpoint_and_model(tmp_path: Path) -> None
     assert trained.num_parameters() > 100_000
 
 
-def test_the_configuration_file_is_the_demo() -> None:
+def test_the_configuration_file_matches_the_demo() -> None:
     settings = Settings()
     config = yaml.safe_load((ROOT / "examples/grpo.yaml").read_text())
     model, data = config["model"]["init_args"], config["data"]["init_args"]
@@ -73,7 +73,7 @@ def test_the_configuration_file_is_the_demo() -> None:
     assert data["batch_size"] == settings.prompts_per_iteration
 
 
-def test_the_example_in_code_stays_under_thirty_lines() -> None:
+def test_the_example_in_python_stays_under_thirty_lines() -> None:
     text = (ROOT / "examples/grpo.py").read_text()
     ast.parse(text)
     assert len(text.splitlines()) < 30

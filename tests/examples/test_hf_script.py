@@ -1,4 +1,4 @@
-"""The Hugging Face script runs, and its comments hold a TRL script that few lines turn into it."""
+"""The Hugging Face script runs, and its comments hold the TRL script from which it differs by few lines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SCRIPT = Path(hf_script.__file__)
 
 
 def original() -> str:
-    """Return the TRL script: without our lines, and with those that are commented out."""
+    """Return the TRL script: without our lines, and with the commented lines."""
     lines = [line for line in SCRIPT.read_text().splitlines() if "  # ours" not in line]
     return "\n".join(line.replace("# TRL: ", "") for line in lines)
 
 
-def test_ten_changed_lines_at_most() -> None:
+def test_the_script_differs_in_at_most_ten_lines() -> None:
     changed = [line for line in SCRIPT.read_text().splitlines() if "  # ours" in line]
     assert 5 <= len(changed) <= 10
 
@@ -33,7 +33,7 @@ def test_the_original_is_a_trl_script() -> None:
     assert not names & {"GRPO", "PromptDataModule", "SamplingParams", "SaveHuggingFace", "L"}
 
 
-def test_trl_knows_every_setting_of_the_original(tmp_path: Path) -> None:
+def test_trl_has_every_setting_of_the_original(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="pip install 'lightning-realloc[parity]'")
     calls = {ast.unparse(call.func): call for call in ast.walk(ast.parse(original())) if isinstance(call, ast.Call)}
     known = set(trl.GRPOConfig.__dataclass_fields__)
@@ -41,7 +41,7 @@ def test_trl_knows_every_setting_of_the_original(tmp_path: Path) -> None:
 
 
 def vowels(completions: list[str], **columns: object) -> list[float]:
-    """Reward what a model with random weights says now and then; it is never right."""
+    """Reward vowels, which random weights sometimes generate; their answers are never right."""
     return [float(sum(text.count(vowel) for vowel in "aeiou")) for text in completions]
 
 
@@ -52,7 +52,7 @@ def run_script(folder: str) -> None:
         hf_script.main(max_steps=2)
 
 
-def test_the_script_trains_and_its_folder_is_read_back(
+def test_the_script_trains_and_its_folder_is_readable(
     workers: WorkerPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     demo = tmp_path / "runs/demo"

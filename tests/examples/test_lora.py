@@ -1,4 +1,4 @@
-"""The configuration for adapters trains, and leaves adapters and a merged model that say the same."""
+"""The configuration for adapters trains, and writes adapters and a merged model with equal logits."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.workers import WorkerPool
 
 
 def fit_from_yaml(folder: str) -> None:
-    """Run the command line that the file's first lines name, for two iterations of two prompts."""
+    """Run the command from the file's first lines, for two iterations of two prompts."""
     from lightning_realloc import cli
 
     os.chdir(folder)
     few = ["--data.batch_size", "2", "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
-    # The model was not warmed up and earns no rewards: fresh adapters, which begin as nothing, would stay nothing.
+    # The model earns no rewards, so that fresh adapters would stay zero.
     few += ["--model.init_args.peft_config", "{peft_type: LORA, target_modules: all-linear, init_lora_weights: false}"]
     sys.argv = ["lightning-realloc", "fit", "--config", str(ROOT / "examples/lora.yaml"), *few]
     cli.run(sys.argv[1:])
 
 
 def export_from_the_command_line(folder: Path, *options: str) -> Path:
-    """Run ``lightning-realloc export`` on the only checkpoint, and return what it wrote."""
+    """Run ``lightning-realloc export`` on the only checkpoint, and return the exported folder."""
     from lightning_realloc import cli
 
     (checkpoint,) = (folder / "runs/lora/checkpoints").glob("*.ckpt")

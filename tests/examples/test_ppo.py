@@ -1,4 +1,4 @@
-"""The PPO examples, in code and in YAML, for two iterations on the four ranks that their plans are for."""
+"""The PPO examples in Python and in YAML, for two iterations on the four ranks of their plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = ROOT / "examples/ppo.yaml"
 
 
 def run_script() -> tuple[int, dict[str, str], dict[str, float]]:
-    """Run two iterations; return the step count, the plan as it was run, and what was logged last."""
+    """Run two iterations; return the step count, the plan of the run, and the metrics logged last."""
     example = importlib.import_module("examples.05_ppo_four_models")
     trainer = example.main(num_iterations=2)
     plan = trainer.strategy.plan.to_mapping()["calls"]
@@ -38,7 +38,7 @@ def test_the_script_runs_its_plan_on_four_ranks(workers: WorkerPool) -> None:
     names |= {f"seconds/{call}" for call in plans[0]}
     assert names <= set(logged[0])
     assert all(metrics["critic/loss"] == logged[0]["critic/loss"] for metrics in logged)
-    assert logged[0]["kl_k3"] > 0  # the actor has moved
+    assert logged[0]["kl_k3"] > 0  # the actor has changed
 
 
 def test_the_script_is_short() -> None:
@@ -46,7 +46,7 @@ def test_the_script_is_short() -> None:
 
 
 def write_demo_files(folder: Path) -> None:
-    """Write what the configuration reads, with random weights in place of the warmed-up ones."""
+    """Write the files that the configuration reads, with random weights in place of the warmed-up ones."""
     demo = folder / "runs/demo"
     demo.mkdir(parents=True)
     for name, words in (("train", ("hbqe", "zyx", "cab", "wave")), ("held_out", ("dog",))):
@@ -57,7 +57,7 @@ def write_demo_files(folder: Path) -> None:
 
 
 def fit_from_yaml(folder: str) -> None:
-    """Run the command line that the file's first lines name, for two iterations of two prompts."""
+    """Run the command from the file's first lines, for two iterations of two prompts."""
     from lightning_realloc import cli
 
     os.chdir(folder)

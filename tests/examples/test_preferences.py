@@ -1,4 +1,4 @@
-"""The preference examples in YAML, for two iterations on the two ranks that their plans are for."""
+"""The preference examples in YAML, for two iterations on the two ranks of their plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOGGED = {
 
 
 def write_files(folder: Path) -> None:
-    """Write what the configurations read, with random weights in place of the warmed-up ones."""
+    """Write the files that the configurations read, with random weights in place of the warmed-up ones."""
     rng = random.Random(0)
     preference_data.write(folder / preference_data.FOLDER, sorting.random_words(20, rng), rng)
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def write_files(folder: Path) -> None:
 
 
 def fit_from_yaml(folder: str, name: str) -> None:
-    """Run the command line that the file's first lines name, for two iterations."""
+    """Run the command from the file's first lines, for two iterations."""
     from lightning_realloc import cli
 
     os.chdir(folder)
@@ -56,7 +56,7 @@ def test_the_configuration_trains_validates_and_writes_the_model(
     write_files(tmp_path)
     workers.run(fit_from_yaml, str(tmp_path), name, world_size=2, init_process_group=False, deadline_s=120.0)
     assert AutoConfig.from_pretrained(tmp_path / "runs" / name / "trained").architectures == [architecture]
-    if name == "reward_model":  # what PPO does with it; it refuses a head that was not trained
+    if name == "reward_model":  # PPO loads it like this, and refuses a head that was not trained
         folder = str(tmp_path / "runs" / name / "trained")
         Role(name="reward", source=folder, trained=False, task="sequence_classification").build(seed=0)
     (metrics,) = (tmp_path / "runs" / name / "logs").rglob("metrics.csv")
@@ -75,5 +75,5 @@ def test_the_data_hold_right_and_wrong_answers() -> None:
     assert all(
         (row["completion"] == "".join(sorted(word))) == row["label"] for word, row in zip(words, judged, strict=True)
     )
-    # A swap puts exactly two letters where they do not belong.
+    # A swap puts exactly two letters in wrong places.
     assert all(preference_data.steps(word, rng)["labels"].count(False) == 2 for word in words)

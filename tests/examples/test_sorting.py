@@ -1,4 +1,4 @@
-"""The demo's task: words, answers and a tokenizer that loses nothing."""
+"""The demo's task: words, answers and a lossless tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example with ready-made rewards, for two iterations on the two ranks that it asks for."""
+"""The example with ready-made rewards, for two iterations on two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = ROOT / "examples/verifiers.yaml"
 
 
 def fit_from_yaml(folder: str) -> None:
-    """Run the command line that the file's first lines name, for two iterations of two prompts."""
+    """Run the command from the file's first lines, for two iterations of two prompts."""
     from lightning_realloc import cli
 
     os.chdir(folder)
@@ -35,5 +35,5 @@ def test_every_reward_is_logged_and_they_add_up(workers: WorkerPool, tmp_path: P
     for row in rows:
         parts = [float(row[f"reward/{name}"]) for name in ("exact_match", "Regex", "OverlongPenalty")]
         assert float(row["reward"]) == pytest.approx(parts[0] + 0.1 * parts[1] + 0.5 * parts[2], abs=1e-5)
-        assert parts[2] < 0  # random weights go on to the end
+        assert parts[2] < 0  # random weights generate up to the length limit
     assert (tmp_path / "runs/verifiers/trained/config.json").exists()
