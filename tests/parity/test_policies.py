@@ -1,14 +1,14 @@
-"""The losses of our policies beside TRL's own code, on the same tensors: equal to 1e-6, or a reason why not.
+"""Our policy losses equal those of TRL's own code on the same tensors to 1e-6.
 
-TRL holds (B, T) tensors, we hold packs. Its names on the left, with what we write for them on the right. Where we
-differ on purpose:
+TRL holds (B, T) tensors, we hold packs. The left side of each case has TRL's names, the right side ours. Intended
+differences:
 
-- ``bnpo`` means the tokens of one micro-batch on one rank, so micro-batch size changes the loss; ours never does. With
-  one micro-batch both are the same, and the same as ``dapo``.
-- ``cispo``'s ``epsilon_high`` is the bound itself; ours is how far it lies above 1, as in the paper.
-- ``vespo`` takes TRL's correction for the engine into its weights; ours are of ratios to the engine already
-  (``ratio_to="behaviour"``), of which both are compared here.
-- TRL 1.16 multiplies the divergence with the ratio by default (``use_bias_correction_kl``); it is compared without.
+- ``bnpo`` averages over the tokens of one micro-batch on one rank, so that micro-batch size changes the loss; ours
+  never depends on it. With one micro-batch both are equal, and equal to ``dapo``.
+- ``cispo``'s ``epsilon_high`` is the bound itself; ours is its distance above 1, as in the paper.
+- TRL's ``vespo`` includes the engine correction in its weights; ours has ratios to the engine instead
+  (``ratio_to="behaviour"``). Here both get the same ratios.
+- TRL 1.16 multiplies the divergence by the ratio by default (``use_bias_correction_kl``); it is compared without.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LONGEST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One of TRL's losses, and ours."""
+    """A loss of TRL, and ours."""
 
     theirs: Mapping[str, Any]
     ours: Mapping[str, Any]
@@ -93,7 +93,7 @@ def drawn(*names: str) -> dict[str, Tensor]:
 
 
 def trl_inputs(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what TRL's losses read."""
+    """Return the inputs of TRL's losses."""
     return {
         "prompt_ids": torch.ones(4, 1, dtype=torch.int64), "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
         "completion_ids": MASK.long(), "completion_mask": MASK.long(), "advantages": ADVANTAGES,
@@ -103,7 +103,7 @@ def trl_inputs(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed(**columns: Tensor) -> PackedBatch:
-    """Return (B, T) tensors in a pack, behind prompts of one token, and (B,) ones as they are."""
+    """Return (B, T) tensors in a pack, after prompts of one token, and (B,) tensors unchanged."""
     made: dict[str, Any] = {
         name: Ragged(column[MASK], torch.tensor(LENGTHS)) if column.shape == MASK.shape else column
         for name, column in columns.items()
@@ -149,7 +149,7 @@ def test_policy_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal(our_loss(monkeypatch, ours, batch, case.ours), expected, ours, theirs)
 
 
-def test_every_loss_that_trl_has_is_compared() -> None:
+def test_every_loss_of_trl_is_compared() -> None:
     import inspect
 
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -161,11 +161,11 @@ def test_every_loss_that_trl_has_is_compared() -> None:
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_the_engine_s_mismatch_is_corrected_for(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_correction_equals_trls(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     level, beyond = mode.split("_")
     rows = drawn("logprobs", "old", "ref", "engine")
     theirs, ours = (rows["logprobs"].clone().requires_grad_() for _ in range(2))
-    # TRL works these ratios out while it generates; the loss takes them as they are.
+    # TRL computes these ratios during generation; the loss receives them.
     apart = (rows["old"] - rows["engine"]) * MASK
     ratios = (apart if level == "token" else apart.sum(-1, keepdim=True)).exp()
     outside = (ratios < 0.7) | (ratios > 1.5)

@@ -1,12 +1,11 @@
-"""Our losses and gradients beside TRL's own code, on the same tensors: equal to 1e-6, or a reason why not.
+"""Our losses and gradients equal those of TRL's own code on the same tensors to 1e-6.
 
-Models are TRL's padded rows on one side and our packs on the other, so packing is compared, too. Where we differ on
-purpose:
+TRL's models read padded rows and ours packs, so packing is compared, too. Intended differences:
 
 - ``sigmoid`` with label smoothing is conservative DPO here; TRL's ignores the setting, so it is compared without.
-- The likelihood in ORPO is of the responses, as in the paper (eq. 2); of prompts too in TRL. Prompts of one
-  token, which nothing predicts, make them the same.
-- KTO's mismatched responses come from the nearest other prompt; TRL's from the row before even if its prompt is the
+- ORPO's likelihood is that of responses, as in the paper (eq. 2); TRL's includes prompts. With prompts of one token,
+  which has no prediction, both are equal.
+- KTO's mismatched responses come from the nearest other prompt; TRL's from the previous row, even if its prompt is the
   same. Here all prompts differ.
 """
 
@@ -50,7 +49,7 @@ def batch(prompts: Sequence[list[int]], responses: Sequence[list[int]], **column
 
 
 def pairs(prompts: Sequence[list[int]] = PROMPTS, **columns: Any) -> Samples:
-    """Return the pairs as our algorithms take them: chosen and rejected in turn."""
+    """Return the pairs in our order: chosen and rejected alternate."""
     responses = [side for pair in zip(CHOSEN, REJECTED, strict=True) for side in pair]
     return batch([prompt for prompt in prompts for _ in range(2)], responses, **columns)
 
@@ -62,7 +61,7 @@ def padded(rows: Sequence[list[int]], value: int = 0) -> Tensor:
 
 
 def tokens_of(prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Return rows as TRL's collators lay them out."""
+    """Return rows in the layout of TRL's collators."""
     both = list(zip(prompts, responses, strict=True))
     return {
         "input_ids": padded([prompt + response for prompt, response in both]),
@@ -72,7 +71,7 @@ def tokens_of(prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> d
 
 
 def trl_pairs() -> dict[str, Tensor]:
-    """Return the pairs as TRL takes them: all chosen ones, then all rejected."""
+    """Return the pairs in TRL's order: all chosen responses, then all rejected ones."""
     return tokens_of([*PROMPTS, *PROMPTS], [*CHOSEN, *REJECTED])
 
 
@@ -84,13 +83,13 @@ def assert_equal(
     ours.backward()
     theirs.backward()
     one, other = (torch.cat([p.grad.flatten() for p in model.parameters()]) for model in (our_model, their_model))
-    # Rounding grows with the gradient: sppo_hard's is in the tens.
+    # Rounding errors grow with the gradient, and that of sppo_hard is above 10.
     assert float((one - other).norm()) <= tolerance * max(1.0, float(other.norm()))
     assert float(other.norm()) > 1e-3
 
 
 def scored(samples: Samples, **models: nn.Module) -> Samples:
-    """Return samples with each model's log-probabilities of the responses."""
+    """Return samples with the log-probabilities of the responses under each model."""
     packed = pack(samples)
     with torch.no_grad():
         columns = {
@@ -154,11 +153,11 @@ WEIGHTED_CASES: Sequence[Mapping[str, Any]] = (
     {"loss": "sigmoid", "weighting": "wpo"},
     {"loss": ["ipo", "nca_pair"], "loss_weights": [0.3, 1.0], "weighting": "wpo"},
 )  # fmt: skip
-"""Weights count in training alone. On purpose the likelihood of chosen responses has none, which TRL weighs, too."""
+"""Cases with weights, which apply in training only. Unlike TRL, we do not weight the likelihood of chosen responses."""
 
 
 def trl_dpo(model: nn.Module, reference: nn.Module, case: Mapping[str, Any]) -> Tensor:
-    """Return TRL's loss of a case that is described as for ours."""
+    """Return TRL's loss of a case with our names."""
     names = {"js": "js_divergence", "alpha": "alpha_divergence"}
     divergence = case.get("divergence", "reverse_kl")
     return trl.dpo_loss(
@@ -181,7 +180,7 @@ each_dpo_case = pytest.mark.parametrize("case", DPO_CASES, ids=_name)
 def test_dpo_of_models(case: Mapping[str, Any]) -> None:
     ours, theirs = tiny_model("llama"), trl.fused(tiny_model("llama"))
     expected = trl_dpo(theirs, trl.fused(tiny_model("llama", seed=1)), case)
-    # Exponentials and a temperature of 0.05 magnify the last bits in which padded and packed models differ.
+    # Exponentials and a temperature of 0.05 magnify rounding differences between padded and packed models.
     steep = case["loss"] == "discopop" or case.get("divergence") == "forward_kl"
     loss = our_dpo(ours, tiny_model("llama", seed=1), beta=BETA, **case)
     assert_equal(loss, expected, ours, theirs, tolerance=5e-5 if steep else 1e-6)
@@ -211,7 +210,7 @@ def test_dpo_of_the_same_log_probabilities(case: Mapping[str, Any]) -> None:
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
-def test_every_loss_that_trl_has_is_compared() -> None:
+def test_every_loss_of_trl_is_compared() -> None:
     from typing import get_args
 
     from lightning_realloc.algorithms.losses.preference_losses import PairLossName
@@ -237,7 +236,7 @@ def test_orpo() -> None:
     assert_equal(loss, trl.orpo_loss(theirs, inputs, beta=BETA), ours, theirs)
 
 
-# ---- judged responses
+# ---- labelled responses
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("flipped", [False, True], ids=["divergence above zero", "divergence below zero"])
 def test_kto(loss: Any, flipped: bool) -> None:

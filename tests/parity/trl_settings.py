@@ -1,6 +1,6 @@
 """Write the tables of docs/trl-settings.md and openrlhf-settings.md: ``python -m tests.parity.trl_settings``.
 
-Keys and answers are those of ``setting_hints.yaml``; TRL says which of its trainers has a key.
+Keys and hints are those of ``setting_hints.yaml``; TRL's configurations tell which trainer has a key.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_realloc.setting_hints import algorithm_topics
 DOCS = Path(__file__).parents[2] / "docs"
 START, END = "<!-- tables: start -->\n", "<!-- tables: end -->"
 OPENRLHF = "OpenRLHF"
-"""Topic with that library's flags, which has a page of its own."""
+"""Topic of OpenRLHF's flags, which have their own page."""
 PAGES = ("trl-settings.md", "openrlhf-settings.md")
 _ARGUMENTS = r"\((?:[^()]|\([^()]*\))*\)"
 _CODE = re.compile(
-    r"`[^`]*`"  # marked already
+    r"`[^`]*`"  # already marked
     rf"|(?:\w+=)?[\w.]+{_ARGUMENTS}(?:\.\w+{_ARGUMENTS})?"  # a call
     r"|\b\w+=(?:\[[^]]*\]|\{[^}]*\}|'[^']*'|\w+)?"  # a keyword
     r"|\b\w+: (?:true\b|\[[^]]*\])|(?<=module's )\w+|'[^' ]+'"
@@ -32,7 +32,7 @@ _PLAIN = frozenset({"DistributedDataParallel"})
 
 
 def keys() -> Mapping[str, str]:
-    """Return every key of the two configurations, with the trainer that has it."""
+    """Return every key of the two configurations, with its trainer."""
     found: dict[str, list[str]] = {}
     for name, config in (("GRPO", GRPOConfig), ("DPO", DPOConfig)):
         for field in dataclasses.fields(config):
@@ -70,7 +70,7 @@ def _marked(hint: str) -> str:
 
 
 def page_with_tables(page: str) -> str:
-    """Return a page with its tables written anew."""
+    """Return a page with new tables."""
     before, _, rest = (DOCS / page).read_text().partition(START)
     return f"{before}{START}{tables(page)}{END}{rest.partition(END)[2]}"
 

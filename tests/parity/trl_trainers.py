@@ -1,6 +1,6 @@
-"""TRL's trainers without their training: only what their loss methods ask for, so that the losses are TRL's own code.
+"""Run the loss methods of TRL's trainers without their training, so that the losses are TRL's own code.
 
-A trainer is made without its constructor, which wants data sets and a place to write to.
+Trainers are made without their constructors, which need data sets and an output folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO is announced with a warning
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns about ORPO
 
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
@@ -30,7 +30,7 @@ _STATISTICS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_to
 
 
 def _bare(trainer_class: type, model: nn.Module, **attributes: Any) -> Any:
-    """Return a trainer of one process that was never set up."""
+    """Return a trainer of one process without calling its constructor."""
     trainer = object.__new__(trainer_class)
     same = lambda value: value  # noqa: E731
     accelerator = SimpleNamespace(
@@ -52,13 +52,13 @@ def _lists() -> defaultdict[str, list[float]]:
 
 
 def fused(model: nn.Module) -> nn.Module:
-    """Return the model with the head that TRL's trainers ask for log-probabilities."""
+    """Return the model with the fused head that TRL's trainers use for log-probabilities."""
     add_fused_lm_head(model, outputs=_STATISTICS)  # type: ignore[arg-type]
     return model.train()
 
 
 class Spoken(nn.Module):
-    """A stand-in for a model with a fused head that gives these (B, S - 1) log-probabilities."""
+    """A stand-in for a model with a fused head, which returns given (B, S - 1) log-probabilities."""
 
     is_gradient_checkpointing = is_activation_checkpointing = False
 
@@ -67,7 +67,7 @@ class Spoken(nn.Module):
         self.logprobs = logprobs
 
     def forward(self, **_: Any) -> SimpleNamespace:
-        """Return the log-probabilities, and zeros for what is only logged."""
+        """Return the log-probabilities, and zeros for values that are only logged."""
         zeros = torch.zeros_like(self.logprobs)
         found = dict.fromkeys(_STATISTICS, zeros) | {"is_top1": zeros.bool(), "log_probs": self.logprobs}
         return SimpleNamespace(**found)
@@ -113,7 +113,7 @@ def orpo_loss(model: nn.Module, inputs: Mapping[str, Tensor], *, beta: float) ->
 
 
 def policy_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
-    """Return TRL's loss of GRPO of given (B, T) log-probabilities; ``settings`` are those of its configuration."""
+    """Return TRL's GRPO loss of given (B, T) log-probabilities; ``settings`` are those of its configuration."""
     known = {
         "loss_type": "grpo", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token",
         "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False, "max_completion_length": 8,
@@ -132,13 +132,13 @@ def policy_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], **settings: Any)
 
 
 def response_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
-    """Return TRL's loss of RLOO of given (B, T) log-probabilities; ``settings`` are those of its configuration."""
+    """Return TRL's RLOO loss of given (B, T) log-probabilities; ``settings`` are those of its configuration."""
     scored = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)  # noqa: E731
     trainer = _bare(RLOOTrainer, nn.Linear(1, 1).train(), _get_per_token_logps_and_entropies=scored, **settings)
     return trainer._compute_loss(trainer.model, dict(inputs))  # type: ignore[no-any-return]
 
 
 def divergence_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, beta: float, temperature: float) -> Tensor:
-    """Return TRL's loss of GKD: the mean over the (B, T) tokens of ``mask`` of a divergence of (B, T, V) logits."""
+    """Return TRL's GKD loss: a divergence of (B, T, V) logits, averaged over the (B, T) tokens of ``mask``."""
     labels = torch.where(mask, 1, -100)
     return GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=beta, temperature=temperature)  # type: ignore[no-any-return]
