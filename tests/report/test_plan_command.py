@@ -31,7 +31,7 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def refused(*arguments: str) -> str:
-    """Return the error of a command line, in the form that main() writes."""
+    """Return the error of a command line, as main() prints it."""
     with pytest.raises(ReallocError) as caught:
         cli.run(["plan", *arguments])
     return " ".join(str(caught.value).split())
@@ -64,7 +64,7 @@ def test_the_best_plan_comes_with_its_timeline_memory_and_other_plans(capsys: py
 QWEN = "layers=2,hidden=256,intermediate=512,heads=4,kv_heads=2,vocabulary=1000,tied,qk_norm"
 
 
-def test_adapters_are_counted_as_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_are_counted_as_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     lora = {"r": 4, "target_modules": "all-linear"}
     for kind, shape in ((Qwen3Config, QWEN), (LlamaConfig, TINY)):
         sizes = parse_shape(shape)
@@ -88,7 +88,7 @@ def test_adapters_are_counted_as_those_of_a_run(capsys: pytest.CaptureFixture[st
     assert fullest(adapted) < fullest(whole)
 
 
-def test_a_reward_model_takes_part_where_it_is_named_or_a_critic_is_trained() -> None:
+def test_a_reward_model_takes_part_if_it_is_named_or_a_critic_is_trained() -> None:
     common = ("--actor", TINY, *SMALL)
     for arguments, scores in (
         (("--algorithm", "grpo", "--reward", SMALLER), True),
@@ -102,7 +102,7 @@ def test_a_reward_model_takes_part_where_it_is_named_or_a_critic_is_trained() ->
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ppo", PPO), ("grpo", GRPO)])
-def test_several_reward_models_are_asked_about_as_a_run_has_them(
+def test_several_reward_models_have_the_calls_of_a_run(
     capsys: pytest.CaptureFixture[str], name: str, kind: type[PPO] | type[GRPO]
 ) -> None:
     config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
@@ -118,21 +118,21 @@ def test_several_reward_models_are_asked_about_as_a_run_has_them(
     assert re.search(r"^  reward_2.infer ", ask(capsys, *models, *SMALL, "--seconds", "0.2"), re.M)
 
 
-def test_reward_models_are_numbered_without_a_gap() -> None:
+def test_reward_models_are_numbered_without_gaps() -> None:
     common = ("--actor", TINY, *SMALL, "--model")
     text = refused(*common, f"reward_3={TINY}", "--reward", SMALLER)
     assert "these are reward, reward_3; name them in order: --model reward=..., --model reward_2=..." in text
     assert "sft has no role 'reward_2'" in refused("--algorithm", "sft", *common, f"reward_2={TINY}", "--reward", TINY)
 
 
-def test_adapters_that_cannot_be_read_are_refused() -> None:
+def test_invalid_adapters_are_refused() -> None:
     common = ("--algorithm", "ppo", "--actor", TINY, *SMALL, "--peft")
     assert "--peft names judge, but the trained roles are actor, critic" in refused(*common, "{judge: {r: 4}}")
     assert "is neither a mapping nor a folder of saved adapters; as in --peft" in refused(*common, "r=4")
     assert "peft_config has no option rank; write those of peft.LoraConfig" in refused(*common, "{r: 4, rank: 4}")
 
 
-def test_inference_apart_shows_in_the_timeline_and_gains_by_portions(
+def test_separate_inference_shows_in_the_timeline_and_gains_from_chunks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     apart = tmp_path / "apart.yaml"
@@ -152,7 +152,7 @@ def test_inference_apart_shows_in_the_timeline_and_gains_by_portions(
         assert "--generation-chunks=0 must be at least 1" in refused(*question, "--generation-parts", "0")
 
 
-def test_a_small_space_is_searched_to_its_end_and_its_plan_is_saved(
+def test_a_small_space_is_searched_completely_and_its_plan_is_saved(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.yaml"
@@ -166,7 +166,7 @@ def test_a_small_space_is_searched_to_its_end_and_its_plan_is_saved(
     assert "peak of rank 0-1: " in checked
 
 
-def test_a_plan_that_one_layout_serves_has_the_narrower_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_with_one_layout_has_the_smaller_error(capsys: pytest.CaptureFixture[str]) -> None:
     text = ask(capsys, "--actor", TINY, "--cluster", "a100-80g:1x1", "--batch", "16")
     assert "(-5% to +13%: " in text
     assert "the error is unknown" in ask(capsys, "--actor", SMALLER, "--cluster", "cpu:1x1", "--batch", "4")
@@ -193,7 +193,7 @@ def test_two_plans_are_compared_call_by_call(capsys: pytest.CaptureFixture[str],
     assert "A does not fit: rank 0 lacks" in text
 
 
-def test_a_sweep_tells_cost_and_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_shows_costs_and_cluster_sizes_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     large = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
     text = ask(
         capsys, "--actor", large, "--cluster", "a100-80g:1x2", "--sweep", "nodes=1,2,4", "--seconds", "1",
@@ -226,7 +226,7 @@ def test_models_come_from_folders_files_and_built_in_shapes(capsys: pytest.Captu
     assert len(set(answers)) == 1
 
 
-def test_mixtures_of_experts_are_planned_where_their_config_says_how_they_work(
+def test_mixtures_of_experts_are_planned_if_their_config_describes_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config = {
@@ -259,7 +259,7 @@ def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[
     assert f"actor, critic: {TINY}\n" in text and "reward.infer" not in text and "reference.infer" not in text
     assert "reference.infer" not in ask(capsys, "--model", f"actor={TINY}", *SMALL)
     text = ask(capsys, "--actor", TINY, "--algorithm", "dpo", *SMALL)
-    # The actor scores before the step where a loss compares ranks, and for held-out data.
+    # The actor scores before the step only if a loss compares ranks, and for held-out data.
     timeline = text.split("Timeline")[1].split("Memory")[0]
     assert f"reference, actor: {TINY}" in text and "reference.infer" in timeline and "actor.infer" not in timeline
     assert "reward.train" in ask(capsys, "--reward", TINY, "--algorithm", "reward", *SMALL)
@@ -267,7 +267,7 @@ def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[
 
 LARGE = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
 WHOLE = ("--actor", LARGE, "--reference", "none", "--batch", "16", "--memory-per-device", "20GiB")
-"""25 GiB in float32 while it is built, and a few GiB on each of 16 devices."""
+"""A model of 25 GiB in float32 while it is built, and of a few GiB on each of 16 devices."""
 
 
 def code_and_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -275,7 +275,7 @@ def code_and_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[
     return cli.run(["plan", *arguments]), capsys.readouterr().out
 
 
-def test_a_plan_that_cannot_start_says_so_first_and_ends_with_code_3(
+def test_a_plan_that_cannot_start_is_reported_first_and_ends_with_code_3(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.yaml"
@@ -310,7 +310,7 @@ def test_plans_that_can_start_end_with_code_0(capsys: pytest.CaptureFixture[str]
         assert code == 0 and "cannot start" not in text
 
 
-def test_head_room_is_kept_said_and_settable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_headroom_is_kept_reported_and_configurable(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--actor", TINY, "--cluster", "a100-80g:1x1", "--memory-per-device", "700MiB", "--batch", "16",
              "--seconds", "0.3")  # fmt: skip
 
@@ -372,7 +372,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
-def test_a_mistake_is_told_with_the_way_out(arguments: tuple[str, ...], message: str) -> None:
+def test_a_mistake_is_reported_with_the_way_out(arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(*arguments)
 
 
@@ -394,7 +394,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_command_quietly() -> None:
         assert process.wait() == 1
 
 
-def test_a_budget_that_is_too_small_tells_the_smallest_cluster_that_would_do(
+def test_a_budget_that_is_too_small_names_the_smallest_sufficient_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = ("--actor", TINY, "--memory-per-device", "200MiB", "--headroom", "0", "--batch", "16", "--seconds", "1")
