@@ -21,7 +21,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int], *, seconds: float = 5.0) -> list[int]:
-    """Return the processes that still run after that time."""
+    """Return the processes that still run after ``seconds``."""
     until = time.monotonic() + seconds
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
         time.sleep(0.02)
@@ -75,18 +75,18 @@ async def in_turn(completions: list[str], **columns: Any) -> list[float]:
 
 
 def process_ids(completions: list[str], **columns: Any) -> list[float]:
-    """Return this worker's process id, after a wait that lets other workers answer as well."""
+    """Return this worker's process id, after a wait that lets other workers take part."""
     time.sleep(0.1)
     return [float(os.getpid())] * len(completions)
 
 
 def wants_gold(completions: list[str], gold: list[str]) -> list[float]:
-    """A function with exactly two arguments."""
+    """Return 1 for equal texts; a function with exactly two arguments."""
     return [float(text == right) for text, right in zip(completions, gold, strict=True)]
 
 
 class Scaled:
-    """A callable object with settings, as YAML constructs them."""
+    """A callable object with settings, like those constructed from YAML."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -97,7 +97,7 @@ class Scaled:
 
 
 class Unloadable:
-    """Object that can be pickled, but not unpickled."""
+    """An object that can be pickled, but not unpickled."""
 
     def __setstate__(self, state: object) -> None:
         raise ImportError("libjudge.so is missing")

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """Answer to one request; ``content`` None returns the lengths of the completions."""
+    """A response to one request; ``content`` None returns the lengths of the completions."""
 
     status: int = 200
     content: Any = None
@@ -63,7 +63,7 @@ def reward_server(answer: Callable[[int, dict[str, Any]], Answer] = lambda numbe
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
-            except OSError:  # who asked has given up
+            except OSError:  # the client has closed the connection
                 pass
 
         def log_message(self, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""CodeTests rewards programs for the tests that they pass, whatever else they do."""
+"""CodeTests rewards programs for the tests that they pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_programs_that_pass_are_rewarded() -> None:
     assert judge([SQUARE, SQUARE], [TESTS[0], None]) == [1.0, None]
 
 
-def test_programs_that_read_and_write_are_compared_by_what_they_write() -> None:
+def test_programs_that_read_and_write_are_compared_by_their_output() -> None:
     code = "import sys\na, b = map(int, input().split())\nprint(a + b, ' ')\nprint('note', file=sys.stderr)\n"
     cases = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "5"}]
     assert judge([code], [cases], score="share") == [0.5]
@@ -47,14 +47,12 @@ def test_programs_that_read_and_write_are_compared_by_what_they_write() -> None:
         "import atexit, os; atexit.register(os._exit, 0)\ndef square(x): return 0",
     ],
 )
-def test_ending_early_is_not_passing(code: str) -> None:
+def test_exiting_early_fails_the_tests(code: str) -> None:
     assert judge([code], [TESTS]) == [0.0]
 
 
-def test_what_goes_over_limits_earns_nothing_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests use the real one meanwhile
+def test_programs_over_limits_earn_nothing_and_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests use the real folder at the same time
     codes = ["x = bytearray(2**31)", "while True: print('x' * 9999)", SQUARE]
     assert judge(codes, [TESTS[0]] * 3) == [0.0, 0.0, 1.0]
     assert judge(["while True: pass"], [TESTS[0]], wall_s=1.0) == [0.0]
@@ -77,7 +75,7 @@ def test_the_code_is_the_last_block_of_python(text: str, code: str) -> None:
     assert extract_code(text) == code
 
 
-def test_it_is_a_reward_function_for_conversations_too() -> None:
+def test_conversations_are_rewarded_too() -> None:
     functions = RewardFunctions(CodeTests(column="checks"))
     with pytest.raises(RewardError, match=r"'CodeTests' needs the columns \['checks'\]"):
         functions.check_columns(["tests"])
@@ -86,10 +84,10 @@ def test_it_is_a_reward_function_for_conversations_too() -> None:
     assert functions(prompts, [f"```python\n{SQUARE}```"], [[1]], {"checks": [TESTS]}).total.tolist() == [1.0]
 
 
-def test_a_start_tells_what_would_make_every_test_fail(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_start_reports_causes_that_would_fail_every_test(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING):
         CodeTests().start()
-    assert len(caplog.records) <= 1  # where no namespaces can be made
+    assert len(caplog.records) <= 1  # on systems without namespaces
     with pytest.raises(RewardError, match=r"CodeTests cannot run /no/python within .* another interpreter"):
         CodeTests(interpreter="/no/python").start()
     with pytest.raises(RewardError, match=r"(?s)CodeTests cannot run .*raise the limits"):
@@ -108,7 +106,7 @@ def test_a_start_tells_what_would_make_every_test_fail(caplog: pytest.LogCapture
         ({}, [{"input": "3"}], "must be Python, or a mapping"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], tests: list[Any], rule: str) -> None:
+def test_invalid_options_and_tests_are_refused(options: dict[str, Any], tests: list[Any], rule: str) -> None:
     with pytest.raises(RewardError, match=rule):
         CodeTests(**options)([""] * len(tests), [""] * len(tests), tests=tests)
 

@@ -1,4 +1,4 @@
-"""Reward functions: weights, columns, conversations, and messages for broken functions."""
+"""Reward functions: weights, columns, conversations, and errors of broken functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def returning(value: object) -> Callable[..., Any]:
     return broken
 
 
-def test_rewards_are_the_weighted_sum_of_what_applies() -> None:
+def test_rewards_are_the_weighted_sum_of_the_functions_that_apply() -> None:
     # exact_match 1 and 0, length 2 and 4, only_first 10 and none:
     # 1 * 1 + 0.5 * 2 + 2 * 10 = 22;  1 * 0 + 0.5 * 4 = 2
     rewards = _judge(exact_match, length, only_first, weights=[1.0, 0.5, 2.0], answer=["2", 3])
@@ -74,7 +74,7 @@ def test_conversations_get_their_completions_as_messages() -> None:
     assert rewards.total.tolist() == [1.0, 2.0]
 
 
-def test_what_the_assistant_had_begun_to_say_is_part_of_its_completion() -> None:
+def test_the_beginning_of_an_answer_in_the_prompt_is_part_of_its_completion() -> None:
     seen: dict[str, Any] = {}
 
     def spy(prompts: Any, completions: Any, **columns: Any) -> list[int]:
@@ -88,7 +88,7 @@ def test_what_the_assistant_had_begun_to_say_is_part_of_its_completion() -> None
     assert seen["completions"] == [[{"role": "assistant", "content": f"It is {text}"}] for text in COMPLETIONS]
 
 
-def test_a_function_may_name_just_what_it_needs() -> None:
+def test_a_function_may_name_only_the_columns_that_it_needs() -> None:
     def right(completions: list[str], answer: list[str]) -> list[bool]:
         return [text == wanted for text, wanted in zip(completions, answer, strict=True)]
 
@@ -121,18 +121,18 @@ def test_a_function_may_name_just_what_it_needs() -> None:
         (None, "'broken' must return a list of numbers; it returned None"),
     ],
 )
-def test_what_is_no_reward_is_refused_with_function_prompt_and_completion(value: object, rule: str) -> None:
+def test_invalid_rewards_are_refused_with_function_prompt_and_completion(value: object, rule: str) -> None:
     with pytest.raises(RewardError, match=rule):
         _judge(returning(value))
 
 
-def test_the_largest_float32_is_a_reward_and_a_sum_beyond_it_is_none() -> None:
+def test_the_largest_float32_is_a_reward_and_a_larger_sum_is_refused() -> None:
     largest = torch.finfo(torch.float32).max
     assert _judge(returning([largest, -largest])).total.tolist() == [largest, -largest]
     rule = r"a weighted sum of rewards must be at most 3\.4e38, in float32; it is inf for the completion ' 4\\n' of the"
     with pytest.raises(RewardError, match=rule):
         RewardFunctions(returning([1.0, 1e38]), weights=[10.0])(PROMPTS, COMPLETIONS, IDS, {})
-    # One too large and one too small a part are no sum either, nor a response that nobody could judge.
+    # inf - inf is refused as a sum, and does not count as a missing reward.
     both = [returning([1e38, 1.0]), returning([-1e38, 1.0])]
     with pytest.raises(RewardError, match=r"it is nan for the completion '2' of the prompt"):
         RewardFunctions(both, weights=[10.0, 10.0])(PROMPTS, COMPLETIONS, IDS, {})
@@ -149,7 +149,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
     ) as info:
         _judge(failing)
     assert isinstance(info.value.__cause__, KeyError)
-    with pytest.raises(RewardError, match=r"it was given 3 completions of the prompt '1\+1='$"):  # a group shares it
+    with pytest.raises(RewardError, match=r"it was given 3 completions of the prompt '1\+1='$"):  # one for a group
         RewardFunctions(failing)(["1+1="] * 3, ["2", "3", "4"], [[1], [2], [3]], {})
 
 
@@ -190,7 +190,7 @@ class Meeting:
         return [float(self.others)] * len(completions)
 
 
-def test_coroutine_functions_wait_together_while_others_run() -> None:
+def test_coroutine_functions_run_concurrently_with_the_others() -> None:
     Meeting.begun = 0
     meetings = [Meeting(3), Meeting(3)]
 
@@ -204,13 +204,13 @@ def test_coroutine_functions_wait_together_while_others_run() -> None:
     assert functions(PROMPTS, COMPLETIONS, IDS, {}).total.tolist() == [7.0, 7.0]
     assert functions(PROMPTS, COMPLETIONS, IDS, {}).total.tolist() == [7.0, 7.0]
     assert list(functions(PROMPTS, COMPLETIONS, IDS, {}).by_function) == ["Meeting", "Meeting_2", "plain"]
-    (loop_thread,) = set(meetings[0].threads + meetings[1].threads)  # one loop, the same for all batches
+    (loop_thread,) = set(meetings[0].threads + meetings[1].threads)  # one event loop for all batches
     assert loop_thread != threading.get_ident()
     functions.close()
     assert loop_thread not in {thread.ident for thread in threading.enumerate()}
 
 
-def test_a_failing_coroutine_function_is_named_and_the_others_are_given_up() -> None:
+def test_a_failing_coroutine_function_is_named_and_the_others_are_cancelled() -> None:
     ended: list[str] = []
 
     async def failing(**columns: Any) -> list[float]:
@@ -236,7 +236,7 @@ def test_a_failing_coroutine_function_is_named_and_the_others_are_given_up() -> 
         _judge(short)
 
 
-def test_what_trl_hands_to_functions_besides_data_is_there() -> None:
+def test_trls_extra_arguments_are_given_to_functions() -> None:
     def late(completions: list[str], trainer_state: Any, log_extra: Any, log_metric: Any) -> list[float]:
         log_extra("text", completions)
         log_metric("share", 0.5)
@@ -249,7 +249,7 @@ def test_what_trl_hands_to_functions_besides_data_is_there() -> None:
 
 
 class Flaky:
-    """Fails for the first completion."""
+    """A function that fails for the first completion."""
 
     def __init__(self, on_failure: str) -> None:
         self.on_failure = on_failure
@@ -258,7 +258,7 @@ class Flaky:
         return [Failed("the wire was cut"), *[2.0] * (len(completions) - 1)]
 
 
-def test_a_sample_that_a_function_fails_on_has_no_reward_where_it_may(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_sample_has_no_reward_if_failures_are_masked(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         rewards = _judge(Flaky("mask"), length)
     assert math.isnan(rewards.total[0]) and rewards.total[1] == 6.0  # 2 + 4 tokens
@@ -270,7 +270,7 @@ def test_a_sample_that_a_function_fails_on_has_no_reward_where_it_may(caplog: py
     assert _judge(length).failed == {}
 
 
-def test_functions_that_need_to_are_started_and_closed() -> None:
+def test_functions_with_start_and_close_are_started_and_closed() -> None:
     class Server:
         calls: list[str] = []  # noqa: RUF012
 

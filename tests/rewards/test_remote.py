@@ -27,9 +27,9 @@ def judge(reward: RemoteReward, completions: list[str], **columns: list[Any]) ->
         functions.close()
 
 
-def test_batches_are_sent_as_documented_and_put_together_in_order() -> None:
+def test_batches_are_sent_as_documented_and_results_keep_the_order() -> None:
     def lengths_but_of_b(number: int, asked: dict[str, Any]) -> Answer:
-        time.sleep(0.05 * (len(asked["completions"][0]) < 3))  # the first is answered last
+        time.sleep(0.05 * (len(asked["completions"][0]) < 3))  # the first batch is answered last
         return Answer(content={"rewards": [None if text == "bb" else len(text) for text in asked["completions"]]})
 
     def one(completions: list[str], **columns: Any) -> list[float]:
@@ -41,7 +41,7 @@ def test_batches_are_sent_as_documented_and_put_together_in_order() -> None:
         columns = {"gold": [1, 2, 3], "level": ["x", None, "z"]}
         rewards = functions(["p", "q", "r"], ["a", "bb", "ccc"], [[1], [2], [3]], columns)
         functions.close()
-    assert rewards.total.tolist() == [2.0, 1.0, 4.0]  # null: does not apply
+    assert rewards.total.tolist() == [2.0, 1.0, 4.0]  # null: the function does not apply
     assert sorted(log.requests, key=lambda asked: str(asked["prompts"])) == [
         {"prompts": ["p", "q"], "completions": ["a", "bb"], "columns": {"gold": [1, 2], "level": ["x", None]}},
         {"prompts": ["r"], "completions": ["ccc"], "columns": {"gold": [3], "level": ["z"]}},
@@ -66,7 +66,7 @@ def test_columns_are_sent_by_name_and_the_token_comes_from_the_environment(monke
     assert log.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_no_more_requests_at_a_time_than_allowed() -> None:
+def test_concurrent_requests_are_limited() -> None:
     with reward_server(lambda number, asked: Answer(delay_s=0.02)) as log:
         rewards = judge(RemoteReward(log.url, batch_size=1, concurrency=3), ["a"] * 12)
     assert rewards.total.tolist() == [1.0] * 12
@@ -74,13 +74,13 @@ def test_no_more_requests_at_a_time_than_allowed() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_pass_is_asked_again(status: int) -> None:
+def test_requests_with_temporary_errors_are_repeated(status: int) -> None:
     with reward_server(lambda number, asked: Answer(status if number < 2 else 200)) as log:
         assert judge(RemoteReward(log.url, retries=QUICK), ["abc"]).total.tolist() == [3.0]
     assert len(log.requests) == 3
 
 
-def test_a_server_that_asks_for_time_gets_it_from_all_requests() -> None:
+def test_retry_after_delays_all_requests() -> None:
     def busy_at_first(number: int, asked: dict[str, Any]) -> Answer:
         return Answer(429, headers={"Retry-After": "1"}) if number == 0 else Answer()
 
@@ -88,10 +88,10 @@ def test_a_server_that_asks_for_time_gets_it_from_all_requests() -> None:
         reward = RemoteReward(log.url, batch_size=1, concurrency=1, retries=QUICK)
         assert judge(reward, ["a", "bb", "ccc"]).total.tolist() == [1.0, 2.0, 3.0]
     assert len(log.times) == 4
-    assert all(later - log.times[0] >= 0.99 for later in log.times[1:])  # also those that were never refused
+    assert all(later - log.times[0] >= 0.99 for later in log.times[1:])  # also those without an error
 
 
-def test_a_server_that_asks_for_too_much_time_is_given_up() -> None:
+def test_a_server_with_too_long_a_retry_after_is_given_up() -> None:
     with (
         reward_server(lambda number, asked: Answer(503, headers={"Retry-After": "600"})) as log,
         pytest.raises(RewardError, match=r"1 of 1 completions could not be judged; http://127.0.0.1:\d+/judge: it"),
@@ -100,13 +100,13 @@ def test_a_server_that_asks_for_too_much_time_is_given_up() -> None:
     assert len(log.requests) == 1
 
 
-def test_a_slow_server_is_asked_again_and_given_up_in_time() -> None:
+def test_a_slow_server_is_retried_and_given_up_in_time() -> None:
     with reward_server(lambda number, asked: Answer(delay_s=30.0)) as log:
         began = time.monotonic()
         rule = r"in 3 attempts: no answer within timeout_s=0\.1 seconds; set on_failure='mask' to"
         with pytest.raises(RewardError, match=rule):
             judge(RemoteReward(log.url, timeout_s=0.1, retries=Retries(count=2, first_wait_s=0.01)), ["a"])
-        assert time.monotonic() - began < 20.0  # one answer takes 30
+        assert time.monotonic() - began < 20.0  # one response takes 30 seconds
     assert len(log.requests) == 3
 
 
@@ -125,13 +125,13 @@ def test_a_slow_server_is_asked_again_and_given_up_in_time() -> None:
         (Answer(content={"rewards": [10**400]}), "finite numbers or null; it answered 10000"),
     ],
 )
-def test_what_repeating_cannot_mend_is_told_at_once(answer: Answer, reason: str) -> None:
+def test_permanent_errors_are_raised_without_a_retry(answer: Answer, reason: str) -> None:
     with reward_server(lambda number, asked: answer) as log, pytest.raises(RewardError, match=reason):
         judge(RemoteReward(log.url, retries=QUICK), ["a"])
     assert len(log.requests) == 1
 
 
-def test_a_server_that_fails_midway_costs_the_samples_of_its_request() -> None:
+def test_a_failed_request_costs_only_its_own_samples() -> None:
     def fails_for_long_ones(number: int, asked: dict[str, Any]) -> Answer:
         return Answer(500 if max(map(len, asked["completions"])) > 2 else 200)
 
@@ -141,10 +141,10 @@ def test_a_server_that_fails_midway_costs_the_samples_of_its_request() -> None:
     assert rewards.failed["judge"].tolist() == [False, False, True, True, False]
     assert torch.equal(rewards.total.isnan(), rewards.failed["judge"])
     assert rewards.total[[0, 1, 4]].tolist() == [1.0, 2.0, 2.0]
-    assert len(log.requests) == 2 + 4  # one of them four times
+    assert len(log.requests) == 2 + 4  # one request is sent four times
 
 
-def test_a_run_that_is_to_end_does_not_ask_about_the_other_completions() -> None:
+def test_a_run_that_ends_sends_no_further_requests() -> None:
     with reward_server(lambda number, asked: Answer(400 if asked["completions"] == ["a"] else 200)) as log:
         reward = RemoteReward(log.url, batch_size=1, concurrency=1, name="judge")
         with pytest.raises(RewardError, match=r"judge: 1 of 40 completions could not be judged; http.* answered 400"):
@@ -152,7 +152,7 @@ def test_a_run_that_is_to_end_does_not_ask_about_the_other_completions() -> None
         assert len(log.requests) < 30
 
 
-def test_a_server_that_is_gone_ends_the_run_even_where_failures_are_masked() -> None:
+def test_an_unreachable_server_ends_the_run_even_if_failures_are_masked() -> None:
     with reward_server() as log:
         reward = RemoteReward(log.url, retries=Retries(count=0), on_failure="mask", give_up_after=2)
         assert judge(reward, ["a"]).total.tolist() == [1.0]
@@ -161,7 +161,7 @@ def test_a_server_that_is_gone_ends_the_run_even_where_failures_are_masked() -> 
         judge(reward, ["a"])
 
 
-def test_a_run_starts_only_with_a_server_that_answers() -> None:
+def test_a_run_starts_only_if_the_server_responds() -> None:
     before = set(threading.enumerate())
     with reward_server() as log:
         RewardFunctions(RemoteReward(log.url)).start()
@@ -170,7 +170,7 @@ def test_a_run_starts_only_with_a_server_that_answers() -> None:
     rule = rf"the reward server at {log.url} cannot be used: .*Cannot connect.*; start it before the run, or correct"
     with pytest.raises(RewardError, match=rule):
         RewardFunctions(RemoteReward(log.url)).start()
-    assert time.monotonic() - began < 20.0  # it is asked once
+    assert time.monotonic() - began < 20.0  # the start is not retried
     with reward_server(lambda number, asked: Answer(401)) as log, pytest.raises(RewardError, match="it answered 401"):
         RemoteReward(log.url).start()
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards"]

@@ -15,7 +15,7 @@ NOON = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 
 
 class Longest(random.Random):
-    """Random source that returns the upper bound."""
+    """A random source that returns the upper bound."""
 
     def uniform(self, a: float, b: float) -> float:
         return b
@@ -29,13 +29,13 @@ def test_waits_double_up_to_a_bound_and_end() -> None:
     assert Retries(count=2000, max_wait_s=3.0).wait_s(1999, None, Longest()) == 3.0
 
 
-def test_waits_are_spread_over_half_of_their_length() -> None:
+def test_waits_are_spread_over_the_upper_half_of_their_length() -> None:
     rng = random.Random(0)
     waits = [Retries(first_wait_s=2.0).wait_s(0, None, rng) or 0.0 for _ in range(200)]
     assert 1.0 <= min(waits) < 1.1 and 1.9 < max(waits) <= 2.0
 
 
-def test_what_the_server_asks_for_is_the_least_and_too_much_ends_it() -> None:
+def test_retry_after_is_the_shortest_wait_and_too_long_ends_retries() -> None:
     retries = Retries(first_wait_s=0.5, max_wait_s=60.0)
     assert retries.wait_s(0, 7.0, Longest()) == 7.0
     assert retries.wait_s(0, 0.0, Longest()) == 0.5

@@ -1,4 +1,4 @@
-"""Shaped rewards by hand."""
+"""Scaled and bounded rewards, and the overlong penalty, by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_overlong_penalty_grows_over_the_buffer() -> None:
 
 
 class Judge:
-    """Requires a column, and fails for one completion."""
+    """A function that needs a column and may fail for a completion."""
 
     on_failure = "mask"
 
@@ -60,7 +60,7 @@ def test_rewards_are_scaled_and_then_bounded() -> None:
     shaped = functions.functions[0](completions=[""] * 5, prompts=[""] * 5, completion_ids=[[]] * 5, **columns)
     assert shaped == [-1.0, 2.0, 3.0, None, Failed("gone")]
     rewards = functions(["?"] * 3, ["a"] * 3, [[1]] * 3, {"value": values[:3]})
-    # bounded 2 * value, less value
+    # 2 * value within bounds, less value
     assert rewards.total.tolist() == [3.0, 1.0, -1.0]
     assert list(rewards.by_function) == ["Judge", "later"] and list(rewards.failed) == ["Judge"]
     functions.close()
@@ -68,7 +68,7 @@ def test_rewards_are_scaled_and_then_bounded() -> None:
 
 
 @pytest.mark.parametrize("value", [[1.0, math.inf], [1.0, math.nan], [1e39, 1.0], {0: 1.0, 1: 2.0}])
-def test_bounds_make_no_reward_of_what_is_none(value: Any) -> None:
+def test_invalid_rewards_are_refused_before_bounds_apply(value: Any) -> None:
     given = {"prompts": ["?"] * 2, "completions": ["a"] * 2, "value": value}
     with pytest.raises(RewardError, match=r"reward function 'Judge' must return .*; it returned"):
         Shaped(Judge(), low=0.0, high=1.0)(**given)

@@ -1,4 +1,4 @@
-"""Verifiers on right, wrong and odd answers."""
+"""Verifiers on correct, wrong and unusual answers."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_any_text_has_a_final_number_or_none(text: str) -> None:
 
 
 @given(st.integers(-(10**12), 10**12), st.text(alphabet="abc ,.\n", max_size=10))
-def test_a_number_is_found_as_it_was_written(number: int, around: str) -> None:
+def test_a_number_is_found_with_and_without_separators(number: int, around: str) -> None:
     assert final_number(f"{around} {number} ") == number
     assert final_number(f"{around} {number:,} ") == number
 
 
-def test_boxes_hold_braces() -> None:
+def test_boxes_may_hold_braces() -> None:
     assert last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{1} \boxed{2") == "1"
     assert last_boxed("1") is None
@@ -96,7 +96,7 @@ def test_without_math_verify_plain_numbers_are_compared() -> None:
         NumericAnswer(reader="math-verify")
 
 
-def test_patterns_are_searched_for() -> None:
+def test_regular_expressions_are_searched_for() -> None:
     assert judge(Regex(r"^\d+$"), "12", "12a", "") == [1.0, 0.0, 0.0]
     assert judge(Regex("(?is)yes.no"), "well, YES\nno.", "no yes") == [1.0, 0.0]
     with pytest.raises(RewardError, match=r"pattern='\(' is not a regular expression"):
@@ -126,13 +126,13 @@ def test_a_format_is_its_tags_in_order_and_nothing_else(text: str, reward: float
         assert judge(Format(prompt_opens=True), text.lstrip().removeprefix("<think>")) == [reward]
 
 
-def test_a_format_is_checked_in_time_that_grows_with_the_text_alone() -> None:
+def test_a_format_is_checked_in_linear_time() -> None:
     long = "\n" * 100_000
     assert judge(Format(prompt_opens=True), long, long + "</think>") == [0.0, 0.0]
     assert judge(Format(), long, f"<think>{long}a", f"<think>a</think>{long}b") == [0.0, 0.0, 0.0]
 
 
-def test_other_tags_and_none() -> None:
+def test_a_format_may_have_other_tags_but_at_least_one() -> None:
     assert judge(Format(["a.b"]), "<a.b>x</a.b>", "<acb>x</acb>") == [1.0, 0.0]
     for tags in ([], "think"):
         with pytest.raises(RewardError, match="must be a list of at least one name"):
@@ -151,7 +151,7 @@ def test_lengths_are_counted_in_their_unit() -> None:
         Length(unit="bytes")  # type: ignore[arg-type]
 
 
-def test_conversations_are_judged_by_their_last_message() -> None:
+def test_the_last_message_of_a_conversation_is_checked() -> None:
     messages = [[{"role": "assistant", "content": "4"}]]
     for function in (NumericAnswer(reader="plain"), exact_match, Regex("4"), Length(maximum=1, unit="characters")):
         assert function(prompts=[""], completions=messages, completion_ids=[[1]], answer=["4"]) == [1.0]  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Sandbox: programs that loop, allocate, flood, fork and hide stay within limits and leave no process behind."""
+"""Limits of the sandbox for programs that loop, allocate, flood or fork, and the end of all their processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(code: str, folder: Path, *, namespaces: bool = True, **limits: float) ->
 
 
 def running_in(folder: Path) -> list[int]:
-    """Return the processes whose home is ``folder``, whatever session or parent they have."""
+    """Return the processes whose home is ``folder``, in any session and with any parent."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -38,7 +38,7 @@ def running_in(folder: Path) -> list[int]:
     return found
 
 
-def test_a_program_ends_as_it_does_and_knows_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_keeps_its_exit_code_and_gets_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     ending = run("import os, sys; print(os.getcwd(), os.environ.get('HF_TOKEN')); sys.exit(3)", tmp_path)
     assert (ending.exit_code, ending.reason) == (3, "")
@@ -58,7 +58,7 @@ def test_a_program_ends_as_it_does_and_knows_little(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
-def test_what_takes_too_long_is_ended(tmp_path: Path, namespaces: bool) -> None:
+def test_a_program_over_its_time_limit_is_ended(tmp_path: Path, namespaces: bool) -> None:
     began = time.monotonic()
     waits = run("import time; print('here', flush=True); time.sleep(60)", tmp_path, wall_s=3.0, namespaces=namespaces)
     assert (waits.exit_code, waits.reason, waits.output) == (None, "it took more than 3 seconds", "here\n")
@@ -68,7 +68,7 @@ def test_what_takes_too_long_is_ended(tmp_path: Path, namespaces: bool) -> None:
     assert running_in(tmp_path) == []
 
 
-def test_what_takes_too_much_is_refused_or_ended(tmp_path: Path) -> None:
+def test_a_program_over_its_size_limits_is_refused_or_ended(tmp_path: Path) -> None:
     hoards = run("x = bytearray(2**29)", tmp_path)
     assert hoards.exit_code == 1 and "MemoryError" in hoards.output
     writes = run("open('big', 'wb').write(bytes(2**17))", tmp_path)
@@ -79,7 +79,7 @@ def test_what_takes_too_much_is_refused_or_ended(tmp_path: Path) -> None:
     assert len(floods.output) == 2**12
 
 
-# Each doubles six times, to 64 at most, and then waits: enough to go over the limit, too few to harm.
+# Each forks six times, to 64 processes at most, and then waits: enough for the limit, too few to harm.
 FORKS = "import os, time\nfor _ in range(6): os.fork()\ntime.sleep(60)"
 DAEMON = """
 import os, time
@@ -102,8 +102,8 @@ time.sleep(60)
 """
 
 
-# As many as there are tokens in all, whoever is killed: no more than the machine bears. Each computes, so that whoever
-# watches has to wait for its turn, and has a session of its own, so that no signal reaches two of them.
+# At most as many processes as there are tokens, whichever are killed, so that the machine can bear them. Each one
+# computes, so that the supervisor competes for the CPU, and has its own session, so that no signal reaches two of them.
 BOMB = """
 import os, time
 there, tokens = os.pipe()
@@ -123,17 +123,17 @@ while time.monotonic() < end:
 
 @linux
 @pytest.mark.parametrize("namespaces", [True, False])
-def test_a_bomb_is_over_soon_after_it_is_seen(tmp_path: Path, namespaces: bool) -> None:
+def test_a_fork_bomb_is_ended_soon_after_its_detection(tmp_path: Path, namespaces: bool) -> None:
     began = time.monotonic()
     ending = run(BOMB, tmp_path, namespaces=namespaces, wall_s=15.0)
     spent = time.monotonic() - began
     assert running_in(tmp_path) == []
     assert "more than 6 processes" in ending.reason or "BlockingIOError" in ending.output, ending
-    assert spent < 8.0  # they would compute for 20
+    assert spent < 8.0  # they would compute for 20 seconds
 
 
-def test_a_program_is_as_nice_as_who_runs_it(tmp_path: Path) -> None:
-    # Who watches it comes before others where the system lets it.
+def test_a_program_has_the_niceness_of_its_caller(tmp_path: Path) -> None:
+    # Its supervisor has a higher priority where the system allows it.
     assert run("import os; print(os.getpriority(os.PRIO_PROCESS, 0))", tmp_path).output == (
         f"{os.getpriority(os.PRIO_PROCESS, 0)}\n"
     )
@@ -141,10 +141,10 @@ def test_a_program_is_as_nice_as_who_runs_it(tmp_path: Path) -> None:
 
 @linux
 @pytest.mark.parametrize("namespaces", [True, False])
-def test_no_more_processes_than_allowed_and_none_is_left(tmp_path: Path, namespaces: bool) -> None:
+def test_the_number_of_processes_is_limited_and_none_remains(tmp_path: Path, namespaces: bool) -> None:
     began = time.monotonic()
     forks = run(FORKS, tmp_path, namespaces=namespaces)
-    # As an ordinary user in namespaces of its own fork() fails; else it is seen and ended.
+    # For an ordinary user in separate namespaces fork() fails; otherwise the supervisor ends the program.
     assert "more than 6 processes" in forks.reason or "BlockingIOError" in forks.output, forks
     assert running_in(tmp_path) == []
     for code in (DAEMON, STUBBORN):
@@ -152,7 +152,7 @@ def test_no_more_processes_than_allowed_and_none_is_left(tmp_path: Path, namespa
         assert (ending.exit_code, ending.reason) == (0, ""), ending
         assert running_in(tmp_path) == []
     assert (tmp_path / "there").exists()  # there was a daemon
-    assert time.monotonic() - began < 40.0  # daemons sleep for 60
+    assert time.monotonic() - began < 40.0  # daemons sleep for 60 seconds
 
 
 KILLED = """
@@ -169,7 +169,7 @@ run_limited(command, folder=Path(sys.argv[1]), limits=limits, namespaces=len(sys
 
 @linux
 @pytest.mark.parametrize("without", [[], ["namespaces"]])
-def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path, without: list[str]) -> None:
+def test_a_program_ends_when_the_run_is_killed(tmp_path: Path, without: list[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), *without]) as killed:
         until = time.monotonic() + 20.0
         while not (tmp_path / "here").exists() and time.monotonic() < until:
@@ -183,7 +183,7 @@ def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path, without: list[
 
 
 @linux
-def test_in_namespaces_of_its_own_a_program_has_no_network_and_no_neighbours(tmp_path: Path) -> None:
+def test_separate_namespaces_hide_the_network_and_other_processes(tmp_path: Path) -> None:
     code = "import os, socket; print(os.getpid(), flush=True); socket.create_connection(('127.0.0.1', 9), 1)"
     ending = run(code, tmp_path)
     if not ending.isolated:

@@ -1,4 +1,4 @@
-"""PooledReward: the same rewards as in process; calls that hang, crash or leave processes behind are limited."""
+"""PooledReward: the rewards of the function in order, and limits for calls that hang, crash or leave processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def judge(reward: PooledReward, completions: list[str], **columns: Any) -> list[
     return reward(prompts=["?"] * len(completions), completions=completions, completion_ids=ids, **columns)
 
 
-def test_processes_say_what_the_function_says_in_order() -> None:
+def test_worker_processes_return_the_functions_rewards_in_order() -> None:
     texts = ["a", "bb", "ccc", "dddd", "eeeee"]
     with pooled(workers=2, chunk_size=2) as reward:
         assert reward.__name__ == "obedient"
@@ -52,7 +52,7 @@ def test_processes_say_what_the_function_says_in_order() -> None:
         assert judge(reward, texts) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_work_is_spread_and_columns_are_handed_on_as_they_are_asked_for() -> None:
+def test_work_is_spread_and_only_requested_columns_are_sent() -> None:
     with pooled(judges.process_ids, workers=2) as reward:
         reward.start()
         assert {int(pid) for pid in judge(reward, ["a"] * 6) if isinstance(pid, float)} == set(reward.pids)
@@ -67,7 +67,7 @@ def test_work_is_spread_and_columns_are_handed_on_as_they_are_asked_for() -> Non
         assert reward.pids == ()
 
 
-def test_what_hangs_or_crashes_fails_alone_and_is_replaced() -> None:
+def test_a_call_that_hangs_or_crashes_fails_alone_and_its_worker_is_replaced() -> None:
     with pooled(workers=2, deadline_s=3.0, on_failure="mask") as reward:
         reward.start()
         before = reward.pids
@@ -82,11 +82,11 @@ def test_what_hangs_or_crashes_fails_alone_and_is_replaced() -> None:
             "its process ended with exit code 3",
         ]
         assert "raised ValueError in judges.py" in reasons[3] and "no such answer" in reasons[3]
-        assert wait_until_gone(list(before)) == []  # both were lost: one hung, the other crashed
+        assert wait_until_gone(list(before)) == []  # one hung, the other crashed
         assert judge(reward, ["dddd"]) == [4.0]
 
 
-def test_a_failure_ends_the_run_where_that_is_the_policy_and_nothing_is_left() -> None:
+def test_a_failure_ends_the_run_by_default_and_leaves_no_process() -> None:
     with pooled(workers=1, deadline_s=1.0) as reward:
         reward.start()
         pids = list(reward.pids)
@@ -98,19 +98,19 @@ def test_a_failure_ends_the_run_where_that_is_the_policy_and_nothing_is_left() -
         assert reward.pids == () and wait_until_gone(pids) == []
 
 
-def test_a_run_that_is_to_end_does_not_wait_for_the_other_completions() -> None:
+def test_a_run_that_ends_does_not_wait_for_the_other_completions() -> None:
     with pooled(workers=1, deadline_s=1.0) as reward:
         reward.start()
         began = time.monotonic()
         with pytest.raises(RewardError, match="1 of 61 completions could not be judged"):
             judge(reward, ["raise"] + ["hang"] * 60)
-        assert time.monotonic() - began < 10  # and not a deadline for each of them
+        assert time.monotonic() - began < 10  # not one deadline for each of them
 
 
-def test_masking_ends_where_nothing_can_be_judged_any_more() -> None:
+def test_masking_ends_after_several_batches_without_any_reward() -> None:
     with pooled(workers=1, on_failure="mask", give_up_after=2) as reward:
         assert all(isinstance(outcome, Failed) for outcome in judge(reward, ["raise", "raise"]))
-        assert judge(reward, ["a", "raise"])[0] == 1.0  # counted anew
+        assert judge(reward, ["a", "raise"])[0] == 1.0  # the count starts again
         assert all(isinstance(outcome, Failed) for outcome in judge(reward, ["raise"]))
         with pytest.raises(RewardError, match=r"could be judged in 2 consecutive batches; .* resume, or raise"):
             judge(reward, ["raise"])
@@ -131,7 +131,7 @@ def test_children_and_daemons_end_with_their_worker(completion: str, tmp_path: P
         assert wait_until_gone(left) == []
 
 
-def test_a_worker_that_ended_between_batches_is_replaced_unnoticed() -> None:
+def test_a_worker_that_ended_between_batches_is_replaced() -> None:
     with pooled(workers=1) as reward:
         reward.start()
         (pid,) = reward.pids
@@ -158,7 +158,7 @@ def test_settings_that_cannot_work_are_refused(function: Any, options: dict[str,
         PooledReward(function, **options)
 
 
-def test_a_function_that_cannot_be_loaded_ends_the_start() -> None:
+def test_a_function_that_cannot_be_unpickled_ends_the_start() -> None:
     with (
         pooled(judges.Unloadable()) as reward,
         pytest.raises(
@@ -185,7 +185,7 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_of_a_script_are_found_and_processes_end_with_it(tmp_path: Path) -> None:
+def test_functions_of_a_script_are_found_and_their_processes_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py"]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
@@ -195,7 +195,7 @@ def test_functions_of_a_script_are_found_and_processes_end_with_it(tmp_path: Pat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process of its parent's end")
-def test_processes_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_worker_processes_end_when_the_run_is_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     process = subprocess.Popen(
         [sys.executable, "script.py", "wait"], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
