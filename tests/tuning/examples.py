@@ -49,7 +49,7 @@ def with_adapters(role: RoleMemory, *, rank: int) -> RoleMemory:
 
 @dataclass(frozen=True)
 class FixedEstimator:
-    """Seconds by call, and by role for moves: an ``Estimator`` for timelines worked out by hand."""
+    """Seconds by call, and by role for moves: an ``Estimator`` for timelines computed by hand."""
 
     dataflow: Dataflow
     seconds: Mapping[str, float]

@@ -45,7 +45,7 @@ PROSPECTS = PlanEvaluator(
 )
 
 
-def test_lengths_of_iterations_are_put_together() -> None:
+def test_lengths_of_iterations_are_combined() -> None:
     assert TypicalLengths(2, 10, 12, (1, 30, 40, 50)) == TYPICAL
     assert Lengths((3,), (4,)).num_tokens == 7
     with pytest.raises(PlanError, match="1 prompts and 2 responses"):
@@ -87,13 +87,13 @@ def test_ranks_with_the_same_calls_and_stages_are_interchangeable() -> None:
     assert interchangeable_ranks(START) == [(0, 1, 2, 3)]
 
 
-def test_options_of_the_start_are_kept() -> None:
+def test_options_of_the_initial_plan_are_kept() -> None:
     calls = tuple(
         (name, replace(plan, max_slots=3) if name == "actor.generate" else plan) for name, plan in START.calls
     )
     found = PROSPECTS.propose(ExecutionPlan(calls), seconds=0.2, seed=0)
     kept = [one.plan.call("actor.generate").max_slots for one in found]
-    assert kept.count(3) >= len(kept) - 1  # the heuristic knows nothing of them
+    assert kept.count(3) >= len(kept) - 1  # the heuristic does not know them
 
 
 def test_work_grows_with_the_longest_response_and_with_tokens() -> None:
@@ -105,7 +105,7 @@ def test_work_grows_with_the_longest_response_and_with_tokens() -> None:
     assert work(*[20] * 16) > even
 
 
-def test_seconds_of_calls_hold_the_moves_before_them() -> None:
+def test_seconds_of_calls_include_the_moves_before_them() -> None:
     plan = ExecutionPlan.from_mapping(
         {"calls": {call.name: "fsdp4@0-3" for call in PPO_FLOW.model_calls} | {"actor.generate": "dp4@0-3"}}
     )
@@ -117,7 +117,7 @@ def test_seconds_of_calls_hold_the_moves_before_them() -> None:
     assert set(seconds) == {call.name for call in PPO_FLOW.model_calls}
 
 
-def test_a_search_may_be_bound_to_all_ranks() -> None:
+def test_a_search_can_be_restricted_to_all_ranks() -> None:
     def sizes(num_ranks: int | None) -> set[int]:
         plan = search_plan(
             PPO_FLOW,

@@ -1,4 +1,4 @@
-"""The tuner commits the fastest plan that it measured, within its budget, for any measurements."""
+"""The tuner commits the fastest measured plan within its budget, for any measurements."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ GENEROUS = TunerSettings(max_overhead=1.0, search_seconds=0.5, max_trials=6, mar
 
 
 def alike(_: int) -> float:
-    """Every iteration has the work of the first ones."""
+    """Return the same work for every iteration."""
     return 1.0
 
 
 @dataclass
 class World:
-    """A simulated run with the true seconds of plans, which a tuner tunes."""
+    """A simulated run that a tuner tunes, with the true seconds of plans."""
 
     seconds: Mapping[ExecutionPlan, float]
     """Plan -> true seconds of an iteration with work 1."""
@@ -116,7 +116,7 @@ class World:
 def worth_trying(
     seconds: Mapping[ExecutionPlan, float], failing: set[ExecutionPlan], settings: TunerSettings
 ) -> list[ExecutionPlan]:
-    """Return the plans that are tried if predictions hold: the first, and those not far slower than the best."""
+    """Return the plans to try if predictions hold: the first one, and those not far slower than the best."""
     found: list[ExecutionPlan] = []
     best, has_run = seconds[START], False
     others = sorted((plan for plan in reversed(seconds) if plan != START), key=seconds.__getitem__)
@@ -137,7 +137,7 @@ works = st.lists(st.floats(0.5, 2.0), min_size=7, max_size=7).map(lambda found: 
 
 @hypothesis_settings(deadline=None, max_examples=150, derandomize=True)
 @given(times, works, st.sets(st.sampled_from(OTHERS)), st.integers(1, 6))
-def test_the_fastest_plan_measured_is_committed(
+def test_the_fastest_measured_plan_is_committed(
     seconds: dict[ExecutionPlan, float], work: Any, failing: set[ExecutionPlan], max_trials: int
 ) -> None:
     world = World(seconds, work, failing=frozenset(failing))
@@ -153,7 +153,7 @@ def test_the_fastest_plan_measured_is_committed(
 
 @hypothesis_settings(deadline=None, max_examples=150, derandomize=True)
 @given(times, st.integers(10, 400), st.floats(0.01, 0.3), st.floats(0.0, 0.3))
-def test_tuning_costs_no_more_than_its_share_where_predictions_hold(
+def test_tuning_stays_within_its_share_if_predictions_hold(
     seconds: dict[ExecutionPlan, float], iterations: int, max_overhead: float, switch_s: float
 ) -> None:
     world = World(seconds, switch_s=switch_s, first=1.0)
@@ -161,7 +161,7 @@ def test_tuning_costs_no_more_than_its_share_where_predictions_hold(
     tuner = world.run(Tuner(START, settings, iterations), iterations)
     # The cost of a switch is unknown before the first one.
     slack = 2 * switch_s * (world.asked != [])
-    search_s = SEARCH_SHARE * max_overhead * iterations * seconds[START]  # before anybody knew of a faster plan
+    search_s = SEARCH_SHARE * max_overhead * iterations * seconds[START]  # before a faster plan is known
     assert tuner.spent_s <= max(search_s, max_overhead * iterations * seconds[world.committed[0]]) + slack + 1e-6
     extra = sum(seconds[plan] - seconds[START] for plan in world.ran if seconds[plan] > seconds[START])
     assert extra <= tuner.spent_s + 1e-6
@@ -173,8 +173,8 @@ def test_a_plan_within_the_margin_of_the_start_does_not_replace_it() -> None:
     assert world.asked == [PLANS[1]] and world.committed == [START] and world.ran[-1] == START
 
 
-def test_a_hiccup_while_the_start_is_measured_does_not_cost_it_its_place() -> None:
-    # The machine is slow while the start is profiled, and the other plan is really slower: found by a second look.
+def test_a_slowdown_while_the_start_is_measured_does_not_replace_the_start() -> None:
+    # The machine is slow while the start is profiled. A second measurement finds that the other plan is slower.
     world = World(
         {START: 1.0, PLANS[1]: 1.05},
         slowdown=lambda number: 1.15 if number < MEASURED_ITERATIONS else 1.0,
@@ -190,7 +190,7 @@ def test_the_first_iteration_after_a_switch_does_not_count() -> None:
     assert world.committed == [PLANS[1]]
 
 
-def test_a_clearly_slower_plan_is_left_after_one_iteration_that_counts() -> None:
+def test_a_clearly_slower_plan_is_left_after_one_measured_iteration() -> None:
     world = World({START: 1.0, PLANS[1]: 3.0, PLANS[2]: 0.7}, predicted={PLANS[1]: 0.1})
     tuner = world.run(Tuner(START, GENEROUS, None), 40)
     assert world.asked == [PLANS[1], PLANS[2]]
@@ -199,21 +199,21 @@ def test_a_clearly_slower_plan_is_left_after_one_iteration_that_counts() -> None
     assert tuner.spent_s == pytest.approx(0.5 + 3 * 0.01 + (15.0 - 1.0) + (3.0 - 1.0) + (3.5 - 1.0), abs=0.02)
 
 
-def test_a_plan_predicted_to_cost_more_than_is_left_is_not_tried() -> None:
+def test_a_plan_predicted_to_exceed_the_remaining_budget_is_not_tried() -> None:
     world = World({START: 1.0, PLANS[1]: 4.0})
     tuner = world.run(Tuner(START, TunerSettings(max_overhead=0.05), 200), 200)
     assert world.asked == [] and "another trial could cost 15" in tuner.stopped
 
 
-def test_a_plan_predicted_to_be_far_slower_than_one_that_was_tried_is_not_tried() -> None:
+def test_a_plan_predicted_far_slower_than_a_tried_one_is_not_tried() -> None:
     world = World({START: 1.0, PLANS[1]: 0.5, PLANS[2]: 0.9})
     world.run(Tuner(START, GENEROUS, None), 40)
     assert world.asked == [PLANS[1]]
-    # The first one is far slower than predicted: that says nothing of another one.
+    # The first plan is far slower than predicted, which does not apply to another one.
     world = World({START: 1.0, PLANS[1]: 0.9, PLANS[2]: 0.7}, predicted={PLANS[1]: 0.3, PLANS[2]: 0.8})
     world.run(Tuner(START, GENEROUS, None), 40)
     assert world.asked == [PLANS[1], PLANS[2]] and world.committed == [PLANS[2]]
-    # It is faster than predicted, and so may be another one.
+    # The first plan is faster than predicted, so another one may be, too.
     world = World({START: 1.0, PLANS[1]: 0.5, PLANS[2]: 0.4}, predicted={PLANS[1]: 1.0, PLANS[2]: 1.2})
     world.run(Tuner(START, GENEROUS, None), 40)
     assert world.asked == [PLANS[1], PLANS[2]] and world.committed == [PLANS[2]]
@@ -234,7 +234,7 @@ def test_a_search_and_a_profile_take_their_shares_of_the_budget() -> None:
     assert tuner.action.profile_seconds == pytest.approx(PROFILE_SHARE * 0.05 * 200 * 0.4)
 
 
-def test_a_slower_machine_is_noticed_once_and_failed_plans_are_not_tried_again() -> None:
+def test_a_slower_machine_is_detected_once_and_failed_plans_are_not_retried() -> None:
     def slowdown(number: int) -> float:
         return 1.0 if number < 100 else 1.5
 
@@ -246,7 +246,7 @@ def test_a_slower_machine_is_noticed_once_and_failed_plans_are_not_tried_again()
     assert tuner.drift == pytest.approx(1.0)
 
 
-def test_longer_responses_are_a_reason_to_tune_again_and_another_plan_may_win() -> None:
+def test_longer_responses_start_a_new_tuning_that_may_choose_another_plan() -> None:
     seconds = {START: 1.0, PLANS[1]: 0.8, PLANS[2]: 0.9}
     world = World(seconds, work=lambda number: 1.0 if number < 60 else 2.0)
     tuner = Tuner(START, GENEROUS, None)
@@ -275,7 +275,7 @@ SECONDS = {START: 1.0, PLANS[1]: 0.95, PLANS[2]: 0.9, PLANS[3]: 2.0}
 
 
 @pytest.mark.parametrize("stop", range(0, 30))
-def test_a_resumed_run_ends_with_the_plan_that_a_straight_run_ends_with(stop: int) -> None:
+def test_a_resumed_run_ends_with_the_plan_of_an_uninterrupted_run(stop: int) -> None:
     before = World(SECONDS)
     tuner = before.run(Tuner(START, GENEROUS, None), stop)
     state = json.loads(json.dumps(tuner.state_dict()))
@@ -287,7 +287,7 @@ def test_a_resumed_run_ends_with_the_plan_that_a_straight_run_ends_with(stop: in
     after.run(resumed, 40)
     left = {plan: seconds for plan, seconds in SECONDS.items() if plan != interrupted}
     assert after.ran[-1] == min(left, key=left.__getitem__)
-    assert interrupted not in after.asked  # it may be why the run ended
+    assert interrupted not in after.asked  # it may be the cause of the interruption
     assert resumed.num_tunings == 1
     if tuner.phase == "watch":
         assert after.ran == [before.committed[0]] * 40 and after.asked == []
@@ -305,12 +305,12 @@ def test_a_resumed_run_ends_with_the_plan_that_a_straight_run_ends_with(stop: in
         ({"margin": 1.0}, r"one in \[0, 1\)"),
     ],
 )
-def test_nonsense_is_refused(given_: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused(given_: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TunerSettings(**given_)
 
 
-def test_a_report_that_no_action_asked_for_is_refused() -> None:
+def test_a_report_without_a_requested_action_is_refused() -> None:
     reports: Sequence[Callable[[Tuner], None]] = (
         lambda tuner: tuner.switched(0.0),
         lambda tuner: tuner.committed(),

@@ -1,4 +1,4 @@
-"""Rates and collectives equal values worked out by hand."""
+"""Rates and collectives, computed by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IDEAL = Efficiency(
 LINKS = Links(ROUND, IDEAL)
 
 
-def test_a_large_product_takes_its_arithmetic_and_a_thin_one_its_weights() -> None:
+def test_large_products_are_bound_by_arithmetic_and_thin_ones_by_weights() -> None:
     device = Device(ROUND, IDEAL)
     assert device.matmul(1000, 1000, 1000, 2) == pytest.approx(2e9 / 1e12)  # 6 MB of traffic would take 0.06 ms
     assert device.matmul(1, 1000, 1000, 2) == pytest.approx((2e6 + 2e3 + 2e3) / 1e11)  # 2 Mflop would take 2 us
@@ -54,18 +54,18 @@ def test_partial_tiles_waves_and_shallow_products_cost_extra() -> None:
     assert shallow.matmul(1000, 100, 1000, 2) == pytest.approx(2 * 2e8 / 1e12)
 
 
-def test_collectives_move_what_a_ring_moves() -> None:
+def test_collectives_move_the_bytes_of_a_ring() -> None:
     # 4 ranks of one node: each receives 3 of 4 parts of 4 MB at 1 GB/s, after two hops of a tree.
     assert LINKS.gather(4e6, Group(4, 1)) == pytest.approx(3e-3 + 2e-6)
     assert LINKS.all_reduce(4e6, Group(4, 1)) == pytest.approx(2 * (3e-3 + 2e-6))
-    # One rank on each of 2 nodes: half of it comes at 0.1 GB/s.
+    # One rank on each of 2 nodes: half of the result comes at 0.1 GB/s.
     assert LINKS.gather(4e6, Group(2, 2)) == pytest.approx(20e-3 + 1e-5)
-    # 4 ranks on each of 2 nodes: every rank's adapter brings a quarter of the other node's half.
+    # 4 ranks on each of 2 nodes: every rank's adapter receives a quarter of the other node's half.
     assert LINKS.gather(4e6, Group(8, 2)) == pytest.approx(5e-3 + 2e-6 + 1e-5)
     assert LINKS.gather(4e6, Group(1, 1)) == LINKS.all_reduce(0, Group(4, 1)) == 0
 
 
-def test_a_message_takes_the_link_between_its_ranks() -> None:
+def test_a_message_uses_the_link_between_its_ranks() -> None:
     assert LINKS.send(1e6, within_node=True) == pytest.approx(1e-3 + 1e-6)
     assert LINKS.send(1e6, within_node=False) == pytest.approx(1e-2 + 1e-5)
 

@@ -1,4 +1,4 @@
-"""Measured passes combine to seconds worked out by hand."""
+"""Seconds of calls from measured passes, computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL_S = 0.25
 
 
 def passes(block: float, rest: float) -> PassTimes:
-    """Seconds per token, or per decoded sequence, whatever the second size."""
+    """Return seconds per token, or per decoded sequence, for any second size."""
     return PassTimes(Surface(((16.0, Curve(((1.0, block),))),)), Surface(((16.0, Curve(((1.0, rest),))),)))
 
 
@@ -34,7 +34,7 @@ def estimator(
     settings: MemorySettings | None = None,
     adapted: bool = False,
 ) -> MeasuredEstimator:
-    """Four blocks, 2 of 4 ranks at full speed, clipping and stepping for 1 ms a weight."""
+    """Return an estimator of four blocks; 2 of 4 ranks run at full speed, clipping and stepping takes 1 ms a weight."""
     roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
     if adapted:
         roles["actor"] = with_adapters(roles["actor"], rank=4)
@@ -64,16 +64,16 @@ def seconds(answers: MeasuredEstimator, call: str, layout: str) -> float:
 ALONE = ParallelDims()
 
 
-def test_inference_takes_its_micro_batches_of_blocks_and_the_rest() -> None:
+def test_inference_takes_the_seconds_of_blocks_and_the_rest_per_micro_batch() -> None:
     answers = estimator({("infer", ALONE): passes(0.01, 0.02)})
     # 8 sequences of 16 tokens in micro-batches of 32: 128 tokens at 4 x 0.01 + 0.02.
     assert seconds(answers, "reference.infer", "dp1@0") == pytest.approx(128 * 0.06 + CALL_S)
-    # Two ranks have a core each; four on two cores take twice as long for a quarter.
+    # Two ranks have a core each; four ranks on two cores take twice as long for a quarter of the tokens.
     assert seconds(answers, "reference.infer", "dp2@0-1") == pytest.approx(64 * 0.06 + CALL_S)
     assert seconds(answers, "reference.infer", "dp4") == pytest.approx(2 * 32 * 0.06 + CALL_S)
 
 
-def test_training_reduces_with_its_last_micro_batch_and_steps_on_its_shard() -> None:
+def test_training_reduces_gradients_last_and_updates_each_shard() -> None:
     dims = ParallelDims(fsdp=2)
     known = {("train", dims): passes(0.03, 0.0), ("train_last", dims): passes(0.05, 0.0), ("infer", dims): passes(1, 0)}
     answers = estimator(known)  # type: ignore[arg-type]
@@ -83,9 +83,9 @@ def test_training_reduces_with_its_last_micro_batch_and_steps_on_its_shard() -> 
     assert seconds(answers, "actor.train", "fsdp2@0-1") == pytest.approx(by_hand)
 
 
-def test_generation_reads_prompts_and_then_takes_a_step_a_token() -> None:
+def test_generation_reads_prompts_and_then_decodes_step_by_step() -> None:
     answers = estimator({("infer", ALONE): passes(0.01, 0.02), ("decode", ALONE): passes(0.1, 0.2)})
-    # Prompts but for their last tokens, without logits; 8 steps of 8 sequences at 4 x 0.1 + 0.2.
+    # Prompts without their last tokens and without logits; 8 steps of 8 sequences at 4 x 0.1 + 0.2.
     by_hand = 8 * 7 * 4 * 0.01 + 8 * 8 * 0.6 + CALL_S
     assert seconds(answers, "actor.generate", "dp1@0") == pytest.approx(by_hand)
 
@@ -97,7 +97,7 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     assert seconds(answers, "reference.infer", "pp2@0-1") == pytest.approx(5 * stage + 5 * send + CALL_S)
 
 
-def test_calls_without_measurements_are_estimated_and_scaled_by_measured_ones() -> None:
+def test_unmeasured_calls_are_estimated_and_scaled_by_measured_ones() -> None:
     answers = estimator({("infer", ALONE): passes(0.01, 0.0)})
     worked_out = answers.roofline
     off_by = (
@@ -117,20 +117,20 @@ def test_weights_are_written_by_each_source_rank_or_sent_to_shards() -> None:
     answers = estimator({}, {"push": Curve(((4.0, 1.0),)), "direct": Curve(((4.0, 100.0),))})
     weights = SMALL.role(scores=False).model.num_elements
     source, copies, shards = map(Layout.parse, ("fsdp2@0-1", "dp4", "fsdp4"))
-    # One copy of fp32 weights, half by each of two ranks.
+    # One replica of fp32 weights, written half by each of two ranks.
     assert answers.move_seconds("actor", source, copies) == pytest.approx(weights / 2)
-    # Three ranks receive a quarter each, which two ranks send.
+    # Three ranks receive a quarter each, sent by two ranks.
     assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * weights * 3 / 8, rel=0.01)
     assert answers.move_seconds("actor", source, source) == 0.0
 
 
-def test_adapters_alone_are_written_and_sent_after_the_first_time() -> None:
+def test_after_the_first_time_only_adapters_are_written_and_sent() -> None:
     moves = {"push": Curve(((4.0, 1.0),)), "direct": Curve(((4.0, 100.0),))}
     source, copies, shards = map(Layout.parse, ("fsdp2@0-1", "dp4", "fsdp4"))
     answers, trained = estimator(moves=moves, known={}, settings=MemorySettings(), adapted=True), 4 * 2 * 64 * 4
     assert answers.move_seconds("actor", source, copies) == pytest.approx(trained / 2)
     assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * trained * 3 / 8, rel=0.01)
-    # Copies that are freed need their base again.
+    # Replicas that are freed need their base again.
     freed = estimator(moves=moves, known={}, settings=MemorySettings(frees_copies=True), adapted=True)
     everything = SMALL.role(scores=False).model.num_elements + trained
     assert freed.move_seconds("actor", source, copies) == pytest.approx(everything / 2)

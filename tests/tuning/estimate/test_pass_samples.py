@@ -1,4 +1,4 @@
-"""Timings are split into blocks and rest, and combined again as additive costs."""
+"""Measured seconds split into blocks and the rest, and combined again by adding costs."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def test_seconds_are_split_into_blocks_and_the_rest() -> None:
     assert split_block_from_rest(1, 5.0, 3, 4.0) == (0.0, 5.0), "noise does not make blocks faster than nothing"
 
 
-def test_seconds_of_shards_and_replicas_are_added_to_computation_under_contention() -> None:
+def test_sharding_seconds_are_added_to_computation_under_contention() -> None:
     base = {Point("train", LARGE): (1.0, 2.0), Point("infer", LARGE): (0.5, 0.25)}
     added = {Point("train", TINY): (0.1, 0.1), Point("train_last", TINY): (0.3, 0.3)}
     both = add_sharding_seconds(base, ParallelDims(dp=2, fsdp=2), added, CROWDING, 1.0)
-    # Four ranks are twice as slow as one, and as four when the addition was measured.
+    # Four ranks take twice as long as one rank, which the base is for; additions were measured with four ranks.
     assert both[Point("train", LARGE)] == pytest.approx((2 * 1.0 + 0.1, 2 * 2.0 + 0.1))
     assert both[Point("train_last", LARGE)] == pytest.approx((2 * 1.0 + 0.3, 2 * 2.0 + 0.3))
     assert Point("infer", LARGE) not in both, "inference of a replica is measured without the other"
 
 
-def test_tensor_parallelism_divides_the_weights_that_travel() -> None:
+def test_tensor_parallelism_divides_the_weights_that_fsdp_gathers() -> None:
     base, added = {Point("infer", LARGE): (0.5, 0.25)}, {Point("infer", TINY): (0.1, 0.1)}
     cut = add_sharding_seconds(base, ParallelDims(fsdp=2, tp=2), added, CROWDING, 3.0)
-    # Groups of two are three times as slow side by side. Additions of two ranks, half of them on four that are twice as
-    # slow; three times as much outside of blocks.
+    # Groups of two take three times as long next to each other. Additions were measured with two ranks: half of them
+    # under tp2, on four ranks that take twice as long; three times as much outside of blocks.
     assert cut[Point("infer", LARGE)] == pytest.approx((3 * 0.5 + 0.1, 3 * 0.25 + 3 * 0.1))
 
 
-def test_only_sizes_of_the_grid_become_surfaces() -> None:
+def test_only_sizes_of_the_grid_are_in_surfaces() -> None:
     readings = {Point("infer", TINY): (9.0, 9.0), Point("infer", LARGE): (1.0, 2.0)}
     found = surfaces(readings, Grid(micro_batches=(LARGE,)))
     assert set(found) == {"infer"}

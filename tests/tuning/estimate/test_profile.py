@@ -38,7 +38,7 @@ def test_a_curve_never_decreases(points: list[tuple[int, float]], one: float, ot
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=2, max_size=6, unique_by=lambda p: p[0]))
 def test_no_other_non_decreasing_curve_is_nearer_to_the_samples(points: list[tuple[int, float]]) -> None:
-    """Against a grid search over levels between neighbouring samples: pooling finds the least squares."""
+    """Compare with every monotone step function of means; pooling gives the least squares."""
     points = sorted(points)
     fitted = [seconds for _, seconds in Curve.from_samples(points).points]
     error = sum((a - b) ** 2 for a, (_, b) in zip(fitted, points, strict=True))
@@ -47,7 +47,7 @@ def test_no_other_non_decreasing_curve_is_nearer_to_the_samples(points: list[tup
 
 
 def _rising_step_functions(values: Sequence[float]) -> list[list[float]]:
-    """Return every division into runs whose means rise: the best rising function is one of them."""
+    """Return every division into runs with rising means, among them the best non-decreasing function."""
     found: list[list[float]] = []
     for cuts in range(2 ** (len(values) - 1)):
         runs: list[list[float]] = [[]]
@@ -61,11 +61,11 @@ def _rising_step_functions(values: Sequence[float]) -> list[list[float]]:
     return found
 
 
-def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:
+def test_a_curve_passes_through_its_points_and_extrapolates() -> None:
     curve = Curve.from_samples([(10, 1.0), (20, 3.0), (40, 4.0)])
     assert [curve(size) for size in (10, 15, 20, 30, 40)] == [1.0, 2.0, 3.0, 3.5, 4.0]
-    assert curve(80) == 6.0  # 0.05 a unit, as from 20 to 40
-    assert curve(0) == 0.0  # 0.2 a unit back from 10 would be -1
+    assert curve(80) == 6.0  # 0.05 per unit, as from 20 to 40
+    assert curve(0) == 0.0  # 0.2 per unit from 10 downwards would be -1
     assert Curve(((4.0, 2.0),))(6) == 3.0
 
 
@@ -77,7 +77,7 @@ def test_a_surface_is_linear_between_its_curves() -> None:
     assert surface(2, 30) == 10.0  # 6, plus the difference between the curves
 
 
-def test_a_table_is_read_as_it_was_written() -> None:
+def test_a_saved_table_is_read_back() -> None:
     assert ProfileTable.from_json(table().to_json()) == table()
 
 
@@ -92,7 +92,7 @@ def by_position(degrees: list[int]) -> str:
     return json.dumps(content)
 
 
-def test_a_table_of_format_1_is_read_by_the_order_of_its_axes() -> None:
+def test_a_table_of_format_1_is_read_in_the_order_of_its_axes() -> None:
     assert ProfileTable.from_json(by_position([1, 2, 1, 2])) == table()
 
 
@@ -112,7 +112,7 @@ def test_text_that_is_not_a_table_is_refused(text: str) -> None:
         ProfileTable.from_json(text)
 
 
-def test_a_table_of_an_unknown_format_is_refused_by_its_number() -> None:
+def test_a_table_of_an_unknown_format_is_refused_with_its_number() -> None:
     with pytest.raises(PlanError, match=r"^a profile of format 99 cannot be read, only up to 2; remove it$"):
         ProfileTable.from_json('{"format": 99}')
 

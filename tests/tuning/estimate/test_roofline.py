@@ -1,4 +1,4 @@
-"""Estimates grow with their inputs, and agree with values worked out by hand where one term dominates."""
+"""Estimates grow with their inputs, and equal values computed by hand where one term dominates."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def test_more_tokens_more_layers_and_less_bandwidth_take_longer(call: str) -> No
     assert seconds(call, "fsdp2.tp4", estimator(cluster=thinner)).total > base
 
 
-def test_without_overheads_inference_is_flops_over_the_device() -> None:
+def test_without_overheads_inference_takes_flops_over_the_device_rate() -> None:
     answers = estimator(cluster=replace(CLUSTER, device_memory_bytes_per_s=1e18), efficiency=IDEAL)
     tokens = 512 * 512 / 8  # on each of 8 replicas
     products = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) * tokens
     attention = 4 * 32 * 4096 * tokens * 256  # a token attends to half a sequence of 512
-    head = 2 * 4096 * 32000 * tokens * 384 / 512  # of response tokens
+    head = 2 * 4096 * 32000 * tokens * 384 / 512  # of response tokens only
     assert seconds("reference.infer", "dp8", answers).total == pytest.approx(
         (products + attention + head) / CLUSTER.device_flops, rel=1e-3
     )
-    # Backward is twice the products and 2.5 times the attention; checkpointing adds the blocks' forward once more.
+    # Backward has twice the products and 2.5 times the attention; checkpointing repeats the forward pass of the blocks.
     trained = (3 * (products + head) + 3.5 * attention) / CLUSTER.device_flops
     assert seconds("actor.train", "dp8", answers).compute == pytest.approx(trained, rel=1e-3)
     again = seconds("actor.train", "dp8", answers, gradient_checkpointing=True).compute
@@ -81,27 +81,27 @@ def test_without_overheads_decoding_reads_weights_and_cache_in_every_step() -> N
         cluster=replace(CLUSTER, device_flops=1e30), load=load, efficiency=replace(IDEAL, memory_share=0.5)
     )
     read = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096 * 32000
-    cache = 2 * 2 * 32 * 4096 * (128 + 50)  # of one sequence: keys and values of 178 tokens, as a mean
+    cache = 2 * 2 * 32 * 4096 * (128 + 50)  # per sequence: keys and values of 178 tokens on average
     steps = 100 * (read + cache) / (0.5 * CLUSTER.device_memory_bytes_per_s)
     prefill = seconds("actor.generate", "dp8", estimator(load=replace(load, response_tokens=1), efficiency=IDEAL))
     assert seconds("actor.generate", "dp8", answers).total - prefill.total == pytest.approx(steps, rel=0.03)
 
 
-def test_tensor_parallel_ranks_divide_the_work_and_pay_for_sums() -> None:
+def test_tensor_parallel_ranks_divide_the_work_and_pay_for_all_reduces() -> None:
     answers = estimator(efficiency=replace(IDEAL, layer_launch_s=0.0))
     whole, halved = seconds("reference.infer", "dp1", answers), seconds("reference.infer", "tp2", answers)
     assert halved.compute == pytest.approx(whole.compute / 2, rel=0.15)
-    # Two sums of hidden states per block, each twice half of 2 * 4096 bytes a token; and the other's three fp32 numbers
-    # of every response token.
+    # Two sums of hidden states per block, each twice half of 2 * 4096 bytes a token; and the other rank's three fp32
+    # numbers for every response token.
     tokens = 512 * 512
     sums = 32 * 2 * tokens * 2 * 4096 / CLUSTER.intra_node_bytes_per_s
     numbers = tokens * 384 / 512 * 12 / CLUSTER.intra_node_bytes_per_s
-    # Of 32 micro-batches; a sum has the latency of a hop twice.
+    # For each of 32 micro-batches; the latency of a sum is two hops.
     latency = 32 * (32 * 2 * 2 + 1) * CLUSTER.intra_node_latency_s
     assert halved.tensor_parallel == pytest.approx(sums + numbers + latency)
 
 
-def test_data_parallel_ranks_divide_the_batch_and_add_up_gradients() -> None:
+def test_data_parallel_ranks_divide_the_batch_and_sum_gradients() -> None:
     answers = estimator(efficiency=replace(IDEAL, hides_communication=False))
     one, eight = seconds("actor.train", "dp1", answers), seconds("actor.train", "dp8", answers)
     assert eight.compute == pytest.approx(one.compute / 8, rel=0.01)
@@ -112,13 +112,13 @@ def test_data_parallel_ranks_divide_the_batch_and_add_up_gradients() -> None:
     assert seconds("actor.train", "fsdp8", answers).optimizer == pytest.approx(one.optimizer / 8)
 
 
-def test_fsdp_gathers_for_every_pass_and_scatters_gradients_once() -> None:
+def test_fsdp_gathers_in_every_pass_and_scatters_gradients_once() -> None:
     answers = estimator(efficiency=replace(IDEAL, hides_communication=False))
     one_way = 7 / 8 * 2 * 6.738e9 / CLUSTER.intra_node_bytes_per_s
     passes = 512 * 512 / 8 / 8192
     assert seconds("actor.train", "fsdp8", answers).sharding == pytest.approx((2 * passes + 1) * one_way, rel=0.01)
     assert seconds("reference.infer", "fsdp8", answers).sharding == pytest.approx(passes * one_way, rel=0.01)
-    assert seconds("actor.train", "fsdp8", estimator()).sharding < one_way  # hidden but for a block
+    assert seconds("actor.train", "fsdp8", estimator()).sharding < one_way  # hidden except for one block
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
@@ -139,14 +139,14 @@ def test_shards_across_nodes_cost_more_than_inside_one() -> None:
     assert across.compute == inside.compute
 
 
-def test_a_launch_bound_generation_takes_its_launches() -> None:
+def test_a_launch_bound_generation_takes_the_seconds_of_its_launches() -> None:
     slow = replace(Efficiency(), decode_launch_s=4e-3, collective_launch_s=0.5e-3, step_s=0.0)
     generated = seconds("actor.generate", "tp8", estimator(efficiency=slow), max_slots=512)
     assert generated.total == pytest.approx(383 * 32 * 5e-3, rel=0.05)
     assert seconds("actor.generate", "tp8", estimator(efficiency=slow), max_slots=64).total > 7 * generated.total
 
 
-def test_fewer_key_heads_read_less_cache_down_to_one_on_every_rank() -> None:
+def test_fewer_key_heads_read_less_cache_but_at_least_one_head_per_rank() -> None:
     load = replace(LOAD, num_sequences=64, prompt_tokens=4096)
     ideal = {"load": load, "efficiency": IDEAL}
     heads = (32, 8, 4)
@@ -159,22 +159,22 @@ def test_fewer_key_heads_read_less_cache_down_to_one_on_every_rank() -> None:
     cache = 2 * 2 * 32 * 4096 * 64 * (4096 + 191.5) / CLUSTER.device_memory_bytes_per_s
     assert decoding[0] - decoding[1] >= 0.75 * 383 * cache  # and the projections to keys and values are smaller
     assert decoding[0] - decoding[1] <= 0.9 * 383 * cache
-    # Eight ranks with a key head each hold as much as eight that share four.
+    # Eight ranks with one key head each read as much as eight ranks that share four heads.
     assert seconds("actor.generate", "tp8", grouped).total == pytest.approx(
         seconds("actor.generate", "tp8", few).total, rel=1e-6
     )
 
 
-def test_a_pipeline_that_generates_takes_as_many_turns_as_stages() -> None:
+def test_a_generating_pipeline_takes_one_turn_per_stage() -> None:
     load = replace(LOAD, num_sequences=8, response_tokens=101)
     answers = estimator(replace(LLAMA, vocabulary=32), load=load, efficiency=replace(IDEAL, decode_launch_s=1e-2))
     one, four = seconds("actor.generate", "dp1", answers), seconds("actor.generate", "pp4", answers)
-    assert one.compute == pytest.approx(100 * 32 * 1e-2, rel=0.02)  # launches rule
-    assert four.compute == pytest.approx(one.compute, rel=0.02)  # a quarter of the blocks, for four groups
+    assert one.compute == pytest.approx(100 * 32 * 1e-2, rel=0.02)  # launches dominate
+    assert four.compute == pytest.approx(one.compute, rel=0.02)  # a quarter of the blocks for each of four groups
     assert four.pipeline >= 400 * CLUSTER.intra_node_latency_s
 
 
-def test_short_responses_end_before_the_longest() -> None:
+def test_short_responses_finish_before_the_longest() -> None:
     mixed = seconds("actor.generate", answers=estimator(responses=(16, 32, 64, 384)), max_slots=16).total
     assert mixed < 0.6 * seconds("actor.generate", max_slots=16).total
 
@@ -190,17 +190,17 @@ def test_frozen_weights_need_no_gradients_and_no_optimizer() -> None:
     assert few.optimizer < 0.05 * full.optimizer
 
 
-def test_moving_weights_takes_their_bytes_over_the_slowest_link() -> None:
+def test_a_move_takes_its_bytes_over_the_slowest_link() -> None:
     answers = estimator(efficiency=replace(IDEAL, memory_share=1.0))
     shards, copies, far = Layout.parse("fsdp4@0-3"), Layout.parse("dp4@0-3"), Layout.parse("dp4@8-11")
     model = 2 * 6.738e9
     assert answers.move_seconds("actor", shards, shards) == 0
     inside = answers.move_seconds("actor", shards, copies)
     assert inside == pytest.approx(0.75 * model / CLUSTER.intra_node_bytes_per_s, rel=0.01)
-    # Enters the other node once, a quarter through each adapter, and is spread there.
+    # The weights enter the other node once, a quarter through each adapter, and are distributed there.
     between = answers.move_seconds("actor", shards, far)
     assert between == pytest.approx(model / 4 / CLUSTER.inter_node_bytes_per_s, rel=0.01)
-    # Nothing travels, but a quarter is read in fp32 and written in 2 bytes.
+    # Nothing is sent, but a quarter is read in fp32 and written in 2 bytes.
     cast = 6 * 6.738e9 / 4 / CLUSTER.device_memory_bytes_per_s
     assert answers.move_seconds("actor", copies, Layout.parse("tp4@0-3")) == pytest.approx(cast, rel=0.01)
 
@@ -215,7 +215,7 @@ LAYOUTS = {
 }
 
 
-def test_bytes_are_those_of_the_forecast() -> None:
+def test_bytes_equal_those_of_the_forecast() -> None:
     load = Workload(num_sequences=16, prompt_tokens=4, response_tokens=12, micro_batch_tokens=64)
     answers = estimator(SMALL, load=load)
     plan = plan_of(LAYOUTS)
@@ -230,11 +230,11 @@ def test_bytes_are_those_of_the_forecast() -> None:
     kept = sum(answers.resident_bytes(role, plan.layout(call), is_home=True) for role, call in homes)
     first = [forecast.at("reward.infer", rank) for rank in range(4)]
     fullest = max(parts.weights + parts.optimizer for parts in first)
-    assert fullest <= kept <= 1.2 * fullest  # stages of several roles may be fullest on different ranks
+    assert fullest <= kept <= 1.2 * fullest  # stages of several roles may be the fullest on different ranks
 
 
 @pytest.mark.parametrize("copy_bytes", [2, 4], ids=["bf16-mixed", "32-true"])
-def test_bytes_of_a_shared_base_are_those_of_the_forecast(copy_bytes: int) -> None:
+def test_bytes_of_a_shared_base_equal_those_of_the_forecast(copy_bytes: int) -> None:
     half = replace(HALF, copy_bytes=copy_bytes, gathered_bytes=copy_bytes)
     actor = with_adapters(SMALL.role(), rank=4)
     roles = {"actor": actor, "reference": replace(actor, frozen_params=frozenset(), shares="actor")}
@@ -251,8 +251,8 @@ def test_bytes_of_a_shared_base_are_those_of_the_forecast(copy_bytes: int) -> No
         counted = home + sum(copies) + answers.active_bytes(name, call)
         parts = [forecast.at(name, rank) for rank in range(4)]
         predicted = max(one.total - one.staging for one in parts)  # a search does not count the staging of moves
-        assert counted == pytest.approx(predicted, rel=0.1), name  # nor which tensors of a copy are the home's own
-    # By hand: the base once, of 2 or 4 bytes, with half of each cut parameter; fp32 adapters with two moments.
+        assert counted == pytest.approx(predicted, rel=0.1), name  # nor tensors that a replica shares with the home
+    # By hand: the base once, in 2 or 4 bytes, with half of each cut parameter; fp32 adapters with two moments.
     weights = forecast.at("reference.infer", 0).weights
     sizes = RoleElements(actor).on_rank(plan.layout("actor.train"), 0)
     trained = sizes.num_trained_sharded
@@ -260,7 +260,7 @@ def test_bytes_of_a_shared_base_are_those_of_the_forecast(copy_bytes: int) -> No
     assert home == weights + trained * 8
 
 
-def test_the_bytes_of_a_frozen_or_copied_role_are_those_of_its_weights() -> None:
+def test_bytes_of_a_frozen_or_copied_role_are_those_of_its_weights() -> None:
     answers = estimator(SMALL)
     elements = SMALL.spec().num_elements
     layout = Layout.parse("dp2")
@@ -280,7 +280,7 @@ def test_ten_thousand_distinct_calls_are_estimated_in_seconds() -> None:
     for plan in plans:
         for call in CALLS[1:]:
             answers.call_seconds(call, plan)
-    assert time.process_time() - begin < 5 * len(plans) * 2 / 10_000 + 0.5  # five times as slow as meant, and a start
+    assert time.process_time() - begin < 5 * len(plans) * 2 / 10_000 + 0.5  # five times the intended rate, plus a start
 
 
 def test_inputs_that_cannot_be_estimated_are_refused() -> None:
@@ -293,7 +293,7 @@ def test_inputs_that_cannot_be_estimated_are_refused() -> None:
         estimator(responses=(1, 500))
 
 
-def test_ranks_that_share_cores_take_longer_in_proportion() -> None:
+def test_ranks_that_share_cores_take_proportionally_longer() -> None:
     four = ClusterSpec.parse("cpu:1x4")
     roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
     load = Workload(num_sequences=8, prompt_tokens=8, response_tokens=8)

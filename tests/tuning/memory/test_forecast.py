@@ -1,4 +1,4 @@
-"""A plan's bytes equal a count by hand, and the message for a plan that is too large lists changes that fit."""
+"""Bytes of a plan, counted by hand, and the changes that the error for a plan without enough memory proposes."""
 
 from __future__ import annotations
 
@@ -48,43 +48,43 @@ def plan(generate: str, infer: str, train: object) -> ExecutionPlan:
 def forecast(
     chosen: ExecutionPlan, load: Workload | None = None, roles: dict[str, RoleMemory] = ROLES, **settings: object
 ) -> MemoryForecast:
-    """Forecast four ranks."""
+    """Return the forecast of four ranks."""
     return forecast_memory(FLOW, chosen, roles, MemorySettings(**settings), load, ranks=range(4))  # type: ignore[arg-type]
 
 
 def test_shards_optimizer_state_and_gathered_blocks_add_up() -> None:
     parts = forecast(plan("fsdp4", "fsdp4", "fsdp4")).at("actor.train", 0)
-    # Of the actor and the reference a quarter of 4000 weights each, in fp32; of the actor's two numbers more.
+    # A quarter of 4000 weights each for the actor and the reference, in fp32; two more numbers per weight of the actor.
     assert (parts.weights, parts.optimizer, parts.copies) == (2 * 4000, 8000, 0)
-    # The embedding and two blocks of 1000 are gathered, while gradients of embedding and block and, for one block, the
-    # message and its quarter are there.
+    # The embedding and two blocks of 1000 are gathered. Gradients are those of the embedding and a block; for one
+    # block, also the message and its quarter.
     assert (parts.gathered, parts.gradients) == (3 * 4000, 2 * 4000 + 5000)
 
 
-def test_a_role_costs_nothing_where_it_is_absent() -> None:
+def test_a_role_takes_no_bytes_on_ranks_without_it() -> None:
     found = forecast(plan("dp2@0-1", "dp2@2-3", "dp2@0-1"))
     assert found.at("actor.generate", 3).optimizer == 0
     assert found.at("actor.train", 3) == found.at("actor.generate", 3)
-    assert found.at("actor.train", 3).weights == 4 * 4000  # the reference, whole
+    assert found.at("actor.train", 3).weights == 4 * 4000  # the whole reference
 
 
 def test_tied_weights_count_once() -> None:
     assert forecast(plan("dp1", "dp1", "dp1")).at("actor.generate", 0).weights == 2 * 4 * SPEC.num_elements
 
 
-def test_a_copy_of_the_same_dtype_region_and_rank_is_the_source_itself() -> None:
+def test_a_replica_of_the_same_dtype_region_and_rank_is_the_source_itself() -> None:
     # Under tp2 and under dp2 rank 0 holds the whole embedding; only the blocks are copied.
     assert forecast(plan("dp2", "dp2", "tp2")).at("actor.generate", 0).copies == 3 * 4000
     assert forecast(plan("dp2", "dp2", "tp2"), copy_bytes=2).at("actor.generate", 0).copies == 4 * 2000
 
 
-def test_shared_memory_is_counted_to_its_readers_in_equal_parts() -> None:
+def test_shared_memory_is_divided_equally_among_its_readers() -> None:
     found = forecast(plan("dp4", "dp4", "fsdp4"), shares_memory=True)
     assert [found.at("actor.generate", rank).copies for rank in range(4)] == [4000] * 4
     assert forecast(plan("dp4", "dp4", "fsdp4")).at("actor.generate", 0).copies == 16000
 
 
-def test_copies_that_are_freed_count_in_their_own_call_only() -> None:
+def test_freed_replicas_count_in_their_own_call_only() -> None:
     found = forecast(plan("dp4", "dp4", "fsdp4"), frees_copies=True)
     assert found.at("actor.generate", 0).copies == 16000
     assert found.at("actor.train", 0).copies == 0
@@ -103,9 +103,9 @@ def test_a_role_that_shares_a_base_is_counted_once() -> None:
     beside = forecast(plan("dp1", "dp1", "dp1"), roles=roles)
     assert beside.at("reference.infer", 0) == MemoryParts(weights=5 * 4000, optimizer=4 * 8000)
     assert beside.at("set-up", 0).weights == 5 * 4000
-    # Generation merges adapters into a copy of the one weight that has some.
+    # Generation merges adapters into a copy of the one adapted weight.
     assert beside.at("actor.generate", 0).copies == 4000
-    # Where the two calls have one layout, that is one copy; in the reference's own, another.
+    # If the two calls have one layout, they share a replica; otherwise the reference has its own.
     together = forecast(plan("dp1@1", "dp1@1", "dp1@0"), roles=roles)
     assert together.at("reference.infer", 1).copies == 5 * 4000
     apart = forecast(plan("dp1@0", "dp1@1", "dp1@0"), roles=roles)
@@ -113,7 +113,7 @@ def test_a_role_that_shares_a_base_is_counted_once() -> None:
     assert apart.at("actor.train", 0).copies == 0
 
 
-def test_the_cache_holds_every_slot_at_its_longest() -> None:
+def test_the_cache_holds_every_slot_at_full_length() -> None:
     # 8 sequences of 10 tokens, keys and values of one head of 5 in three layers, fp32.
     parts = forecast(plan("dp1", "dp1", "dp1"), LOAD).at("actor.generate", 0)
     assert parts.kv_cache == 8 * 10 * (2 * 5 * 3) * 4
@@ -121,7 +121,7 @@ def test_the_cache_holds_every_slot_at_its_longest() -> None:
     assert halved.kv_cache == parts.kv_cache / 2
 
 
-def test_more_micro_batches_keep_whole_gradients_until_the_last() -> None:
+def test_several_micro_batches_keep_whole_gradients_until_the_last() -> None:
     one = forecast(plan("fsdp4", "fsdp4", "fsdp4"), LOAD).at("actor.train", 0)
     several = {"layout": "fsdp4", "micro_batch_tokens": 10}
     two = forecast(plan("fsdp4", "fsdp4", several), LOAD).at("actor.train", 0)
@@ -129,7 +129,7 @@ def test_more_micro_batches_keep_whole_gradients_until_the_last() -> None:
 
 
 def _logits_bytes(call: str, head: ParamSpec | None, layout: str) -> int:
-    """Return the bytes of logits where a call has 800 response tokens and 10,000 tokens exist; no head: it is tied."""
+    """Return the bytes of logits for 800 response tokens and a vocabulary of 10,000; ``head`` None ties the head."""
     embedding = ParamSpec("embed", (10_000, 10), TensorParallelCut(0), section="input")
     params = (embedding, *SPEC.params[1:], *([] if head is None else [head]))
     model = ModelSpec(params, num_blocks=3, aliases=(("head", "embed"),) if head is None else ())
@@ -138,15 +138,15 @@ def _logits_bytes(call: str, head: ParamSpec | None, layout: str) -> int:
     return forecast(plan(layout, layout, layout), load, {"actor": role, "reference": role}).at(call, 0).logits
 
 
-def test_logits_that_ranks_share_count_to_each_of_them() -> None:
+def test_logits_divided_among_ranks_count_on_each_of_them() -> None:
     cut = ParamSpec("head", (10_000, 10), TensorParallelCut(0), section="output")
     whole = ParamSpec("head", (10_000, 10), section="output")
-    every = 800 * 10_000 * 4  # fp32, and as many in a chunk; for a backward pass both twice
+    every = 800 * 10_000 * 4  # fp32, and the same in a chunk; a backward pass doubles both
     for head in (cut, None):
         assert [_logits_bytes("reference.infer", head, layout) for layout in ("dp1", "tp2")] == [2 * every, every]
         assert [_logits_bytes("actor.train", head, layout) for layout in ("dp1", "tp2")] == [4 * every, 2 * every]
         assert _logits_bytes("reference.infer", head, "tp3") == 2 * 800 * 3334 * 4
-        # Drawing takes all logits of 8 sequences, their message, the rank's share, and probabilities in fp32.
+        # Sampling takes all logits of 8 sequences, their message, the rank's part, and probabilities in fp32.
         assert _logits_bytes("actor.generate", head, "tp2") == 8 * 10_000 * 4 * (2 + 0.5 + 1)
     assert _logits_bytes("reference.infer", whole, "tp2") == 2 * every
 
@@ -176,17 +176,17 @@ def test_a_role_without_a_model_is_named() -> None:
         forecast(plan("dp1", "dp1", "dp1"), roles={"actor": ROLES["actor"]})
 
 
-def test_the_message_about_an_excess_has_changes_that_would_fit() -> None:
+def test_the_error_for_an_excess_proposes_changes_that_fit() -> None:
     chosen = plan("dp4", "dp4", "dp4")
     needed = forecast(chosen, LOAD).peak().parts.total
     assert find_excess(FLOW, chosen, lambda p: forecast(p, LOAD), budget_bytes=needed) is None
     text = find_excess(FLOW, chosen, lambda p: forecast(p, LOAD), budget_bytes=needed - 1)
     assert text is not None and "on rank 0 in actor.train" in text
     assert "actor.train: {gradient_checkpointing: true, layout: dp4@0-3}" in text
-    assert "actor.generate: {" not in text  # fewer slots change nothing about training
+    assert "actor.generate: {" not in text  # fewer slots do not change training
 
 
-def test_an_alternative_is_offered_only_where_it_fits() -> None:
+def test_an_alternative_is_proposed_only_if_it_fits() -> None:
     text = find_excess(FLOW, plan("dp4", "dp4", "dp4"), lambda p: forecast(p, LOAD), budget_bytes=1000)
     assert text is not None and "no change of one call makes it fit" in text
 
@@ -194,17 +194,17 @@ def test_an_alternative_is_offered_only_where_it_fits() -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("24GiB", 24 << 30), ("1.5 GB", 1_500_000_000), (4096, 4096), ("7000b", 7000)]
 )
-def test_amounts_of_memory_are_read(text: str | int, size: int) -> None:
+def test_amounts_of_memory_are_parsed(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-def test_an_amount_without_its_unit_is_refused() -> None:
+def test_an_amount_without_a_unit_is_refused() -> None:
     with pytest.raises(PlanError, match=r'24 bytes, too few for a device; did you mean "24GiB"'):
         parse_bytes(24)
 
 
 @pytest.mark.parametrize("text", ["24 apples", "", "0", "-3GB", "GiB"])
-def test_other_amounts_are_refused(text: str) -> None:
+def test_invalid_amounts_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="is no amount of memory"):
         parse_bytes(text)
 

@@ -62,7 +62,7 @@ def drafter() -> PreTrainedModel:
 
 
 class Measured(GenerationEngine):
-    """An engine that has generated once, all sequences as long as the workload says."""
+    """An engine that has generated once, with the lengths of the workload."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class Measured(GenerationEngine):
 
 @pytest.mark.parametrize("bound", [60_000, 150_000, 1_000_000])
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "with drafts"])
-def test_a_bounded_cache_takes_the_pages_and_the_buffer_that_were_counted(bound: int, *, drafts: bool) -> None:
+def test_a_bounded_cache_takes_the_forecast_pages_and_buffer(bound: int, *, drafts: bool) -> None:
     blocks = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
-    counted = call_of(target(), EngineMemory(max_cache_bytes=bound))  # blocks draft on the target's own
+    counted = call_of(target(), EngineMemory(max_cache_bytes=bound))  # the blocks drafter uses the target's own cache
     cache = counted.cache
     assert cache is not None
     measured = Measured(target(), max_cache_bytes=bound, speculation=blocks if drafts else None)
@@ -106,9 +106,9 @@ def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> N
 
 
 @pytest.mark.parametrize("prompt", [8, 64])
-def test_an_unbounded_cache_and_a_draft_models_own_are_counted(prompt: int) -> None:
+def test_an_unbounded_cache_and_that_of_a_draft_model_are_counted(prompt: int) -> None:
     load, model, small = replace(LOAD, prompt_tokens=prompt), target(), drafter()
-    # Of 47 or 103 positions; two layers of two heads of 16, keys and values, in fp32.
+    # 47 or 103 positions; two layers of two heads of 16, keys and values, in fp32.
     plain, drafting = (
         call_of(model, EngineMemory(draft=draft), load).cache for draft in (None, DraftMemory(model=described(small)))
     )
@@ -116,7 +116,7 @@ def test_an_unbounded_cache_and_a_draft_models_own_are_counted(prompt: int) -> N
     assert drafting is not None
     measured = Measured(model, load)
     assert plain.final_bytes == pytest.approx(measured.stats.cache_bytes, rel=0.05)
-    # The drafter's one layer has half as many bytes, in slots of its own.
+    # The drafter's one layer takes half as many bytes, in its own slots.
     assert drafting.final_bytes - plain.final_bytes == SLOTS * (prompt + 40) * (2 * 2 * 8) * 4
     of_drafts = Measured(model, load, speculation=THREE_AHEAD, drafter=ModelDrafter(small, model))
     with_drafter = EngineMemory(draft=DraftMemory(model=described(small)), num_ahead=3)
@@ -124,7 +124,7 @@ def test_an_unbounded_cache_and_a_draft_models_own_are_counted(prompt: int) -> N
         assert call_of(model, engine, load).peak("generate").total == pytest.approx(found.peak_bytes, rel=0.2)
 
 
-def test_a_draft_model_keeps_its_weights_and_a_distilled_one_its_optimizer_and_activations() -> None:
+def test_a_draft_model_keeps_weights_and_a_distilled_one_also_its_optimizer() -> None:
     model, small = target(), drafter()
     weights = sum(parameter.nbytes for parameter in small.parameters())
     fixed, learning = (DraftMemory(model=described(small), learns=learns) for learns in (False, True))
@@ -149,7 +149,7 @@ FLOW = Dataflow(
 )
 
 
-def test_draft_models_stay_where_their_targets_generate_and_count_in_every_call_there() -> None:
+def test_draft_models_count_in_every_call_on_their_targets_generating_ranks() -> None:
     role, small = described(target()), described(drafter())
     plan = ExecutionPlan.from_mapping(
         {"calls": {"actor.generate": "dp2@0-1", "reference.infer": "dp4", "actor.train": "fsdp4"}}
@@ -161,19 +161,19 @@ def test_draft_models_stay_where_their_targets_generate_and_count_in_every_call_
         assert [forecast.at(call, rank).drafts for rank in range(4)] == [kept, kept, 0, 0]
 
 
-def test_packed_weights_take_the_memory_of_the_process_that_was_counted() -> None:
+def test_packed_weights_take_the_forecast_memory_of_the_process() -> None:
     if not packs(torch.float32):
         pytest.skip("this torch packs no weights on this processor")
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 2048, "num_hidden_layers": 3}
     model = tiny_model("llama", **sizes, num_key_value_heads=4).requires_grad_(False)
     counted = packed_bytes(described(model), EngineMemory(packs_weights=True), tp=1, element_bytes=4, num_steps=64)
-    # Of three blocks queries, keys, values, output and three of the MLP; and the head.
+    # Queries, keys, values, output and three MLP projections of three blocks; and the head.
     assert counted == 4 * (3 * (4 * 1024**2 + 3 * 1024 * 2048) + 1024 * 2048)
     gc.collect()
     before = resident_bytes()
     with packed_linears(model, num_steps=64):
         measured = resident_bytes() - before
-    joined = 4 * 2 * 1024 * 2048  # gate and up are laid end to end before they are packed as one
+    joined = 4 * 2 * 1024 * 2048  # gate and up are concatenated before packing
     assert counted + joined == pytest.approx(measured, rel=0.1)
 
 
@@ -183,7 +183,7 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
-def test_weights_are_packed_only_where_that_pays_and_they_lie_whole() -> None:
+def test_weights_are_packed_only_if_it_pays_and_products_are_not_summed() -> None:
     model = described(tiny_model("qwen2", hidden_size=64))  # its head is tied to the embedding of 128 tokens
     packing = EngineMemory(packs_weights=True)
 
@@ -194,7 +194,7 @@ def test_weights_are_packed_only_where_that_pays_and_they_lie_whole() -> None:
     of_block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
     assert counted() == 2 * (2 * of_block + 128 * 64)
     assert counted(EngineMemory()) == 0
-    assert counted(num_steps=16) == 0  # too few steps to earn the copies
-    assert counted(element_bytes=4) == 0  # in fp32, matrices are too small
-    columns = 64 * 64 + 2 * 64 * 32 + 2 * 64 * 128  # those of the other products are summed over ranks
+    assert counted(num_steps=16) == 0  # too few steps to pay for the copies
+    assert counted(element_bytes=4) == 0  # the matrices are too small in fp32
+    columns = 64 * 64 + 2 * 64 * 32 + 2 * 64 * 128  # the other products are summed over ranks
     assert counted(tp=2) == 2 * (2 * columns + 128 * 64) // 2

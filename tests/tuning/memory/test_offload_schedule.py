@@ -45,8 +45,8 @@ def _present(rank: int, offload: list[str], average_of: dict[str, str] | None = 
     return {call.name: set(schedule.present(call.name)) for call in FLOW.calls}
 
 
-def test_a_part_is_present_in_its_calls_and_in_the_one_before() -> None:
-    # Rank 0 passes reward.infer by, and has nothing of it. Critic.infer works with weights that set out from rank 0.
+def test_a_part_is_present_in_its_calls_and_in_the_previous_call() -> None:
+    # Rank 0 takes no part in reward.infer. For critic.infer it only sends weights, which are not offloaded.
     assert _present(0, OFFLOAD) == {
         "actor.generate": {"reference"},
         "reference.infer": {"reference", "actor.optimizer"},
@@ -65,7 +65,7 @@ def test_a_part_is_present_in_its_calls_and_in_the_one_before() -> None:
     }
 
 
-def test_the_first_call_of_an_iteration_is_prepared_by_the_last_of_the_one_before() -> None:
+def test_the_last_call_of_an_iteration_prefetches_for_the_next_iteration() -> None:
     flow = Dataflow((_call("reward.infer", "batch", "scores"), _call("actor.train", "scores")))
     plan = ExecutionPlan.from_mapping(
         {"calls": {"reward.infer": "dp1@0", "actor.train": "dp1@0"}, "offload": ["reward"]}
@@ -73,13 +73,13 @@ def test_the_first_call_of_an_iteration_is_prepared_by_the_last_of_the_one_befor
     assert OffloadSchedule(flow, plan, 0).present("actor.train") == {"reward"}
 
 
-def test_an_averaged_role_is_needed_when_the_role_that_it_averages_trains() -> None:
+def test_an_averaging_role_is_present_when_its_source_trains() -> None:
     present = _present(0, ["reference"], {"reference": "actor"})
     assert present["actor.train"] == {"reference"}
     assert present["critic.train"] == set()
 
 
-def test_evaluation_needs_its_own_and_prepares_nothing() -> None:
+def test_evaluation_uses_its_own_parts_and_prefetches_nothing() -> None:
     flow = Dataflow((*FLOW.calls, _call_evaluation()))
     plan = ExecutionPlan.from_mapping({"calls": LAYOUTS, "offload": ["reward"]}).completed(flow)
     schedule = OffloadSchedule(flow, plan, 3)

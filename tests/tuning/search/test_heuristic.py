@@ -26,7 +26,7 @@ PPO_FLOW = Dataflow(
         call("critic.train", ("rollout", "values", "returns")),
     )
 )
-"""Two models that are trained, and two that are not."""
+"""A dataflow of two trained and two frozen models."""
 FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
 NUM_ELEMENTS = 1024 * 64
 MODEL = ModelSpec(
@@ -43,7 +43,7 @@ def layouts(model: ModelSpec, device_memory_bytes: float, *, world_size: int = 8
     return {name: str(call.layout) for name, call in plan.calls}
 
 
-def test_with_room_every_rank_generates_with_a_whole_copy() -> None:
+def test_with_enough_memory_every_rank_generates_with_a_whole_replica() -> None:
     copy_bytes = 2 * NUM_ELEMENTS
     assert layouts(MODEL, copy_bytes / WEIGHTS_SHARE_OF_MEMORY + 1) == {
         "actor.train": "fsdp8@0-7",
@@ -52,15 +52,15 @@ def test_with_room_every_rank_generates_with_a_whole_copy() -> None:
     }
 
 
-def test_a_base_that_a_role_shares_lies_where_its_owner_generates() -> None:
+def test_a_shared_base_has_the_layout_of_its_owners_generation() -> None:
     cluster = replace(ClusterSpec.local(8), device_memory_bytes=int(NUM_ELEMENTS / WEIGHTS_SHARE_OF_MEMORY + 1))
     models = {"actor": MODEL, "reference": MODEL}
     plan = heuristic_plan(FLOW, models, cluster, world_size=8, element_bytes=2, sharers={"reference": "actor"})
     assert plan.layout("actor.generate").dims.tp == 2
-    assert plan.layout("reference.infer") == plan.layout("actor.generate")  # one copy
+    assert plan.layout("reference.infer") == plan.layout("actor.generate")  # one replica
 
 
-def test_copies_are_cut_by_the_smallest_degree_that_fits() -> None:
+def test_replicas_are_cut_by_the_smallest_degree_that_fits() -> None:
     copy_bytes = 2 * NUM_ELEMENTS
     halves = layouts(MODEL, copy_bytes / 2 / WEIGHTS_SHARE_OF_MEMORY + 1)
     assert halves["actor.generate"].startswith("dp4.tp2@")
@@ -70,7 +70,7 @@ def test_copies_are_cut_by_the_smallest_degree_that_fits() -> None:
 
 
 def test_a_model_that_fits_nowhere_stays_sharded() -> None:
-    # Four heads allow no tp beyond 4, and an eighth of the memory would be needed.
+    # Four heads limit tp to 4, and less than an eighth of the weights fits.
     assert set(layouts(MODEL, 2 * NUM_ELEMENTS / 8 / WEIGHTS_SHARE_OF_MEMORY).values()) == {"fsdp8@0-7"}
     assert set(layouts(UNCUT, NUM_ELEMENTS / WEIGHTS_SHARE_OF_MEMORY).values()) == {"fsdp8@0-7"}
 
@@ -88,7 +88,7 @@ def sized(num_rows: int) -> ModelSpec:
 
 
 def ppo_plan(world_size: int, *, device_memory_bytes: float = 1e12, **rows: int) -> dict[str, Layout]:
-    """Return call name -> layout on nodes of eight; ``rows`` are the models' sizes, 1024 where they are not given."""
+    """Return call name -> layout on nodes of eight; ``rows`` are sizes of models, 1024 by default."""
     models = {role: sized(rows.get(role, 1024)) for role in PPO_FLOW.roles}
     cluster = replace(
         ClusterSpec.local(min(8, world_size)),
@@ -98,12 +98,12 @@ def ppo_plan(world_size: int, *, device_memory_bytes: float = 1e12, **rows: int)
     plan = heuristic_plan(PPO_FLOW, models, cluster, world_size=world_size, element_bytes=2)
     plan.check(PPO_FLOW, world_size)
     for name, planned in plan.calls:
-        ModelLayout(models[str(PPO_FLOW.call(name).role)], planned.layout)  # raises where the model does not allow it
+        ModelLayout(models[str(PPO_FLOW.call(name).role)], planned.layout)  # raises if the model does not allow it
     return {name: planned.layout for name, planned in plan.calls}
 
 
 @pytest.mark.parametrize("rows", [{}, {"critic": 128}, {"actor": 4096, "reference": 4096}])
-def test_ppo_gets_a_legal_plan_on_1_to_64_ranks_that_trains_side_by_side(rows: dict[str, int]) -> None:
+def test_ppo_gets_a_valid_plan_with_concurrent_training_on_1_to_64_ranks(rows: dict[str, int]) -> None:
     for world_size in range(1, 65):
         plan = ppo_plan(world_size, **rows)
         actor, critic = (set(plan[f"{role}.train"].ranks) for role in ("actor", "critic"))
@@ -113,9 +113,9 @@ def test_ppo_gets_a_legal_plan_on_1_to_64_ranks_that_trains_side_by_side(rows: d
     assert {str(layout) for layout in ppo_plan(1, **rows).values()} == {"dp1@0"}
 
 
-def test_four_equal_models_share_eight_ranks_as_the_best_plans_do() -> None:
+def test_four_equal_models_divide_eight_ranks_like_the_best_plans() -> None:
     # Three equal inference calls on eight ranks: the reference on all, then 4 + 4, takes 1/8 + 1/4 = 3/8 of a call on
-    # one rank, as long as one after the other on all; 3 + 3 + 2 would take 1/2.
+    # one rank, the same as all three in sequence on all ranks; 3 + 3 + 2 would take 1/2.
     assert {name: str(layout) for name, layout in ppo_plan(8).items()} == {
         "actor.generate": "dp8@0-7",
         "reference.infer": "dp8@0-7",
@@ -124,35 +124,35 @@ def test_four_equal_models_share_eight_ranks_as_the_best_plans_do() -> None:
         "actor.train": "fsdp4@0-3",
         "critic.train": "fsdp4@4-7",
     }
-    # On six, 2 + 2 + 2 wastes nothing: all three side by side.
+    # On six ranks, 2 + 2 + 2 wastes nothing, so all three run at once.
     six = ppo_plan(6)
     assert [str(six[f"{role}.infer"]) for role in ("reference", "reward", "critic")] == [
         "dp2@0-1",
         "dp2@2-3",
         "dp2@4-5",
     ]
-    # On seven, no division comes near: 1/7 + 1/3 against 3/7.
+    # On seven ranks, every division is slower: 1/7 + 1/3 against 3/7.
     assert {str(ppo_plan(7)[f"{role}.infer"]) for role in ("reference", "reward", "critic")} == {"dp7@0-6"}
 
 
-def test_ranks_follow_sizes_and_nodes_stay_whole() -> None:
-    # Three units to one: of eight ranks, six and two.
+def test_ranks_follow_model_sizes_and_nodes_stay_whole() -> None:
+    # Sizes of three to one: six and two of eight ranks.
     plan = ppo_plan(8, actor=3072, reference=3072)
     assert (str(plan["actor.train"]), str(plan["critic.train"])) == ("fsdp6@0-5", "fsdp2@6-7")
-    # Of three nodes, two and one: not 18 and 6 ranks.
+    # Two and one of three nodes, and not 18 and 6 ranks.
     plan = ppo_plan(24, actor=3072, reference=3072)
     assert (str(plan["actor.train"]), str(plan["critic.train"])) == ("fsdp16@0-15", "fsdp8@16-23")
 
 
-def test_models_too_large_for_their_part_train_on_all_ranks() -> None:
-    # 16 bytes for each of 65,536 elements, over the four ranks of a part: 262,144 bytes a rank.
+def test_models_too_large_for_their_ranks_train_on_all_ranks() -> None:
+    # 16 bytes for each of 65,536 elements, over four ranks: 262,144 bytes a rank.
     need = 16 * NUM_ELEMENTS / 4 / TRAINING_SHARE_OF_MEMORY
     assert str(ppo_plan(8, device_memory_bytes=need + 1)["actor.train"]) == "fsdp4@0-3"
     tight = ppo_plan(8, device_memory_bytes=need - 1)
     assert {str(tight[f"{role}.train"]) for role in ("actor", "critic")} == {"fsdp8@0-7"}
 
 
-def test_calls_that_wait_for_each_other_do_not_run_side_by_side() -> None:
+def test_dependent_calls_do_not_get_separate_ranks() -> None:
     chained = Dataflow(
         (
             GENERATE,

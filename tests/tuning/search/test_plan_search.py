@@ -1,4 +1,4 @@
-"""The search finds the same plan as enumeration, returns a valid bound, and keeps to its budgets."""
+"""The search finds the plan of an enumeration, returns a valid bound, and stays within its budgets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWO_COPIES = Dataflow(
         call("actor.train", ("rollout", "old_logprobs")),
     )
 )
-"""A role with two calls besides its training, which may share a copy."""
+"""A dataflow whose role has two inference calls next to its training; they may share a replica."""
 TWO_TRAINED = Dataflow(
     (
         GENERATE,
@@ -47,7 +47,7 @@ FEW = CallOptions(micro_batch_tokens=(1024, 2048), gradient_checkpointing=(False
 
 
 def cluster(num_nodes: int, devices_per_node: int) -> ClusterSpec:
-    """Return so many nodes of CPU devices, with a fast way to the host."""
+    """Return nodes of CPU devices with a fast link to the host."""
     return replace(ClusterSpec.local(devices_per_node), num_nodes=num_nodes, host_bytes_per_s=1e4)
 
 
@@ -81,7 +81,7 @@ def best_of_all(estimator: Estimator, budget: int, generation_chunks: int = 1) -
     st.sampled_from([3500, 5000, 7000, 10**6]),
     st.sampled_from([1, 4]),
 )
-def test_small_spaces_are_searched_exactly_for_any_prices(
+def test_small_spaces_are_searched_exactly_at_any_prices(
     flow: Dataflow, shape: tuple[int, int], seed: int, budget: int, parts: int
 ) -> None:
     if flow is TWO_TRAINED and shape == (1, 2):
@@ -128,7 +128,7 @@ def test_a_base_that_two_roles_share_is_searched_exactly_and_counted_once(seed: 
     result = found(estimator, budget)
     assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
     assert max(peaks(estimator, result.plan)) <= budget
-    assert not result.plan.offload  # neither the actor, which is trained, nor the role without weights of its own
+    assert not result.plan.offload  # neither the actor, which is trained, nor the role without its own weights
 
 
 def test_the_bytes_of_a_shared_base_are_those_counted_by_hand() -> None:
@@ -148,7 +148,7 @@ def test_the_bytes_of_a_shared_base_are_those_counted_by_hand() -> None:
 
 
 def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
-    """Return every rank's peak, by hand, without offload."""
+    """Return every rank's peak bytes without offload, by hand."""
     flow, most = estimator.dataflow, []
     for rank in range(estimator.cluster.num_devices):
         resident = 0
@@ -159,12 +159,12 @@ def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
                 estimator.resident_bytes(role, layout, is_home=layout == home) for layout in layouts if rank in layout
             )
         active = [estimator.active_bytes(name, one) for name, one in plan.calls if rank in one.layout]
-        most.append(resident + max(active) if active else 0)  # a rank that no call uses is refused for that
+        most.append(resident + max(active) if active else 0)  # a rank without calls counts as empty
     return most
 
 
 @pytest.mark.parametrize("budget", [5500, 7000, 10**6])
-def test_no_rank_of_a_plan_is_filled_beyond_the_budget(budget: int) -> None:
+def test_no_rank_of_a_plan_exceeds_the_budget(budget: int) -> None:
     estimator = RandomEstimator(dataflow=TWO_TRAINED, cluster=cluster(2, 2), seed=5)
     result = found(estimator, budget, seconds=20.0, max_evaluations=3000)
     assert max(peaks(estimator, result.plan)) <= budget
@@ -178,13 +178,13 @@ def toy(text: str = "a100-80g:6x8", **sizes: ModelSpec) -> ToyEstimator:
 
 
 def searched(estimator: ToyEstimator, **arguments: object) -> SearchResult:
-    """Search a toy's plans, a few hundred of them, so that the machine's speed does not matter."""
+    """Search a few hundred plans, so that the machine's speed does not matter."""
     few = CallOptions(micro_batch_tokens=(8192,))
     given = {"seed": 0, "seconds": 1000.0, "max_evaluations": 600, "options": few} | arguments
     return search_plan(PPO_FLOW, estimator.models, estimator.cluster, estimator, **given)  # type: ignore[arg-type]
 
 
-def test_one_seed_gives_one_plan_and_the_effort_is_bounded() -> None:
+def test_one_seed_gives_one_plan_and_evaluations_are_limited() -> None:
     first, second = (searched(toy(), seed=3) for _ in range(2))
     assert (first.plan.digest, first.seconds, first.evaluations) == (
         second.plan.digest,
@@ -196,7 +196,7 @@ def test_one_seed_gives_one_plan_and_the_effort_is_bounded() -> None:
     assert first.history[-1].seconds == first.seconds
 
 
-def test_the_result_is_a_plan_that_a_run_accepts_and_a_bound_that_holds() -> None:
+def test_the_result_is_a_valid_plan_with_a_valid_bound() -> None:
     estimator = toy()
     result = searched(estimator)
     result.plan.check(PPO_FLOW, estimator.cluster.num_devices)
@@ -213,7 +213,7 @@ def test_the_bound_is_below_the_best_plan_under_every_overlap(overlap: str) -> N
     assert 0 < stopped.lower_bound <= longer.seconds <= stopped.seconds
 
 
-def test_a_search_without_time_to_price_everything_claims_nothing() -> None:
+def test_a_search_without_time_for_pricing_returns_no_bound() -> None:
     ticks = itertools.count()
     result = searched(toy(), seconds=100.0, clock=lambda: float(next(ticks) * 20))
     assert result.lower_bound == 0.0
@@ -221,7 +221,7 @@ def test_a_search_without_time_to_price_everything_claims_nothing() -> None:
 
 
 def test_the_error_for_no_fitting_plan_has_the_missing_bytes_and_nodes() -> None:
-    # 70B under Adam: 16 bytes for each of 64.4e9 elements are more than eight devices of 80 GiB hold.
+    # 70B under Adam: 16 bytes for each of 64.4e9 elements exceed eight devices of 80 GiB.
     estimator = toy("a100-80g:1x8", large=decoder(80, 8192, 64))
     with pytest.raises(PlanError, match=r"lacks [\d,]+ bytes.*; \d+ x 8 such devices would do") as caught:
         searched(estimator)
@@ -230,7 +230,7 @@ def test_the_error_for_no_fitting_plan_has_the_missing_bytes_and_nodes() -> None
     searched(toy(f"a100-80g:{nodes}x8", large=decoder(80, 8192, 64)))
 
 
-def test_an_estimator_of_something_else_and_a_role_without_a_model_are_refused() -> None:
+def test_an_estimator_of_another_cluster_and_missing_models_are_refused() -> None:
     estimator = toy()
     with pytest.raises(PlanError, match="another cluster"):
         search_plan(PPO_FLOW, estimator.models, ClusterSpec.parse("h100"), estimator, seed=0, seconds=1.0)

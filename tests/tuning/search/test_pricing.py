@@ -1,4 +1,4 @@
-"""Whole plans are priced like their parts, with the options that fit."""
+"""Prices of whole plans, and the options that fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan() -> ExecutionPlan:
 
 
 @pytest.mark.parametrize("budget", [80 << 30, 4 << 30, 3 << 30])
-def test_options_are_the_fastest_that_fit_of_all_combinations(budget: int) -> None:
+def test_the_chosen_options_are_the_fastest_of_all_that_fit(budget: int) -> None:
     bench = pricer(budget)
     chosen = bench.price(bench.with_best_options(plan()))
     names = [name for name, _ in plan().calls]
@@ -59,7 +59,7 @@ def test_options_are_the_fastest_that_fit_of_all_combinations(budget: int) -> No
 
 
 def _some_options(bench: PlanPricer) -> list[tuple]:
-    """All combinations of two calls' options, the others as chosen, that fit."""
+    """Return all fitting combinations of two calls' options, with the others as chosen."""
     chosen = dict(bench.with_best_options(plan()).calls)
     found = []
     for names in itertools.combinations(("actor.generate", "actor.train", "critic.train"), 2):
@@ -78,7 +78,7 @@ def test_a_plan_that_does_not_fit_has_the_smallest_options_and_its_missing_bytes
     assert dict(priced.plan.calls)["actor.train"].gradient_checkpointing
 
 
-def test_static_plans_have_one_layout_and_the_best_fitting_one_comes_first() -> None:
+def test_static_plans_have_one_layout_and_the_fastest_that_fits_is_first() -> None:
     found = pricer(2 << 30).static()
     assert all(len(priced.plan.layouts) == 1 for priced in found)
     assert {str(priced.plan.layouts[0].dims) for priced in found} >= {"dp8", "fsdp8", "dp2.tp4", "fsdp2.tp4"}
@@ -87,7 +87,7 @@ def test_static_plans_have_one_layout_and_the_best_fitting_one_comes_first() -> 
     assert [priced.seconds for priced in found[: len(fitting)]] == sorted(fitting)
 
 
-def test_the_found_plan_fits_by_every_ranks_forecast_and_beats_plans_without_a_search() -> None:
+def test_the_found_plan_fits_the_forecast_and_beats_plans_without_a_search() -> None:
     bench = pricer(4 << 30, cluster="a100-80g:1x2")
     best, found = bench.search(seed=0, seconds=2, clock=time.process_time)
     assert best.missing_bytes == 0
@@ -98,7 +98,7 @@ def test_the_found_plan_fits_by_every_ranks_forecast_and_beats_plans_without_a_s
         pricer(100 << 20, cluster="a100-80g:1x2").search(seed=0, seconds=1, clock=time.process_time)
 
 
-def test_a_heuristic_plan_that_lacks_memory_is_followed_by_one_that_divides_more() -> None:
+def test_a_heuristic_plan_without_enough_memory_gets_a_more_divided_alternative() -> None:
     roomy = pricer(2000 << 20, cluster="a100-80g:1x8")
     assert [priced.missing_bytes for priced in roomy.heuristic()] == [0]
     task = replace(roomy.task, memory_budget=1400 << 20)
@@ -112,7 +112,7 @@ def test_a_heuristic_plan_that_lacks_memory_is_followed_by_one_that_divides_more
     assert [str(one.plan.layout("actor.train").dims) for one in (own, other)] == ["fsdp4", "fsdp8"]
 
 
-def test_building_a_model_is_priced_apart_from_iterations() -> None:
+def test_model_construction_is_priced_separately_from_iterations() -> None:
     bench = pricer(1200 << 20)
     priced = bench.price(
         bench.with_best_options(
@@ -120,7 +120,7 @@ def test_building_a_model_is_priced_apart_from_iterations() -> None:
         )
     )
     assert priced.missing_bytes == 0 and priced.peak.phase != "set-up"
-    # Of the last model that is built, whole, in float32 if it is trained; the others are divided by then.
+    # The last model is built whole, in float32 if it is trained; the others are already divided.
     assert priced.set_up_bytes > MODEL.spec().num_elements * 4
 
 
@@ -141,7 +141,7 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     assert best.seconds <= min(other.seconds for other in (*bench.heuristic(), *bench.static()) if other.can_run)
 
 
-def test_a_plan_that_is_chosen_leaves_a_tenth_of_a_device_free() -> None:
+def test_the_chosen_plan_leaves_a_tenth_of_a_device_free() -> None:
     bench = pricer(4 << 30, cluster="a100-80g:1x2", headroom=HEADROOM)
     assert bench.task.usable_bytes == usable_bytes(4 << 30) == int(0.9 * (4 << 30))
     best, _ = bench.search(seed=0, seconds=2, clock=time.process_time)

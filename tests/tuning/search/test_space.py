@@ -1,4 +1,4 @@
-"""The space has every legal plan and no other, and one of all placements that renaming machines makes equal."""
+"""The search space has exactly the valid plans, and one of all placements that are equal up to renaming devices."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ UNCUT = ModelSpec(PARAMS, num_blocks=3, tp_refusal="no plan")
 
 
 def cluster(num_nodes: int, devices_per_node: int) -> ClusterSpec:
-    """Return so many nodes of CPU devices."""
+    """Return nodes of CPU devices."""
     return replace(ClusterSpec.local(devices_per_node), num_nodes=num_nodes)
 
 
 def test_a_call_runs_on_aligned_parts_of_a_node_or_on_whole_nodes() -> None:
     found = {one.ranks for one in rank_sets(cluster(1, 4))}
     assert found == {(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)}
-    # Three nodes of six: parts of one and two devices, and nodes in the 7 combinations there are.
+    # Three nodes of six: parts of one and two devices, and all 7 combinations of nodes.
     by_size = [one.size for one in rank_sets(cluster(3, 6))]
     assert {size: by_size.count(size) for size in set(by_size)} == {1: 18, 2: 9, 6: 3, 12: 3, 18: 1}
     assert sizes(cluster(3, 6)) == (1, 2, 6, 12, 18)
 
 
-def test_large_clusters_offer_counts_that_divide_well_and_themselves() -> None:
+def test_large_clusters_offer_only_node_counts_that_divide_well_and_all_nodes() -> None:
     counts = node_counts(cluster(127, 8))
     assert counts[:16] == tuple(range(1, 17))
     assert counts[16:20] == (18, 20, 24, 25)
@@ -57,9 +57,7 @@ def test_large_clusters_offer_counts_that_divide_well_and_themselves() -> None:
 @pytest.mark.parametrize("model", [MODEL, TIED, SCALED, UNCUT])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 24])
-def test_the_degrees_are_those_that_model_kind_and_nodes_allow(
-    model: ModelSpec, kind: CallKind, num_ranks: int
-) -> None:
+def test_degrees_are_those_that_model_kind_and_nodes_allow(model: ModelSpec, kind: CallKind, num_ranks: int) -> None:
     def is_legal(dims: ParallelDims) -> bool:
         try:
             ModelLayout(model, Layout(dims, tuple(range(num_ranks))))
@@ -81,7 +79,7 @@ def test_the_degrees_are_those_that_model_kind_and_nodes_allow(
     assert len(found) == len(expected)
 
 
-def test_options_belong_to_the_kind_of_a_call() -> None:
+def test_options_depend_on_the_kind_of_a_call() -> None:
     options = CallOptions(micro_batch_tokens=(1024, 2048), max_slots=(16, 32, 64))
     layout = Layout(ParallelDims(), (0,))
     assert [len(options.plans(kind, layout)) for kind in KINDS] == [3, 2, 4]
@@ -89,7 +87,7 @@ def test_options_belong_to_the_kind_of_a_call() -> None:
 
 
 def renamings(num_nodes: int, devices: int) -> list[tuple[int, ...]]:
-    """Return every permutation of ranks that permutes nodes, and halves of nodes, and so on: by brute force."""
+    """Return every permutation of ranks that permutes nodes, halves of nodes, and so on, by brute force."""
 
     def within(size: int) -> list[tuple[int, ...]]:
         if size == 1:
@@ -120,7 +118,7 @@ def test_canonical_placements_are_one_of_each_class_of_renamings(num_nodes: int,
         assert set(chosen) == classes
 
 
-def test_the_first_placement_is_canonical_for_its_size_alone() -> None:
+def test_the_first_placement_is_canonical_by_size_alone() -> None:
     machines = cluster(3, 4)
     assert [one.ranks for one in canonical_sets(rank_sets(machines), (), machines)] == [
         (0,),
@@ -129,6 +127,6 @@ def test_the_first_placement_is_canonical_for_its_size_alone() -> None:
         tuple(range(8)),
         tuple(range(12)),
     ]
-    # Beside the first node: a part of it or of another, itself or another, with it or without, all.
+    # After the first node: a part of it or of another node, itself or another, two nodes with or without it, all.
     second = canonical_sets(rank_sets(machines), (RankSet((0, 1, 2, 3)),), machines)
     assert len(second) == 2 + 2 + 2 + 2 + 1

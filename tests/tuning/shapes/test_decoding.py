@@ -1,4 +1,4 @@
-"""A generation decodes every token once, in as many steps as continuous batching needs."""
+"""Decoding steps of a generation with continuous batching: every token once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_realloc.tuning.shapes.decoding import plan_decoding, sample_lengths
 
 
-def test_equal_lengths_decode_together_and_remember_half_a_response_on_average() -> None:
+def test_equal_lengths_decode_together_with_half_a_response_as_mean_context() -> None:
     stretches = plan_decoding((9,), 10, 4, 8)  # the prompt's own pass yields the first token
     assert sum(s.steps for s in stretches) == 8
     assert all(s.sequences == 4 for s in stretches)
@@ -21,7 +21,7 @@ def test_more_sequences_than_slots_take_turns() -> None:
 
 
 def test_a_freed_slot_is_filled_at_once() -> None:
-    # One slot decodes the long one, 100 steps; the other all short ones, 10 steps each, meanwhile.
+    # One slot decodes the long response in 100 steps; meanwhile the other decodes all short ones in 10 steps each.
     lengths = (11,) * 9 + (101,)
     assert sample_lengths(lengths, 10).count(101) == 1
     stretches = plan_decoding(lengths, 1, 10, 2)

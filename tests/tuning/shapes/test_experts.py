@@ -1,4 +1,4 @@
-"""Costs of experts: compute of a token's experts, reads of few tokens, and memory."""
+"""Costs of experts: arithmetic of a token's experts, weights read by few tokens, and memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def kernels(model: KnownModel, cluster: ClusterSpec, efficiency: Efficiency = ID
     return Kernels(model.shape(), tp, Device(cluster, efficiency), 2)
 
 
-def test_many_tokens_take_the_arithmetic_of_their_own_experts_and_the_router() -> None:
+def test_many_tokens_take_the_arithmetic_of_their_experts_and_the_router() -> None:
     fast_memory = replace(CLUSTER, device_memory_bytes_per_s=1e18)
-    flops = 2 * 4096 * (ATTENTION + 2 * EXPERT + 4096 * 8)  # each of 4096 tokens in two of eight experts
+    flops = 2 * 4096 * (ATTENTION + 2 * EXPERT + 4096 * 8)  # 4096 tokens, each in two of eight experts
     assert kernels(MIXTRAL, fast_memory).products(4096) == pytest.approx(flops / CLUSTER.device_flops, rel=1e-3)
 
 
 @pytest.mark.parametrize(("tokens", "reached"), [(1, 2.0), (2, 3.5), (4, 5.46875), (64, 8.0)])
-def test_few_tokens_read_the_experts_that_they_reach(tokens: int, reached: float) -> None:
-    # An expert is left out by one token with a chance of 3/4: by two with 9/16, so two reach 8 * 7/16 of them.
+def test_few_tokens_read_only_the_experts_that_they_reach(tokens: int, reached: float) -> None:
+    # One token misses an expert with probability 3/4 and two tokens with 9/16, so two reach 8 * 7/16 experts.
     experts = MIXTRAL.experts
     assert experts is not None and experts.num_reached(tokens) == pytest.approx(reached, rel=1e-6)
     read = 2 * (ATTENTION + reached * EXPERT + 4096 * 8)
@@ -43,8 +43,8 @@ def test_few_tokens_read_the_experts_that_they_reach(tokens: int, reached: float
     assert took == pytest.approx(read / CLUSTER.device_memory_bytes_per_s, rel=0.02)
 
 
-def test_an_expert_whose_tokens_fill_no_tile_takes_a_whole_one() -> None:
-    """128 tokens of 128 experts, eight a token: eight rows each, and a thin tile has sixteen."""
+def test_an_expert_with_few_tokens_takes_a_whole_tile() -> None:
+    """128 tokens with eight of 128 experts each: eight rows per expert, and a thin tile has sixteen."""
     fast_memory = replace(CLUSTER, device_memory_bytes_per_s=1e18)
     coarse, fine = (
         kernels(QWEN, fast_memory, replace(IDEAL, tile=128, thin_tile=rows)).products(128) for rows in (16, 1)
@@ -52,7 +52,7 @@ def test_an_expert_whose_tokens_fill_no_tile_takes_a_whole_one() -> None:
     extra = coarse - fine
     assert QWEN.experts is not None
     reached = QWEN.experts.num_reached(128)
-    rows = math.ceil(128 * 8 / reached)  # 8.002 are nine
+    rows = math.ceil(128 * 8 / reached)  # 8.002 are rounded to nine
     wasted = 2 * 3 * 2048 * 768 * reached * (16 - rows)
     assert extra == pytest.approx(wasted / CLUSTER.device_flops, rel=0.01)
 
@@ -64,7 +64,7 @@ def test_products_of_all_experts_fill_the_device_together() -> None:
     assert device.matmul(256, 2048, 768, 2, num_products=1) == alone
 
 
-def test_experts_that_are_not_cut_take_as_long_under_tensor_parallelism() -> None:
+def test_experts_that_are_not_cut_are_not_faster_under_tensor_parallelism() -> None:
     fast_memory = replace(CLUSTER, device_memory_bytes_per_s=1e18)
     assert MIXTRAL.experts is not None
     cut = replace(MIXTRAL, experts=replace(MIXTRAL.experts, are_cut=True))
@@ -74,25 +74,25 @@ def test_experts_that_are_not_cut_take_as_long_under_tensor_parallelism() -> Non
 
 
 def test_a_mixture_costs_more_than_its_active_weights_and_less_than_all() -> None:
-    """Compare Mixtral with dense models that have a fourth, and all, of its experts' features."""
+    """Compare Mixtral with dense models that have a fourth or all of its experts' features."""
     active, everything = (replace(MIXTRAL, experts=None, intermediate=count * 14336) for count in (2, 8))
     for call in ("reference.infer", "actor.train"):
         least, mixture, most = (seconds(call, "dp8", estimator(m)).total for m in (active, MIXTRAL, everything))
         assert least < mixture < 0.5 * most
-    # 64 sequences at a time reach all experts in every step: their weights are read as those of the large model are.
+    # 64 sequences reach all experts in every step, so all weights are read, as in the large model.
     least, mixture, most = (seconds("actor.generate", "dp8", estimator(m)).total for m in (active, MIXTRAL, everything))
     assert 2 * least < mixture and mixture == pytest.approx(most, rel=0.2)
 
 
 def test_activations_are_those_of_a_tokens_own_experts() -> None:
     dense = replace(MIXTRAL, experts=None).shape()
-    # Fp16: a router's 8 scores, and for each of two experts four tensors of features and hidden states in and out.
+    # Fp16: 8 scores of the router, and for each of two experts four tensors of features, its input and its output.
     mlp, mixture = 2 * 4 * 14336, 2 * (2 * (4 * 14336 + 2 * 4096) + 8)
     assert MIXTRAL.shape().saved_bytes(1, 2) - dense.saved_bytes(1, 2) == mixture - mlp
     assert MIXTRAL.shape().working_elements(1) > dense.working_elements(1)
 
 
-def test_impossible_experts_are_refused() -> None:
+def test_invalid_experts_are_refused() -> None:
     with pytest.raises(PlanError, match="experts_per_token=9 must lie between 1 and experts=8"):
         Experts(count=8, per_token=9, features=1)
     with pytest.raises(PlanError, match="features=0 of experts must be at least 1"):

@@ -1,4 +1,4 @@
-"""Built-in shapes have the published parameter counts and the parameters that transformers makes."""
+"""Built-in shapes have the published parameter counts and the parameters of transformers' models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
 
 
 def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:
-    """Return the parameters of a small model that transformers makes without weights, and the shape of its config."""
+    """Return the parameters of a small transformers model without weights, and the shape of its config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,7 +69,7 @@ SMALL = KnownModel(num_layers=2, hidden=64, intermediate=96, num_heads=4, num_kv
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_and_shape_are_those_that_transformers_makes(family: str, tied: bool) -> None:
+def test_parameters_and_shape_equal_those_of_transformers(family: str, tied: bool) -> None:
     known = replace(SMALL, tied=tied, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
     described, shape = describe(family, tie_word_embeddings=tied)
     assert sorted(known.spec().params, key=str) == sorted(described.params, key=str)
@@ -81,7 +81,7 @@ def test_parameters_and_shape_are_those_that_transformers_makes(family: str, tie
     ("family", "sizes", "features"),
     [("mixtral", {"num_local_experts": 4}, 96), ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, 32)],
 )
-def test_experts_are_those_that_transformers_makes(family: str, sizes: dict[str, int], features: int) -> None:
+def test_experts_equal_those_of_transformers(family: str, sizes: dict[str, int], features: int) -> None:
     experts = Experts(count=4, per_token=2, features=features)
     known = replace(SMALL, experts=experts, qk_norm=family == "qwen3_moe")
     described, shape = describe(family, num_experts_per_tok=2, **sizes)
@@ -90,7 +90,7 @@ def test_experts_are_those_that_transformers_makes(family: str, sizes: dict[str,
     assert known.shape() == shape
 
 
-def test_some_blocks_may_have_an_mlp_and_experts_may_be_shared() -> None:
+def test_some_blocks_may_be_dense_and_experts_may_be_shared() -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     _, shape = describe("qwen3_moe", mlp_only_layers=[1], **sizes)
     assert shape.experts == Experts(count=4, per_token=2, features=32, num_dense_blocks=1)
@@ -100,13 +100,13 @@ def test_some_blocks_may_have_an_mlp_and_experts_may_be_shared() -> None:
     assert shape.experts == Experts(count=4, per_token=2, features=32, shared_features=96, num_dense_blocks=1)
 
 
-def test_a_model_that_scores_has_one_output_and_no_vocabulary_head() -> None:
+def test_a_scoring_model_has_one_output_and_no_vocabulary_head() -> None:
     role = find_known_model("llama-2-7b-HF").role(scores=True)
     assert role.shape is not None and role.shape.num_outputs == 1
     assert role.model.num_elements == 6_738_415_616 - 32000 * 4096 + 4096
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_the_error_for_an_unknown_name_has_the_nearest_one() -> None:
     with pytest.raises(PlanError, match=r"'Llama-2-7b' is not built in \(nearest: meta-llama/Llama-2-7b-hf"):
         find_known_model("Llama-2-7b")
     with pytest.raises(PlanError, match=r"nearest: mistralai/Mixtral-8x7B-v0\.1"):
@@ -115,7 +115,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         find_known_model("zzzz")
 
 
-def test_a_shape_is_written_out_in_any_order() -> None:
+def test_a_shape_is_parsed_in_any_order() -> None:
     llama = parse_shape("heads=32, layers=32,hidden=4096,intermediate=11008,vocabulary=32000")
     assert llama == known_models()["meta-llama/Llama-2-7b-hf"]
     text = "layers=28,hidden=1024,intermediate=3072,heads=16,kv_heads=8,head_dim=128,vocabulary=151936,tied,qk_norm"
@@ -137,7 +137,7 @@ def test_a_shape_is_written_out_in_any_order() -> None:
         ({"heads": "heads=8,kv_heads=3"}, "heads=8 of the shape .* must be a multiple of kv_heads=3"),
     ],
 )
-def test_a_shape_with_a_mistake_is_refused(change: dict[str, str], message: str) -> None:
+def test_an_invalid_shape_is_refused(change: dict[str, str], message: str) -> None:
     parts = {
         "layers": "layers=4",
         "hidden": "hidden=64",

@@ -1,4 +1,4 @@
-"""A role's elements on a rank equal a count parameter by parameter."""
+"""Elements of a role on a rank, compared with a count parameter by parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, 
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
-# Uneven on purpose: 7 rows over 2, 3 or 4 ranks; the blocks differ; one parameter of each block is frozen.
+# Uneven sizes: 7 rows over 2, 3 or 4 ranks, different blocks, and one frozen parameter per block.
 SPEC = ModelSpec(
     (
         ParamSpec("embed", (7, 3), TensorParallelCut(0), section="input"),
@@ -27,7 +27,7 @@ WITHOUT_SCALAR = RoleMemory(model=ModelSpec(SPEC.params[:-1], 5), frozen_params=
 
 
 @pytest.mark.parametrize("text", ["dp1", "tp2", "tp4", "pp2.tp2", "pp3", "pp5.dp2"])
-def test_whole_tensors_are_counted_as_a_layout_cuts_them(text: str) -> None:
+def test_whole_tensors_are_counted_as_the_layout_cuts_them(text: str) -> None:
     layout = Layout.parse(text)
     laid, elements = ModelLayout(SPEC, layout), RoleElements(ROLE)
     for rank in layout.ranks:
@@ -43,15 +43,15 @@ def test_whole_tensors_are_counted_as_a_layout_cuts_them(text: str) -> None:
 
 
 def test_shards_are_padded_to_equal_length() -> None:
-    # Under tp2 rank 0 has 4 of 7 rows, rank 1 three: FSDP over three cuts both into shards of two and of one row.
+    # Under tp2 rank 0 has 4 of 7 rows and rank 1 three: FSDP over three ranks cuts them into shards of two and one row.
     layout, elements = Layout.parse("fsdp3.tp2"), RoleElements(WITHOUT_SCALAR)
-    # In the blocks 12 columns are cut so, and 4 of 8 columns of two rows, of which three ranks keep one each.
+    # In the blocks 12 columns are cut like that, and 4 of 8 columns of two rows, with one row on two of three ranks.
     assert elements.on_rank(layout, 0).num_sharded == 2 * 3 + 2 * 12 + 5 * 1 * 4 + 2
     assert elements.on_rank(layout, 1).num_sharded == 1 * 3 + 1 * 12 + 5 * 1 * 4 + 2
     assert elements.on_rank(layout, 0).num_trained == 4 * 3 + 5 * 8 + 5
 
 
-def test_a_layout_that_does_not_fit_is_refused_every_time() -> None:
+def test_an_invalid_layout_is_refused_every_time() -> None:
     elements = RoleElements(ROLE)
     for text, rule in (("tp3", "must divide"), ("pp6", "pp=6"), ("fsdp2", "scalar")):
         for _ in range(2):
@@ -64,7 +64,7 @@ def test_a_layout_that_does_not_fit_is_refused_every_time() -> None:
 @pytest.mark.parametrize(
     ("text", "other"), [("tp2", "pp2.tp2"), ("pp3", "dp5@1-5"), ("dp4", "fsdp2.tp2"), ("tp4", "tp2")]
 )
-def test_tensors_that_are_the_same_under_two_layouts_are_not_counted(text: str, other: str) -> None:
+def test_tensors_with_the_same_shard_in_both_layouts_are_not_counted(text: str, other: str) -> None:
     elements, layout, unlike = RoleElements(WITHOUT_SCALAR), Layout.parse(text), Layout.parse(other)
     laid, there = (ModelLayout(WITHOUT_SCALAR.model, one) for one in (layout, unlike))
     for rank in layout.ranks:

@@ -1,4 +1,4 @@
-"""Closed forms count the elements that layouts hold, and those that the reallocation planner moves."""
+"""Closed forms of the elements that layouts hold and that the reallocation planner moves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CLUSTER = ClusterSpec.parse("h100:4x4")
 MODEL = SMALL.spec()
 WEIGHTS = Weights.from_model(MODEL)
 MIXTURE = replace(SMALL, experts=Experts(count=6, per_token=2, features=32)).spec()
-"""FSDP chunks its experts: over four ranks the last one has none, over eight the last two."""
+"""FSDP chunks its experts: of four ranks the last one has none, of eight the last two."""
 DEGREES = (1, 2, 4, 8)
 
 
 @st.composite
 def layouts(draw: st.DrawFn, most_tp: int = 8) -> Layout:
-    """Up to 16 ranks, aligned to their number or shifted, in order or not."""
+    """Draw layouts of up to 16 ranks, aligned or shifted, in order or permuted."""
     pp, fsdp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from(DEGREES))
     tp = draw(st.sampled_from([degree for degree in DEGREES if degree <= most_tp]))
     while pp * fsdp * tp > 16:
@@ -51,12 +51,12 @@ def test_traffic_equals_the_elements_that_the_planner_moves(source: Layout, targ
 
 @given(source=layouts(most_tp=1), target=layouts(most_tp=1))
 @settings(max_examples=60, deadline=None)
-def test_experts_travel_in_the_chunks_that_fsdp_makes_of_them(source: Layout, target: Layout) -> None:
+def test_experts_move_in_the_chunks_of_fsdp(source: Layout, target: Layout) -> None:
     before, after = ModelLayout(MIXTURE, source), ModelLayout(MIXTURE, target)
     plan = plan_reallocation(before, after, CLUSTER, element_bytes=1)
     weights = Weights.from_model(MIXTURE)
     moved = traffic(weights, source, target, CLUSTER)
-    routers = 4 * 6 * 64  # whose chunks, as uneven, count as even ones
+    routers = 4 * 6 * 64  # their chunks are counted as even ones
     assert moved.total_received == pytest.approx(plan.bytes_minimum, abs=routers * len(target.ranks))
     assert moved.total_between == pytest.approx(plan.inter_node_bytes_minimum, abs=routers * len(target.ranks))
     received = max(row.received_bytes for row in plan.bytes_by_rank().values())
@@ -67,7 +67,7 @@ def test_experts_travel_in_the_chunks_that_fsdp_makes_of_them(source: Layout, ta
 
 
 def test_a_source_sends_the_elements_that_the_planner_assigns_to_it() -> None:
-    """Balanced cases, worked out by the planner: shards to replicas on one node, then across two."""
+    """Balanced cases from the planner: shards to replicas on one node, then across two."""
     for source, target in (("fsdp4@0-3", "dp4@0-3"), ("fsdp4@0-3", "tp4@4-7"), ("dp2.tp2@0-3", "fsdp4@4-7")):
         before, after = Layout.parse(source), Layout.parse(target)
         plan = plan_reallocation(ModelLayout(MODEL, before), ModelLayout(MODEL, after), CLUSTER, element_bytes=1)
@@ -78,7 +78,7 @@ def test_a_source_sends_the_elements_that_the_planner_assigns_to_it() -> None:
 
 @given(layout=layouts())
 @settings(max_examples=60, deadline=None)
-def test_the_fullest_stage_is_that_of_the_layout(layout: Layout) -> None:
+def test_the_fullest_stage_equals_that_of_the_layout(layout: Layout) -> None:
     held = ModelLayout(MODEL, layout)
     fullest = max(held.num_local_elements(rank) for rank in layout.ranks)
     assert WEIGHTS.stage_elements(layout.dims) / layout.dims.fsdp == pytest.approx(fullest)

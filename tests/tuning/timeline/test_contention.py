@@ -1,4 +1,4 @@
-"""Tasks on a shared host end when a simulation in small time steps says; without contention they keep their seconds."""
+"""Tasks on a shared host, compared with a simulation in small time steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STEP = 1 / 64
 
 
 def two_cores(busy: int) -> float:
-    """Four ranks on two cores."""
+    """Return the slowdown of busy ranks on two cores."""
     return max(1.0, busy / 2)
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Task]:
-    """Tasks in the order in which ranks run them; some need earlier ones."""
+    """Draw tasks in the order of their ranks' programs; some need earlier ones."""
     tasks: list[Task] = []
     last: dict[int, int] = {}
     for number in range(draw(st.integers(1, 6))):
@@ -33,7 +33,7 @@ def programs(draw: st.DrawFn) -> list[Task]:
 
 
 def naive(tasks: list[Task]) -> list[float]:
-    """Return the end of each task, by simulation in small time steps."""
+    """Return the end of each task from a simulation in small time steps."""
     left = [task.seconds for task in tasks]
     ends: list[float | None] = [None] * len(tasks)
     now = 0.0
@@ -55,7 +55,7 @@ def naive(tasks: list[Task]) -> list[float]:
 
 @settings(deadline=None, max_examples=60)
 @given(programs())
-def test_tasks_under_contention_end_when_small_time_steps_say(tasks: list[Task]) -> None:
+def test_tasks_under_contention_end_as_in_a_simulation_of_small_steps(tasks: list[Task]) -> None:
     ends = [end for _, end in run_tasks(tasks, HOST, two_cores)]
     assert ends == pytest.approx(naive(tasks), abs=(len(tasks) + 1) * 2 * STEP)
 
@@ -68,16 +68,16 @@ def test_without_contention_a_task_takes_its_own_seconds(tasks: list[Task]) -> N
 
 @settings(deadline=None)
 @given(programs())
-def test_contention_makes_nothing_faster_and_work_is_bounded_by_the_cores(tasks: list[Task]) -> None:
+def test_contention_is_never_faster_and_work_is_limited_by_the_cores(tasks: list[Task]) -> None:
     free = run_tasks(tasks, HOST, lambda busy: 1.0)
     crowded = run_tasks(tasks, HOST, two_cores)
     span = max(end for _, end in crowded)
     assert span >= max(end for _, end in free) - 1e-9
-    # A task of three or four ranks is priced with two cores' work a second.
+    # A task of three or four ranks does two cores' work per second.
     assert 2 * span >= sum(task.seconds * min(2, len(task.ranks)) for task in tasks) - 1e-9
 
 
-def test_two_concurrent_pairs_on_two_cores_take_as_long_as_in_turn() -> None:
+def test_two_concurrent_pairs_on_two_cores_take_as_long_as_in_sequence() -> None:
     side_by_side = [Task((0, 1), 1.0, ()), Task((2, 3), 1.0, ())]
     assert [end for _, end in run_tasks(side_by_side, HOST, two_cores)] == [2.0, 2.0]
 

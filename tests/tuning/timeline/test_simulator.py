@@ -1,4 +1,4 @@
-"""Timelines equal those drawn by hand, and keep the rules of the schedule for any plan."""
+"""Timelines equal those computed by hand, and follow the rules of the schedule for any plan."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ SPLIT = {
     "actor.train": "fsdp2@0-1",
     "critic.train": "fsdp2@2-3",
 }
-"""The actor on ranks 0-1, the critic on 2-3: its inference is a copy, and so is the actor's generation."""
+"""The actor on ranks 0-1, the critic on 2-3; critic.infer and actor.generate have replicas in other layouts."""
 MOVES = {"actor": 0.5, "critic": 0.25, "reward": 100.0}
 
 
-def test_a_timeline_worked_out_by_hand() -> None:
+def test_a_timeline_computed_by_hand() -> None:
     timeline = simulate(
         PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2, overlap="calls"
     )
@@ -74,11 +74,11 @@ def test_a_timeline_worked_out_by_hand() -> None:
     assert times(timeline, 0) == first
     assert times(timeline, 1) == {name: (start + 12.75, end + 12.75) for name, (start, end) in first.items()}
     assert timeline.seconds_per_iteration == 12.75
-    # Rank 2: 1 s of reward, 0.25 s of the critic's move, 3 s of its training.
+    # Rank 2: 1 s of reward.infer, 0.25 s of the critic's move, 3 s of critic.train.
     assert timeline.idle_share(2) == pytest.approx(1 - 4.25 / 12.75)
 
 
-def test_the_next_generation_starts_during_a_training_that_it_does_not_depend_on() -> None:
+def test_the_next_generation_starts_during_an_independent_training() -> None:
     slow_critic = SECONDS | {"actor.train": 3.0, "critic.train": 6.0}
     answers = FixedEstimator(PPO_FLOW, slow_critic, MOVES)
     timeline = simulate(PPO_FLOW, plan_of(SPLIT), answers, iterations=2, overlap="iterations")
@@ -88,7 +88,7 @@ def test_the_next_generation_starts_during_a_training_that_it_does_not_depend_on
     assert times(timeline, 1)["reward.infer"][0] == pytest.approx(14.25)  # generation has ended
 
 
-def test_fused_inference_starts_with_the_first_chunk_and_ends_a_chunk_after_the_last() -> None:
+def test_fused_inference_starts_with_the_first_chunk_and_ends_after_the_last() -> None:
     layouts = SPLIT | {"reference.infer": "dp1@2"}
     timeline = simulate(
         PPO_FLOW,
@@ -99,9 +99,9 @@ def test_fused_inference_starts_with_the_first_chunk_and_ends_a_chunk_after_the_
         generation_chunks=2,
     )
     first = [(entry.phase, entry.start, entry.end) for entry in timeline.entries if entry.iteration == 0]
-    # Samples finish from 2.5 on, so chunks exist at 3.5 and 4.5. On rank 2 the reward and the reference read half
-    # a second and a second of each; the critic reads its second on rank 3 once its weights have come, from 0 to 0.25 on
-    # ranks 2 and 3.
+    # Samples finish from 2.5 on, so chunks exist at 3.5 and 4.5. On rank 2, reward.infer and reference.infer take 0.5 s
+    # and 1 s per chunk. On rank 3, critic.infer takes 0.5 s per chunk; its weights move from 0 to 0.25 on ranks 2 and
+    # 3.
     by_call = {name: [(start, end) for phase, start, end in first if phase == name] for name, _, _ in first}
     assert by_call["actor.generate"] == [(0.5, 4.5)]
     assert by_call["-> critic.infer"] == [(0.0, 0.25)]
@@ -118,7 +118,7 @@ def test_fused_inference_starts_with_the_first_chunk_and_ends_a_chunk_after_the_
     )
 
 
-def test_a_copy_moves_once_between_two_trainings() -> None:
+def test_a_replica_moves_once_between_two_trainings() -> None:
     timeline = simulate(PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=3)
     moved = [(entry.phase, entry.iteration) for entry in timeline.entries if entry.phase.startswith(MOVE_PREFIX)]
     assert moved == [(f"-> {call}", i) for i in range(3) for call in ("actor.generate", "critic.infer")]
@@ -142,7 +142,7 @@ def test_a_frozen_role_moves_once_and_an_offloaded_one_every_time() -> None:
     assert freed.seconds_per_iteration == pytest.approx(3.5)
 
 
-def test_an_offloaded_role_costs_the_return_of_its_weights() -> None:
+def test_an_offloaded_role_costs_the_transfer_of_its_weights_back() -> None:
     @dataclass(frozen=True)
     class Sized(FixedEstimator):
         def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
@@ -201,7 +201,7 @@ def cases(draw: st.DrawFn) -> tuple[ExecutionPlan, FixedEstimator]:
 
 @given(case=cases(), overlap=st.sampled_from(OVERLAPS))
 @settings(max_examples=150, deadline=None)
-def test_ranks_are_in_one_place_inputs_exist_and_nothing_ends_before_its_work(
+def test_ranks_run_one_task_at_a_time_after_its_inputs_exist(
     case: tuple[ExecutionPlan, FixedEstimator], overlap: Overlap
 ) -> None:
     timeline = simulate(PPO_FLOW, case[0], case[1], iterations=3, overlap=overlap)
@@ -241,10 +241,10 @@ SCORED_ONCE = Dataflow(
 
 @given(case=cases(), overlap=st.sampled_from(OVERLAPS), parts=st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
-def test_more_chunks_for_one_call_are_never_slower_and_no_rank_is_busy_longer_than_the_makespan(
+def test_more_chunks_for_one_call_are_never_slower(
     case: tuple[ExecutionPlan, FixedEstimator], overlap: Overlap, parts: int
 ) -> None:
-    # With several such calls they may be: two calls on the same ranks alternate by chunk, and one of them ends later.
+    # Several such calls can be slower: two calls on the same ranks alternate by chunk, and one of them ends later.
     estimator = FixedEstimator(SCORED_ONCE, case[1].seconds, case[1].moves)
     few, many = (
         simulate(SCORED_ONCE, case[0], estimator, iterations=4, overlap=overlap, generation_chunks=count)
@@ -260,7 +260,7 @@ def test_more_chunks_for_one_call_are_never_slower_and_no_rank_is_busy_longer_th
         assert took[0] == pytest.approx(took[1])
 
 
-def test_bad_requests_are_refused() -> None:
+def test_invalid_requests_are_refused() -> None:
     plan = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4"))
     answers = FixedEstimator(PPO_FLOW, SECONDS)
     with pytest.raises(PlanError, match="iterations=0 must be at least 1"):
@@ -271,7 +271,7 @@ def test_bad_requests_are_refused() -> None:
         simulate(PPO_FLOW, plan, answers).idle_share(9)
 
 
-def test_the_table_lists_the_last_iteration_from_its_first_phase_on() -> None:
+def test_the_table_lists_the_last_iteration_from_its_first_phase() -> None:
     text = simulate(PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="calls").table()
     assert "-> actor.generate       0.00       0.50  0-1" in text
     assert "critic.train            6.75       3.00  2-3" in text

@@ -1,4 +1,4 @@
-"""The steady state of an iteration equals values by hand, and a simulation of many iterations."""
+"""The steady state of an iteration, by hand and compared with a simulation of many iterations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tuning.search.test_heuristic import PPO_FLOW
 NOTHING: tuple[()] = ()
 
 
-def test_tasks_on_shared_ranks_take_turns_and_on_others_run_at_once() -> None:
+def test_tasks_on_shared_ranks_run_in_sequence_and_others_at_once() -> None:
     free = [NOTHING, NOTHING]
     assert seconds_per_iteration([3.0, 2.0], WaitGraph.from_masks([0b01, 0b01], free, free), "iterations") == 5.0
     assert seconds_per_iteration([3.0, 2.0], WaitGraph.from_masks([0b01, 0b10], free, free), "iterations") == 3.0
@@ -32,7 +32,7 @@ def test_tasks_on_shared_ranks_take_turns_and_on_others_run_at_once() -> None:
 
 def test_the_next_generation_runs_while_the_critic_trains() -> None:
     # Rank 0: generation 4 s, actor's training 3 s. Rank 1: critic's inference 1 s, its training 6 s.
-    # Rank 0 is ready again after 4 + 1 + 3 = 8 s, rank 1 works 7 s: the critic's training hides behind the generation.
+    # Rank 0 is ready after 4 + 1 + 3 = 8 s, and rank 1 works 7 s: the critic trains during the next generation.
     masks, needs = [0b01, 0b10, 0b01, 0b10], [NOTHING, (0,), (0, 1), (1,)]
     carried = [(2,), (3,), NOTHING, NOTHING]
     waits = WaitGraph.from_masks(masks, needs, carried)
@@ -62,7 +62,7 @@ def mean_of_second_half(
 
 @st.composite
 def iterations(draw: st.DrawFn) -> tuple[list[float], list[int], list[tuple[int, ...]]]:
-    """Durations, ranks and needs of up to six tasks on four ranks."""
+    """Draw durations, ranks and needs of up to six tasks on four ranks."""
     count = draw(st.integers(1, 6))
     durations = [draw(st.integers(0, 20)) / 4 for _ in range(count)]
     masks = [draw(st.integers(1, 15)) for _ in range(count)]
@@ -77,7 +77,7 @@ def test_the_largest_cycle_mean_equals_the_mean_of_many_simulated_iterations(
 ) -> None:
     durations, masks, needs = drawn
     found = seconds_per_iteration(durations, WaitGraph.from_masks(masks, needs, [()] * len(masks)), "iterations")
-    # Cycles of up to four iterations: 120 is a multiple of their lengths.
+    # Cycles have up to four iterations, and 120 is a multiple of their lengths.
     assert found == pytest.approx(mean_of_second_half(durations, masks, needs, 240), rel=1e-6, abs=1e-6)
 
 
@@ -98,11 +98,11 @@ def test_less_overlap_and_longer_tasks_are_never_faster(
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("cores", [None, 1], ids=["a core each", "shared cores"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_search_and_the_simulator_agree_on_whole_plans(
+def test_the_search_and_the_simulator_agree_on_whole_plans(
     overlap: Overlap, seed: int, cores: int | None, parts: int
 ) -> None:
     cluster = replace(ClusterSpec.local(2), num_nodes=3)
-    sharers = {"reference": "actor"} if seed % 2 and cores is None else {}  # whose base moves in the first iteration
+    sharers = {"reference": "actor"} if seed % 2 and cores is None else {}  # its base moves in the first iteration
     estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed, cores_per_node=cores, sharers=sharers)
     models = {role: decoder(2, 4, 4) for role in PPO_FLOW.roles}
     problem = Problem(
