@@ -1,10 +1,10 @@
-"""Which build of torch does this machine need, and how does pip get it without gigabytes it cannot use?
+"""Install the build of torch that fits this machine, without gigabytes that it cannot use.
 
 On Linux the public registry serves torch built for CUDA, with several gigabytes of packages for it. A Linux machine
-without an NVIDIA GPU gets the CPU build instead: from wherever pip is configured to look, if there is one, and else
-through uv, which knows where PyTorch keeps its CPU builds. Everywhere else pip's own choice is right.
+without an NVIDIA GPU gets the CPU build instead. It comes from where pip is configured to look, and otherwise through
+uv, which knows where PyTorch keeps its CPU builds. On other systems pip's own choice is right.
 
-Runs on the standard library, in the environment that torch is to be installed in.
+Runs on the standard library, in the environment that torch is installed into.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def install(requirement: str, *, wheels_for: str) -> None:
-    """Install the requirement unless it is there already; exit with the way out if no CPU build can be found."""
+    """Install the requirement unless it is installed already; exit with the way out if no CPU build can be found."""
     package, is_pin, version = requirement.partition("==")
     if is_pin and _installed(package).partition("+")[0] == version:
         return
@@ -51,7 +51,7 @@ def install(requirement: str, *, wheels_for: str) -> None:
     if _pip(f"{requirement}+cpu", "--no-input", stderr=subprocess.DEVNULL) == 0:
         return
     print(f"pip finds no CPU build of {requirement}; asking uv for PyTorch's own", flush=True)
-    # uv is asked for torch alone: what torch depends on comes from where pip looks, like everything else.
+    # uv installs torch alone; the dependencies come from where pip looks, like everything else.
     in_uv = [
         sys.executable,
         "-m",
