@@ -113,7 +113,7 @@ def test_a_subclass_replaces_the_formula_of_the_policy_loss() -> None:
     assert ours.metrics.keys() == theirs.metrics.keys()
 
 
-def test_in_one_step_proximal_ratios_are_1_whatever_the_engine_recorded() -> None:
+def test_in_one_step_proximal_ratios_are_1_for_any_recorded_logprobs() -> None:
     model, samples = tiny_model("llama"), rollout()
     now = [response_logprobs(model, p, r, 1.0).detach() for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     exact = samples.with_columns(behaviour_logprobs=Ragged.from_list(now))
@@ -127,7 +127,7 @@ def test_in_one_step_proximal_ratios_are_1_whatever_the_engine_recorded() -> Non
     assert [call.name for call in module.dataflow.calls] == [call.name for call in runs.grpo().dataflow.calls]
 
 
-def test_over_several_steps_ratios_are_to_the_scores_before_the_first_step() -> None:
+def test_over_several_steps_ratios_are_to_the_logprobs_before_the_first() -> None:
     model, samples = tiny_model("llama"), rollout()
     several = {"train_options": TrainOptions(num_epochs=2), "actor": model}
     module = runs.grpo(ratio_to="proximal", **several)

@@ -258,7 +258,7 @@ def test_texts_are_tokenized_again_for_another_tokenizer() -> None:
 
 
 def saved(model: Any, folder: Path, tokenizer: Any = None) -> Path:
-    """Write a model, and its tokenizer where there is one."""
+    """Write a model, and its tokenizer if given."""
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

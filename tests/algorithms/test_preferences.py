@@ -139,7 +139,7 @@ def test_kto_is_the_mean_over_labelled_responses(loss: Any) -> None:
     assert_same(losses, expected, model, twin)
 
 
-def test_the_reference_point_is_the_mean_log_ratio_of_mismatched_responses_but_at_least_0() -> None:
+def test_the_reference_point_is_the_mean_mismatched_log_ratio_but_at_least_0() -> None:
     module = KTO(tiny_model("llama"))
     rows = [[1.0, 1.0], [0.5], [9.0], [-0.25]]
     both = samples(trained=torch.tensor([True, False, True, False]))

@@ -61,7 +61,7 @@ def test_one_seed_has_no_targets() -> None:
     assert len(report.rows) == 2 and not report.targets
 
 
-def test_chosen_responses_have_more_vowels_and_held_out_prompts_are_not_in_training() -> None:
+def test_chosen_responses_have_more_vowels_and_held_out_prompts_are_not_trained_on() -> None:
     task, rng = Task(), random.Random(0)
     learnt, kept = draw_rows(task, "dpo", 0), held_out(task)
     assert len(learnt) == 30 * 24 and len(kept) == 256

@@ -19,7 +19,7 @@ ACTORS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "runs/demo/warm")
 REWARD_MODELS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "my/reward-model")
 SIZES = {"vocab_size": 260, "max_position_embeddings": 4096}
 MOST_TOKENS = range(2, 200)
-"""End-of-sequence tokens of the models, so that most responses are short whatever their ``max_new_tokens``."""
+"""End-of-sequence tokens of the models, so that most responses are short for any ``max_new_tokens``."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 
 SUMS = [(f"{number} + {number} =", str(2 * number)) for number in range(160)]

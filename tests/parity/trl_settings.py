@@ -1,6 +1,6 @@
 """Write the tables of docs/trl-settings.md and openrlhf-settings.md: ``python -m tests.parity.trl_settings``.
 
-Keys and hints are those of ``setting_hints.yaml``; TRL's configurations tell which trainer has a key.
+Keys and hints come from ``setting_hints.yaml``, and the trainers of a key from TRL's configurations.
 """
 
 from __future__ import annotations

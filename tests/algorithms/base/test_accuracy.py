@@ -44,7 +44,7 @@ def test_prompts_count_alike_and_responses_without_a_reward_do_not_count() -> No
     assert Accuracy().summary(judged([nan] * 8), "rewards") == {}
 
 
-def test_one_named_reward_function_of_several_decides_what_is_right() -> None:
+def test_a_named_reward_function_decides_which_responses_are_right() -> None:
     columns = {"reward/right": torch.ones(8), "reward/short": torch.zeros(8)}
     found = Accuracy(function="right").summary(judged([0.5] * 8, **columns), "rewards")
     assert float(found["accuracy"]) == 1.0

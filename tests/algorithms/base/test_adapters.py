@@ -162,7 +162,7 @@ def test_adapters_that_cannot_be_trained_are_refused(peft: Any, message: str) ->
         _actor(tiny_model("qwen2"), peft).build(seed=0)
 
 
-def test_a_peft_model_that_trains_more_than_adapters_is_refused_and_a_frozen_one_merged() -> None:
+def test_a_peft_model_with_other_trained_weights_is_refused_and_merged_if_frozen() -> None:
     for whole in ("lm_head", "embed_tokens"):
         config = LoraConfig(target_modules=["q_proj"], modules_to_save=[whole], init_lora_weights=False)
         wrapped = get_peft_model(tiny_model("qwen2"), config)

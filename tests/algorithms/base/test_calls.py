@@ -64,7 +64,7 @@ def test_a_class_declares_its_calls_in_the_order_they_are_written() -> None:
     )
 
 
-def test_a_subclass_adds_calls_and_changes_what_they_need() -> None:
+def test_a_subclass_adds_calls_and_changes_their_needs() -> None:
     calls = {call.name: call for call in declared_calls(Extended)}
     assert list(calls) == ["actor.train", "actor.generate", "judge", "reference.infer"]
     assert calls["judge"].needs == ("rollout", "ref_logprobs")

@@ -192,7 +192,7 @@ class Scoring(MultiModelModule):
         """Learn."""
 
 
-def test_calls_of_absent_optional_roles_are_left_out_and_other_absent_roles_refused() -> None:
+def test_calls_of_absent_optional_roles_are_left_out_and_other_roles_required() -> None:
     assert Scoring("actor", "second").dataflow.call("compare").needs == ("scores", "more_scores")
     alone = Scoring("actor").dataflow
     assert [call.name for call in alone.calls] == ["actor.infer", "compare", "actor.train"]

@@ -185,7 +185,7 @@ def test_generalized_advantages_by_hand() -> None:
     # discount 0.9, lambda 0.5, so 0.45 between tokens. First sequence, rewards 0, 0, 1, values 0.5, 0.4, 0.8:
     #   delta_2 = 1 - 0.8 = 0.2;  delta_1 = 0.9 * 0.8 - 0.4 = 0.32;  delta_0 = 0.9 * 0.4 - 0.5 = -0.14
     #   A_2 = 0.2;  A_1 = 0.32 + 0.45 * 0.2 = 0.41;  A_0 = -0.14 + 0.45 * 0.41 = 0.0445
-    # An empty one has none; of one token, reward -1 and value 0.25: -1.25, whatever sequences are next to it.
+    # An empty one has none; of one token, reward -1 and value 0.25: -1.25, for any sequences next to it.
     rewards, values = floats([0, 0, 1], [], [-1], [2, 0]), floats([0.5, 0.4, 0.8], [], [0.25], [1, 1])
     advantages = generalized_advantages(rewards, values, discount=0.9, gae_lambda=0.5)
     # Last: delta_1 = -1;  delta_0 = 2 + 0.9 - 1 = 1.9;  A_0 = 1.9 - 0.45 = 1.45

@@ -121,7 +121,7 @@ def test_late_responses_are_finished_or_dropped() -> None:
     prompts = prompts_of(*range(6))
     begun = part(0, tokens=20).run(engine, prompts, SAMPLING, None)
     left = PartialRollouts.from_responses(begun.carried, prompts).prompts
-    # Responses that may not be carried on are finished, whatever the budget is:
+    # Responses that may not be carried on are finished beyond the budget:
     finished = part(2, tokens=1, max_staleness=2).run(engine, left, SAMPLING, begun.carried)
     assert len(finished.carried) == 0 and len(finished.finished) == len(begun.carried)
     dropped = part(2, tokens=1, max_staleness=2, late="drop").run(engine, left, SAMPLING, begun.carried)

@@ -78,7 +78,7 @@ def test_training_reduces_gradients_last_and_updates_each_shard() -> None:
     known = {("train", dims): passes(0.03, 0.0), ("train_last", dims): passes(0.05, 0.0), ("infer", dims): passes(1, 0)}
     answers = estimator(known)  # type: ignore[arg-type]
     weights = SMALL.role(scores=False).model.num_elements
-    # 64 tokens a rank, of which the last micro-batch's 32 take 0.02 longer for each of 4 blocks.
+    # 64 tokens a rank; the 32 of the last micro-batch take 0.02 longer for each of 4 blocks.
     by_hand = 64 * 4 * 0.03 + 32 * 4 * 0.02 + weights / 2 * 1e-3 + CALL_S
     assert seconds(answers, "actor.train", "fsdp2@0-1") == pytest.approx(by_hand)
 

@@ -21,7 +21,7 @@ LARGE = Size(4, 8, 8)
 
 
 def test_seconds_are_split_into_blocks_and_the_rest() -> None:
-    # 2 s a block and 3 s besides: one block takes 5 s, three take 9.
+    # 2 s a block and 3 s for the rest: one block takes 5 s, three take 9.
     assert split_block_from_rest(1, 5.0, 3, 9.0) == (2.0, 3.0)
     assert split_block_from_rest(1, 5.0, 3, 4.0) == (0.0, 5.0), "noise does not make blocks faster than nothing"
 
