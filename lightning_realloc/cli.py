@@ -39,7 +39,7 @@ from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
-from lightning_realloc.setting_hints import describe_unknown_settings, hint_for
+from lightning_realloc.setting_hints import describe_unknown_settings, hint_for, setting_defaults
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
@@ -74,6 +74,7 @@ _UNKNOWN_CLASS = re.compile(
     r"Problem with given class_path '([\w.]+)':\s+(?:module '.*' has no attribute|No module named)"
 )
 _UNKNOWN_OPTION = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
+_UNKNOWN_KEY = re.compile(r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'")
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
 
 
@@ -97,12 +98,32 @@ class Parser(LightningArgumentParser):
             describe_unknown_settings(cls, [name]) for path, name in unknown if isinstance(cls := locate(path), type)
         ]
         if not hints:
-            named = [name.rpartition(".")[2] for name in re.findall(r"Option '([\w.]+)' is not accepted", message)]
-            hints = [f"{name} is here {hint}" for name in named if (hint := hint_for(name)) is not None]
+            hints = [self._option_hint(first or second) for first, second in _UNKNOWN_KEY.findall(message)]
         hints += [_class_hint(first or second) for first, second in _UNKNOWN_CLASS.findall(message)]
+        hints = list(filter(None, dict.fromkeys(hints)))
         for hint in hints:
             message = message.replace(f"; {hint}", "")
-        super().error("; ".join([message, *dict.fromkeys(hints)]), ex)
+        super().error("; ".join([message, *hints]), ex)
+
+    def _option_hint(self, name: str) -> str:
+        """Return our name for another library's option, the class with this option, or similar options; else empty."""
+        last = name.rpartition(".")[2]
+        if (hint := hint_for(last)) is not None:
+            return f"{last} is here {hint}"
+        if owners := [cls.__name__ for cls in SHORT_NAMES if last in setting_defaults(cls)]:
+            return f"{last} is a setting of {' or '.join(owners[:3])}; write it under the init_args of the class"
+        near = difflib.get_close_matches(name, self._options(), n=3)
+        return f"did you mean {' or '.join(near)}?" if near else ""
+
+    def _options(self) -> list[str]:
+        """Return the names of all options, of commands below this one as well."""
+        names: list[str] = []
+        for action in self._actions:
+            names.append(action.dest)
+            if isinstance(action.choices, dict):
+                for parser in action.choices.values():
+                    names += [option.dest for option in parser._actions]
+        return names
 
 
 def _class_hint(name: str) -> str:
