@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,6 +35,7 @@ from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOp
 from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
+from lightning_realloc.strategies.lightning.launchers import StartMethod
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, check_schedules
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
@@ -93,7 +94,7 @@ class ReallocStrategy(DataParallelStrategy):
         cluster: ClusterSpec | str | None = None,
         memory_per_device: int | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        start_method: StartMethod = "popen",
         save_frozen_roles: bool = False,
         load_weights_only: bool = True,
         process_group_backend: str | None = None,

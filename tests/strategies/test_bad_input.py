@@ -67,6 +67,14 @@ def expect(workers: WorkerPool, expected: dict[Callable[[], Any], str]) -> None:
             assert text in found, f"{case.__name__} on rank {rank}: {found}"
 
 
+# ---- strategy
+
+
+def test_an_unknown_start_method_is_refused_at_construction() -> None:
+    with pytest.raises(ConfigError, match="start_method='thread' must be one of popen, spawn, fork"):
+        ReallocStrategy(start_method="thread")  # type: ignore[arg-type]
+
+
 # ---- plans
 
 

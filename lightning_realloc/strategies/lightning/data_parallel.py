@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.failures import dismiss_observer, end_with_parent, report_failures
-from lightning_realloc.strategies.lightning.launchers import FullStateLauncher
+from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, StartMethod, checked_start_method
 from lightning_realloc.strategies.lightning.signals import StopRequest, set_exit_code
 from lightning_realloc.strategies.pool.precision import for_samples
 
@@ -62,14 +62,14 @@ class DataParallelStrategy(ModelParallelStrategy):
         self,
         *,
         cluster: ClusterSpec | str | None,
-        start_method: Literal["popen", "spawn", "fork"],
+        start_method: StartMethod,
         load_weights_only: bool,
         process_group_backend: str | None,
         timeout: timedelta | None,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-        self._start_method = start_method
+        self._start_method = checked_start_method(start_method)
         self._files = FileCheckpoints(self, load_weights_only=load_weights_only)
         self._sync_blocked = False
         self._is_watched = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -12,7 +12,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE, sigterm_forwarded
+
+StartMethod = Literal["popen", "spawn", "fork"]
+"""How the process of a device starts: by the script, by the function in a new process, or in a forked one."""
+
+
+def checked_start_method(name: str) -> StartMethod:
+    """Return the name; raise ConfigError for an unknown one."""
+    if name not in (known := get_args(StartMethod)):
+        raise ConfigError(f"start_method={name!r} must be one of {', '.join(known)}")
+    return cast(StartMethod, name)
 
 
 class FullStateLauncher(_MultiProcessingLauncher):
