@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import get_args
 
 from torch import Tensor, nn
@@ -153,6 +154,7 @@ class PPO(RewardedModule):
         check_choice("loss_average", self.loss_average, get_args(LossAverage))
         for name in ("clip_low", "clip_high", "entropy_coef", "critic_warmup"):
             check_not_negative(**{name: getattr(self, name)})
+        check_type(Integral, critic_warmup=self.critic_warmup)
         check_positive(value_clip=self.value_clip)
 
     def _set_divergence(self, coef: float, target: float | None, gain: float) -> None:

@@ -65,12 +65,12 @@ def check_share(**settings: float) -> None:
 def check_positive_numbers(name: str, values: object, *, example: Sequence[float]) -> None:
     """Raise ConfigError unless ``values`` are as many positive numbers as the example has."""
     numbers = tuple(values) if isinstance(values, Iterable) else ()
-    if len(numbers) != len(example) or not all(isinstance(value, Real) and float(value) > 0 for value in numbers):
+    if len(numbers) != len(example) or not all(is_of_kind(value, Real) and value > 0 for value in numbers):
         raise ConfigError(f"{name}={values!r} must be {len(example)} positive numbers, as in {example}")
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, Real):
+    if not is_of_kind(value, Real):
         raise _wrong_type(name, value, Real)
 
 

@@ -27,8 +27,10 @@ def test_numbers_and_switches_of_a_wrong_type_are_refused_by_name(algorithm: typ
     defaults = setting_defaults(algorithm)
     plain = [name for name, default in defaults.items() if isinstance(default, bool | int | float)]
     for name in (*plain, "learning_rate", "weight_decay", "seed", "max_cache_bytes"):
-        with pytest.raises((ConfigError, GenerationError), match=f"{name}='high' "):
-            made(algorithm, **{name: "high"})
+        wrong = ["high"] if isinstance(defaults.get(name), bool) else ["high", True]
+        for value in wrong:
+            with pytest.raises((ConfigError, GenerationError), match=f"{name}={value!r} "):
+                made(algorithm, **{name: value})
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -45,6 +47,11 @@ def test_numbers_and_switches_of_a_wrong_type_are_refused_by_name(algorithm: typ
 def test_a_wrong_value_is_refused_with_the_way_out(algorithm: type, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(algorithm, **settings)
+
+
+def test_a_part_of_an_iteration_without_the_actor_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"critic_warmup=0\.5 is a float; write a whole number"):
+        made(PPO, critic_warmup=0.5)
 
 
 def test_numbers_that_are_no_python_floats_are_accepted() -> None:
