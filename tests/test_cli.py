@@ -72,8 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "rewards.py").write_text(REWARDS)
     (path / "grpo.yaml").write_text(yaml.safe_dump(CONFIG))
-    (path / "max_stepz.yaml").write_text("trainer: {max_stepz: 1}")
-    (path / "plan.yaml").write_text("plan: static")
+    (path / "wrong_steps.yaml").write_text("trainer: {max_stepz: 1}")
+    (path / "wrong_plan.yaml").write_text("plan: static")
     return path
 
 
@@ -414,8 +414,8 @@ MISTAKES = [
     ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
     ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
     ("--config", "nowhere.yaml", 'Parser key "config"'),
-    ("--config", "max_stepz.yaml", "option 'trainer.max_stepz'; did you mean trainer.max_steps"),
-    ("--config", "plan.yaml", "plan is a setting of ReallocStrategy; write it under"),
+    ("--config", "wrong_steps.yaml", "option 'trainer.max_stepz'; did you mean trainer.max_steps"),
+    ("--config", "wrong_plan.yaml", "plan is a setting of ReallocStrategy; write it under"),
 ]
 
 
