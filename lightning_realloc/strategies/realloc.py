@@ -297,8 +297,8 @@ class ReallocStrategy(DataParallelStrategy):
         return results
 
     def _stop_if_agreed(self) -> None:
-        """End the run after this batch if a rank received SIGTERM, with all messages between ranks received."""
-        if self.stop.is_agreed:
+        """End the run after this batch if a rank received a signal, with all messages between ranks received."""
+        if self.stop.agreed:
             self.runner.finish()
             dismiss_observer(self._launcher)
             self.stop.end_run(self.lightning_module.trainer)  # type: ignore[union-attr]
@@ -306,6 +306,7 @@ class ReallocStrategy(DataParallelStrategy):
     def on_train_start(self) -> None:
         """Collect garbage seldom: iterations leave none, and all ranks wait for the one that collects."""
         super().on_train_start()
+        self.stop.handle_interrupts(self.connected_module.trainer)
         if self.dataflow is not None:
             self._collection.start()
 

@@ -28,7 +28,7 @@ def is_broken_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
-def publish_failure(rank: int, error: Exception) -> None:
+def publish_failure(rank: int, error: BaseException) -> None:
     """Write this rank's error to the store, for the other ranks to read."""
     with suppress(RuntimeError):  # the rank that hosts the store has ended
         _store().set(_key(rank), json.dumps([type(error).__name__, str(error)]))
@@ -64,7 +64,7 @@ def explain_broken_connection(error: BaseException, rank: int, world_size: int) 
     if is_broken_connection(error):
         for other, (name, message) in peer_failures(world_size).items():
             error.add_note(f"rank {other} failed first, with {name}: {message}")
-    elif isinstance(error, Exception):
+    elif isinstance(error, Exception | SystemExit):
         publish_failure(rank, error)
 
 

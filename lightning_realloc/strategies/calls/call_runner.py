@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
 from lightning_realloc.strategies.calls.generate_call import EnginePool, GenerateCalls, PeerFailure, refuse_long_prompts
@@ -349,6 +349,8 @@ class CallRunner:
             yield
         except PeerFailure:
             self._mailbox.fail(None)
+        except SystemExit as error:
+            self._mailbox.fail(ReallocError(f"sys.exit({error.code!r}) was called during an iteration"))
         except Exception as error:
             if self._mailbox.has_failed:
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,10 +39,10 @@ from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
+from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
-from lightning_realloc.strategies.lightning.failures import dismiss_observer, end_with_parent, report_failures
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, StartMethod, checked_start_method
-from lightning_realloc.strategies.lightning.signals import StopRequest, set_exit_code
+from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.precision import for_samples
 
 
@@ -74,7 +75,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         self._sync_blocked = False
         self._is_watched = False
         self.stop = StopRequest()
-        """Request to end the run, set by SIGTERM."""
+        """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""
 
     @abstractmethod  # so that LightningCLI does not offer this class; Lightning's own setup would wipe weights
     def setup(self, trainer: Trainer) -> None:
@@ -144,13 +145,13 @@ class DataParallelStrategy(ModelParallelStrategy):
         self._setup_distributed()
         # Ranks may be seeded differently, but must draw, shuffle and build alike.
         self.run_seed = self.broadcast(global_seed())
-        self.stop.handle_sigterm(self.connected_module.trainer)
+        self.stop.handle_signals(self.connected_module.trainer)
         if self.world_size > 1:
-            report_failures(rank=self.global_rank, launcher=self._launcher)
+            failures.report_failures(rank=self.global_rank, launcher=self._launcher)
             clear_failure(self.global_rank)
-            if self._is_started_by_a_rank and not self._is_watched:
+            if failures.is_started_by_launcher(self.cluster_environment, self.local_rank) and not self._is_watched:
                 self._is_watched = True
-                end_with_parent(self, type(self).is_running)
+                failures.end_with_parent(self, type(self).is_running)
         if self.root_device.type == "cpu":
             keep_freed_memory()
         self._device_mesh = init_device_mesh(
@@ -161,13 +162,6 @@ class DataParallelStrategy(ModelParallelStrategy):
     def is_running(self) -> bool:
         """Whether calls are under way."""
         return False
-
-    @property
-    def _is_started_by_a_rank(self) -> bool:
-        """Whether another rank started this process, with Lightning's subprocess launcher."""
-        environment = self.cluster_environment
-        is_started = isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
-        return is_started and self.local_rank > 0
 
     def _check_external_processes(self) -> None:
         started = int(os.environ.get("WORLD_SIZE", self.num_processes * self.num_nodes))
@@ -231,16 +225,22 @@ class DataParallelStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Publish the error for other ranks; to a broken connection, add the errors of the ranks that caused it."""
         super().on_exception(exception)
-        set_exit_code(exception)
-        forget_groups()
-        dismiss_observer(self._launcher)
-        if self.world_size > 1 and dist.is_initialized():
+        if isinstance(exception, SIGTERMException):  # on all ranks alike
+            self.stop.set_exit_code(exception)
+            self.stop.requeue(self.connected_module.trainer)
+        elif self.world_size > 1 and dist.is_initialized():
             explain_broken_connection(exception, self.global_rank, self.world_size)
+        self._record_failure(exception)
+        forget_groups()
+        failures.dismiss_observer(self._launcher)
+
+    def _record_failure(self, exception: BaseException) -> None:
+        """Write down what this rank was doing."""
 
     def teardown(self) -> None:
         """Tear down, and end this process if its SIGTERM came after the last iteration."""
         super().teardown()
-        if self.stop.is_requested:
+        if self.stop.requested == signal.SIGTERM:
             self.stop.resend_if_unanswered(self.connected_module.trainer)
 
     # ---- checkpoints

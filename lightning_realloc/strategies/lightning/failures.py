@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
@@ -73,6 +75,14 @@ def end_started_ranks(launcher: object) -> dict[int, int]:
     return failed
 
 
+def is_started_by_launcher(environment: ClusterEnvironment, local_rank: int) -> bool:
+    """Return whether this process must not outlive its parent: torchrun, or a rank with Lightning's launcher."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    is_started = isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
+    return is_started and local_rank > 0
+
+
 def end_with_parent(strategy: object, is_running: Callable[[Any], bool]) -> None:
     """Start a thread that ends this process if the parent process dies while calls are running.
 
@@ -99,8 +109,8 @@ def _watch_parent(strategy: weakref.ref[Any], is_running: Callable[[Any], bool])
     while (watched := strategy()) is not None:
         if is_running(watched):
             _write_stderr(
-                f"error: process {parent}, which started this rank and was a rank itself, ended during a call; it was "
-                f"killed or called os._exit: see its log, and the system's log for an out-of-memory kill\n"
+                f"error: process {parent}, which started this rank, ended during a call; it was killed or called "
+                f"os._exit: see its log, and the system's log for an out-of-memory kill\n"
             )
             os._exit(1)
         del watched

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE, sigterm_forwarded
+from lightning_realloc.strategies.lightning.signals import INTERRUPT_EXIT_CODE, signals_forwarded
 
 StartMethod = Literal["popen", "spawn", "fork"]
 """How the process of a device starts: by the script, by the function in a new process, or in a forked one."""
@@ -36,20 +36,20 @@ class FullStateLauncher(_MultiProcessingLauncher):
     def launch(
         self, function: Callable[..., Any], *args: object, trainer: Trainer | None = None, **kwargs: object
     ) -> Any:
-        """Start the processes and wait for them. Forward SIGTERM to them; they decide when to end.
+        """Start the processes and wait for them. Forward SIGTERM and Ctrl-C to them; they decide when to end.
 
         Raises:
-            SIGTERMException: if the processes ended because of SIGTERM.
+            SIGTERMException: if the processes ended because of a signal, with their exit code.
         """
-        with sigterm_forwarded(self):
+        with signals_forwarded(self):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except ProcessExitedException as error:
-                if error.exit_code != SIGTERM_EXIT_CODE:
+                if error.exit_code <= 128:
                     raise
                 if trainer is not None:  # callbacks have already run in the processes that hold the models
                     trainer.callbacks = []  # type: ignore[attr-defined]
-                raise SIGTERMException(SIGTERM_EXIT_CODE) from None
+                raise SIGTERMException(error.exit_code) from None
 
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         """Run in a started process. Lightning calls callbacks' ``on_exception`` only in the main process."""
@@ -59,6 +59,8 @@ class FullStateLauncher(_MultiProcessingLauncher):
             if trainer is not None:
                 _interrupt(trainer, error)
             raise
+        except KeyboardInterrupt:  # torch would end the process without an error, and its parent would wait for results
+            raise SIGTERMException(INTERRUPT_EXIT_CODE) from None
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> Any:
         module = trainer.lightning_module

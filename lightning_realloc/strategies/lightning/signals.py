@@ -1,20 +1,25 @@
-"""End a run on SIGTERM: the handler sets a flag, and all ranks stop at the end of the same iteration.
+"""End a run on SIGTERM, Ctrl-C or Slurm's warning: all ranks stop at the end of the same iteration.
 
-Lightning's own handler broadcasts inside the signal handler. If a rank is elsewhere at that moment, it never joins,
-and all ranks hang. Here the flag travels with messages that ranks exchange in every iteration anyway.
+Lightning's own handlers broadcast or save a checkpoint inside the signal handler. If a rank is elsewhere at that
+moment, it never joins, and all ranks hang. Here a handler sets a flag, which travels with messages that ranks exchange
+in every iteration anyway.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,17 +28,21 @@ _log = logging.getLogger(__name__)
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a process that ended because of SIGTERM, as shells report it."""
+INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
+"""Exit code of a process that ended because of Ctrl-C."""
+SAME_INTERRUPT_S = 1.0
+"""Seconds within which a second SIGINT is the same Ctrl-C: a rank may get it from the terminal and from a launcher."""
 _METRIC = "stop_requested"
 
 
 class StopRequest:
-    """Request to end the run after SIGTERM, first known to one rank and then to all."""
+    """Request to end the run after a signal, first known to one rank and then to all."""
 
     def __init__(self) -> None:
-        self.is_requested = False
-        """Whether this rank received SIGTERM."""
-        self.is_agreed = False
-        """Whether all ranks know that a rank received SIGTERM. Equal on all ranks after an iteration."""
+        self.requested: int = 0
+        """Number of the signal that this rank received; 0 without one."""
+        self.agreed: int = 0
+        """Number of the signal that some rank received. Equal on all ranks after an iteration; 0 without one."""
         self.is_shared = False
         """Whether messages of an iteration carried the request since the last call of `agree_before_batch`."""
 
@@ -41,32 +50,79 @@ class StopRequest:
     def as_metrics(self) -> dict[str, float]:
         """Return the request as a metric, to send with this rank's metrics."""
         self.is_shared = True
-        return {_METRIC: 1.0} if self.is_requested else {}
+        return {_METRIC: float(self.requested)} if self.requested else {}
 
     def pop_from(self, metrics: dict[str, float]) -> None:
-        """Remove the request from the merged metrics of all ranks, and record it in `is_agreed`."""
-        self.is_agreed |= metrics.pop(_METRIC, 0.0) > 0
+        """Remove the request from the merged metrics of all ranks, and record it in `agreed`."""
+        self.agreed = max(self.agreed, int(metrics.pop(_METRIC, 0.0)))
 
     # ---- with Lightning
-    def handle_sigterm(self, trainer: Any) -> None:
-        """Replace Lightning's SIGTERM handling in the coming run. Handlers that users installed are still called."""
-        self.is_requested = self.is_agreed = self.is_shared = False
+    def handle_signals(self, trainer: Trainer) -> None:
+        """Replace Lightning's handling of SIGTERM, and of Slurm's signal, in the coming run.
 
-        def request(*_: object) -> None:  # runs between any two bytecodes: no logging, no collective
-            self.is_requested = True
+        Handlers that users installed are still called.
+        """
+        self.requested = self.agreed = 0
+        self.is_shared = False
+        connector: Any = trainer._signal_connector
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+
+        def request(signum: int, _: object) -> None:  # runs between any two bytecodes: no logging, no collective
+            self.requested = max(self.requested, signum)
             if trainer.world_size == 1:
-                trainer._signal_connector.received_sigterm = True
+                connector.received_sigterm = True
 
-        trainer._signal_connector._sigterm_notifier_fn = request
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: self.agree_before_batch(trainer)
+        connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = request
+        epoch_loop._broadcast_sigterm_tensor = lambda: self.agree_before_batch(trainer)
+
+    def handle_interrupts(self, trainer: Trainer) -> None:
+        """Handle Ctrl-C from now on until the run ends, unless the user has a handler for it.
+
+        The first one ends the run after this iteration, the second one at once.
+        """
+        if current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt_handler(trainer))
+
+    def _interrupt_handler(self, trainer: Trainer) -> Callable[[int, FrameType | None], None]:
+        first_at: list[float] = []
+
+        def interrupt(signum: int, frame: FrameType | None) -> None:
+            if first_at and time.monotonic() - first_at[0] > SAME_INTERRUPT_S:
+                signal.default_int_handler(signum, frame)
+            if first_at:
+                return
+            first_at.append(time.monotonic())
+            if trainer.is_global_zero:
+                os.write(2, b"\nCtrl-C: the run ends after this iteration. Press it again to end at once.\n")
+            notify: Any = trainer._signal_connector._sigterm_notifier_fn
+            notify(signum, frame)
+
+        return interrupt
 
     def end_run(self, trainer: Trainer) -> None:
         """End the run after this batch."""
         connector = trainer._signal_connector
+        self.agreed = self.agreed or self.requested
         if not connector.received_sigterm:
-            where = "this rank" if self.is_requested else "another rank"
-            _log.warning("%s received SIGTERM: the run ends after step %d", where, trainer.global_step)
+            where = "this rank" if self.requested else "another rank"
+            name = signal.Signals(self.agreed).name
+            _log.warning("%s received %s: the run ends after step %d", where, name, trainer.global_step)
             connector.received_sigterm = True
+
+    def requeue(self, trainer: Trainer) -> None:
+        """Save a checkpoint and requeue the Slurm job, if a rank received Slurm's signal. Collective over all ranks."""
+        environment = trainer._accelerator_connector.cluster_environment
+        connector: Any = trainer._signal_connector
+        asked = self.agreed or self.requested
+        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+            return
+        if asked == environment.requeue_signal:
+            type(connector)._slurm_sigusr_handler_fn(connector, asked, None)
+
+    def set_exit_code(self, error: SIGTERMException) -> None:
+        """Make Lightning's exception exit the process with 128 + the signal's number; its default is 0."""
+        if error.code is None:
+            error.code = 128 + (self.agreed or self.requested or signal.SIGTERM)
 
     def agree_before_batch(self, trainer: Trainer) -> None:
         """Agree on the request by an all-reduce, unless messages carried it since the last batch.
@@ -74,15 +130,15 @@ class StopRequest:
         That is the case before the first batch, for modules without calls, and for hand-written training steps.
 
         Raises:
-            SIGTERMException: on all ranks, if one of them received SIGTERM.
+            SIGTERMException: on all ranks, if one of them received a signal.
         """
         is_shared, self.is_shared = self.is_shared, False
         if is_shared:
             return
-        requested = torch.tensor(self.is_requested, dtype=torch.uint8, device=trainer.strategy.root_device)
+        requested = torch.tensor(self.requested, dtype=torch.uint8, device=trainer.strategy.root_device)
         dist.all_reduce(requested, op=dist.ReduceOp.MAX)
-        self.is_agreed |= bool(requested)
-        if self.is_agreed:
+        self.agreed = max(self.agreed, int(requested))
+        if self.agreed:
             self.end_run(trainer)
             raise SIGTERMException
 
@@ -94,20 +150,19 @@ class StopRequest:
                 signal.raise_signal(signal.SIGTERM)
 
 
-def set_exit_code(error: BaseException) -> None:
-    """Make Lightning's SIGTERMException exit the process with 143; its default is 0."""
-    if isinstance(error, SIGTERMException) and error.code is None:
-        error.code = SIGTERM_EXIT_CODE
-
-
 @contextmanager
-def sigterm_forwarded(launcher: _MultiProcessingLauncher) -> Iterator[None]:
-    """Forward SIGTERM to the processes that a launcher started, and keep waiting for them."""
+def signals_forwarded(launcher: _MultiProcessingLauncher) -> Iterator[None]:
+    """Forward SIGTERM and SIGINT to the processes that a launcher started, and keep waiting for them."""
     if current_thread() is not main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, lambda signum, _: launcher.kill(signal.Signals(signum)))
+
+    def forward(signum: int, _: object) -> None:
+        launcher.kill(signal.Signals(signum))
+
+    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -41,11 +41,33 @@ def leave(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[fl
     return [0.0 for _ in completion_ids]
 
 
+class Leave:
+    """Ends rank 1 by ``sys.exit(0)``, or pauses both ranks in an iteration, and records the time."""
+
+    def __init__(self, note: Path, *, pauses: bool) -> None:
+        self.note, self.pauses = note, pauses
+
+    def judge(self, completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+        """Record the process id and wait, or record the time on rank 1 and exit."""
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if self.pauses:
+            self.note.with_name(f"{self.note.name}{rank}").write_text(str(os.getpid()))
+            time.sleep(100.0)
+        elif rank == 1:
+            self.note.write_text(str(time.time()))
+            sys.exit(0)
+        return [0.0 for _ in completion_ids]
+
+
 def main(mode: str, note: Path) -> None:
     """Fit on two devices: ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1.
 
-    ``killed`` ends rank 0, which started rank 1, without any output.
+    ``killed`` ends rank 0, which started rank 1, without any output. ``left`` calls ``sys.exit(0)`` on rank 1, and
+    ``paused`` waits in an iteration.
     """
+    if mode in ("left", "paused"):
+        runs.trainer("realloc", 2).fit(runs.grpo(reward=Leave(note, pauses=mode == "paused").judge), Batches(1))
+        return
     if mode == "killed":
         runs.trainer("realloc", 2).fit(runs.grpo(reward=leave), Batches(1))
         return

@@ -170,11 +170,12 @@ def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
 
 @pytest.mark.slow
 def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path) -> None:
-    notes = [tmp_path / name for name in ("script", "torchrun")]
-    alike, alone, alone_under_torchrun = run_side_by_side(
+    notes = [tmp_path / name for name in ("script", "torchrun", "left")]
+    alike, alone, left, alone_under_torchrun = run_side_by_side(
         tmp_path,
         (SCRIPT, "alike", "-"),
         (SCRIPT, "alone", str(notes[0])),
+        (SCRIPT, "left", str(notes[2])),
         (*TORCHRUN, SCRIPT, "alone", str(notes[1])),
     )
 
@@ -195,6 +196,45 @@ def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path
     for run in (alone, *([] if "closing signal SIGTERM" in alone_under_torchrun.output else [alone_under_torchrun])):
         assert run.output.index(first) < run.output.index(expected)
         assert "gloo/transport" not in run.output
+    assert left.code == 1
+    assert "[rank0]: lightning_realloc.errors.ReallocError: sys.exit(0) was called during an iteration" in left.output
+    assert left.at - float(notes[2].read_text()) < PROMPT_S / 2
+
+
+def is_alive(process: int) -> bool:
+    """Return whether a process exists, and is no zombie."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it came true in time."""
+    give_up_at = time.monotonic() + seconds
+    while not condition() and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+    return condition()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        agent = subprocess.Popen(
+            [sys.executable, *TORCHRUN, SCRIPT, "paused", str(tmp_path / "note")], cwd=tmp_path,
+            env=shell_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    notes = [tmp_path / "note0", tmp_path / "note1"]
+    try:
+        assert wait_until(lambda: all(note.exists() and note.read_text() for note in notes), DEADLINE_S), (
+            log.read_text()
+        )
+        ranks = [int(note.read_text()) for note in notes]
+        agent.kill()
+        agent.wait()
+        assert wait_until(lambda: not any(map(is_alive, ranks)), PROMPT_S), log.read_text()[-3000:]
+    finally:
+        end(agent)
 
 
 @pytest.mark.slow
@@ -202,10 +242,10 @@ def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Pat
     (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
     assert killed.code == 9
     give_up_at, printed = time.monotonic() + PROMPT_S, ""
-    while "was a rank itself, ended during a call" not in printed and time.monotonic() < give_up_at:
+    while "which started this rank, ended during a call" not in printed and time.monotonic() < give_up_at:
         time.sleep(0.1)
         printed = (tmp_path / "0.log").read_text()
-    assert "was a rank itself, ended during a call; it was killed" in printed
+    assert "which started this rank, ended during a call; it was killed" in printed
 
 
 def test_error_messages_are_printed_on_one_line() -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM to one rank or to all ends every rank after the same iteration, with a checkpoint if one is configured."""
+"""A signal to one rank or to all ends every rank after the same iteration, with a checkpoint if one is configured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -32,15 +33,16 @@ DEADLINE_S = 30.0
 
 
 class Signal(Callback):
-    """Sends SIGTERM to this process in a given hook, if its rank is one of ``ranks``."""
+    """Sends a signal to this process in a given hook, if its rank is one of ``ranks``."""
 
-    def __init__(self, ranks: tuple[int, ...], hook: str = "on_train_batch_end") -> None:
+    def __init__(self, ranks: tuple[int, ...], hook: str = "on_train_batch_end", signum: int = signal.SIGTERM) -> None:
         self.ranks = ranks
+        self.signum = signum
         setattr(self, hook, self._send)
 
     def _send(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_rank in self.ranks and trainer.global_step >= SIGNALLED_AFTER:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.signum)
 
 
 class Plain(L.LightningModule):
@@ -68,10 +70,12 @@ class Stopped(NamedTuple):
     has_checkpoint: bool
 
 
-def fit_until_stopped(case: str, ranks: tuple[int, ...], folder: str, hook: str) -> Stopped:
-    """Fit until SIGTERM ends it; return the last step and the exception."""
+def fit_until_stopped(
+    case: str, ranks: tuple[int, ...], folder: str, hook: str, signum: int = signal.SIGTERM
+) -> Stopped:
+    """Fit until a signal ends it; return the last step and the exception."""
     make, data, options = CASES[case]
-    callbacks = [OnExceptionCheckpoint(folder), Signal(ranks, hook)]
+    callbacks = [OnExceptionCheckpoint(folder), Signal(ranks, hook, signum)]
     trainer = runs.trainer(
         ReallocStrategy(**options),
         runs.world_size(),
@@ -80,10 +84,10 @@ def fit_until_stopped(case: str, ranks: tuple[int, ...], folder: str, hook: str)
         check_val_every_n_epoch=2,
         enable_checkpointing=True,
     )
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(SIGTERMException) as stopped:
         trainer.fit(make(), data(), data() if hook == "on_validation_batch_start" else None)
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     return Stopped(trainer.global_step, stopped.value.code, Path(folder, "on_exception.ckpt").exists())
 
 
@@ -113,6 +117,74 @@ def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(
     assert first.exit_code == SIGTERM_EXIT_CODE == 143
     assert first.has_checkpoint
     assert SIGNALLED_AFTER <= first.step <= SIGNALLED_AFTER + 2
+
+
+@pytest.mark.parametrize("case", ["iterations", "plain"])
+def test_ctrl_c_ends_all_ranks_after_the_same_step_with_a_checkpoint(
+    workers: WorkerPool, tmp_path: Path, case: str
+) -> None:
+    first, second = workers.run(
+        fit_until_stopped, case, (1,), str(tmp_path), "on_train_batch_end", signal.SIGINT, world_size=2,
+        init_process_group=False,
+    )  # fmt: skip
+    assert first == second
+    assert (first.exit_code, first.has_checkpoint) == (130, True)
+    assert SIGNALLED_AFTER <= first.step <= SIGNALLED_AFTER + 2
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = runs.trainer("realloc", 1)
+    stop = StopRequest()
+    stop.handle_signals(trainer)
+    press = stop._interrupt_handler(trainer)
+    press(signal.SIGINT, None)
+    press(signal.SIGINT, None)  # a launcher forwards what the terminal sent
+    assert stop.requested == signal.SIGINT
+    monkeypatch.setattr("lightning_realloc.strategies.lightning.signals.SAME_INTERRUPT_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        press(signal.SIGINT, None)
+
+
+def fit_in_a_slurm_job(folder: str) -> tuple[int, list[str]]:
+    """Fit until Slurm's warning to rank 1; fit again, and return its first step and the commands to the scheduler."""
+    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+    slurm = {
+        "JOB_ID": "4711",
+        "JOB_NAME": "rlhf",
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "PROCID": rank,
+        "LOCALID": rank,
+        "NODEID": "0",
+    }
+    os.environ |= {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURM_NODELIST": "localhost"}
+    os.environ |= {"MASTER_PORT": port, "PATH": f"{folder}:{os.environ['PATH']}"}
+    record = runs.Record()
+
+    def make(*callbacks: Callback) -> L.Trainer:
+        slurm = SLURMEnvironment(auto_requeue=True)
+        return runs.trainer(
+            "realloc", 2, callbacks=list(callbacks), max_steps=6, max_epochs=-1, default_root_dir=folder,
+            enable_checkpointing=True, plugins=[slurm],
+        )  # fmt: skip
+
+    with pytest.raises(SIGTERMException):
+        make(Signal((1,), signum=signal.SIGUSR1)).fit(runs.grpo(), Batches(2))
+    make(record).fit(runs.grpo(), Batches(2))
+    return len(record.steps), Path(folder, "commands").read_text().splitlines()
+
+
+def test_slurms_warning_saves_a_checkpoint_and_requeues_the_job(workers: WorkerPool, tmp_path: Path) -> None:
+    scheduler = tmp_path / "scontrol"
+    scheduler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/commands\n')
+    scheduler.chmod(0o755)
+
+    first, second = workers.run(fit_in_a_slurm_job, str(tmp_path), world_size=2, init_process_group=False)
+
+    assert first == second
+    num_steps, commands = first
+    assert commands == ["requeue 4711"]
+    assert 6 - (SIGNALLED_AFTER + 2) <= num_steps <= 6 - SIGNALLED_AFTER
 
 
 def test_sigterm_during_validation_ends_all_ranks_there(workers: WorkerPool, tmp_path: Path) -> None:
@@ -151,10 +223,10 @@ def test_a_signal_after_the_last_iteration_ends_the_process_after_the_fit(
 def test_the_stop_request_is_removed_from_metrics() -> None:
     stop = StopRequest()
     assert stop.as_metrics() == {}
-    stop.is_requested = True
+    stop.requested = signal.SIGTERM
     merged = {"loss": 1.0, **stop.as_metrics()}
     stop.pop_from(merged)
-    assert merged == {"loss": 1.0} and stop.is_agreed
+    assert merged == {"loss": 1.0} and stop.agreed == signal.SIGTERM
 
 
 COMMANDS = {
