@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
+from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.runtime.messages.mailbox import Mailbox
+from lightning_realloc.runtime.messages.watchdog import StallAction, Watchdog, write_flight_record
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
 from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
 from lightning_realloc.strategies.measure.subjects import Machine
@@ -35,6 +40,11 @@ from lightning_realloc.tuning.shapes.lengths import Lengths
 
 if TYPE_CHECKING:
     from lightning_realloc.strategies.realloc import ReallocStrategy
+
+_log = logging.getLogger(__name__)
+
+FLIGHT_RECORDS = "flight_record"
+"""Folder in the Trainer's ``default_root_dir`` for the latest activities of ranks, after a failure or stall."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,16 @@ class PlacementOptions:
     """Role -> tensor-parallel styles, for models without a plan of their own."""
     memory_budget: int | None
     """Bytes of one device that a plan may use; None: the device's memory."""
+    stall_timeout_s: float | None
+    """Seconds beyond the longest call so far after which a waiting rank says for whom it waits; None: never."""
+    on_stall: StallAction
+    """Whether the process goes on waiting then, or ends."""
+
+    def __post_init__(self) -> None:
+        if self.on_stall not in get_args(StallAction):
+            raise ConfigError(f"on_stall={self.on_stall!r} must be one of {', '.join(get_args(StallAction))}")
+        if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
+            raise ConfigError(f"stall_timeout={self.stall_timeout_s} must be positive seconds; None switches it off")
 
 
 class PlacedRoles:
@@ -71,6 +91,8 @@ class PlacedRoles:
         self._offloader: Offloader | None = None
         self._module: nn.Module | None = None
         self._reallocation: ParameterReallocation | None = None
+        self._watchdog: Watchdog | None = None
+        self._record = FlightRecord()
 
     @property
     def pool(self) -> ModelPool:
@@ -127,6 +149,7 @@ class PlacedRoles:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
         module: Any = self._strategy.lightning_module
         self._reallocation = ParameterReallocation.from_trainer(trainer)
+        self._watch(Path(trainer.default_root_dir))
         if not self.holds(module) or self._pool is None:
             self._pool = self.builder().build(self._options.plan)
             self._module = module
@@ -134,6 +157,38 @@ class PlacedRoles:
         elif not self.runner.can_go_on():
             self._runner = self._make_runner(module, self._pool)
         self._offloader = self._make_offloader(self._pool)
+
+    def _watch(self, folder: Path) -> None:
+        """Watch this rank's calls for stalls, if there are other ranks."""
+        strategy, timeout_s = self._strategy, self._options.stall_timeout_s
+        if strategy.world_size == 1:
+            return
+        if self._watchdog is None:
+            self._watchdog = Watchdog(
+                self._record,
+                rank=strategy.global_rank,
+                world_size=strategy.world_size,
+                timeout_s=math.inf if timeout_s is None else timeout_s,
+                action=self._options.on_stall,
+                folder=folder / FLIGHT_RECORDS,
+            )
+        self._watchdog.start()
+
+    def stop_watching(self) -> None:
+        """Stop watching this rank's calls for stalls."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def write_record_after(self, error: BaseException) -> None:
+        """Write this rank's latest activities to a file after an error, unless it is a mistake of the caller."""
+        is_mistake = isinstance(error, CALLER_ERRORS) and not isinstance(error, RankLost)
+        if self._strategy.world_size == 1 or is_mistake or not isinstance(error, Exception) or self._record.is_empty:
+            return
+        trainer = self._strategy.connected_module.trainer
+        file = write_flight_record(
+            self._record, Path(trainer.default_root_dir) / FLIGHT_RECORDS, self._strategy.global_rank
+        )
+        _log.warning("the latest activities of rank %d are in %s", self._strategy.global_rank, file)
 
     def finish(self) -> None:
         """Wait for the last messages between ranks."""
@@ -214,11 +269,12 @@ class PlacedRoles:
         if wanted == running:
             return
         builder.check_memory(wanted, self._callbacks, running=running)
-        self.runner.finish()
-        self.pool.meshes.create(wanted.layouts)
-        self.close()
-        self.pool.apply_plan(wanted, self._optimizers.by_role())
-        self._replace_models()
+        with self._record.during("set_plan"):
+            self.runner.finish()
+            self.pool.meshes.create(wanted.layouts)
+            self.close()
+            self.pool.apply_plan(wanted, self._optimizers.by_role())
+            self._replace_models()
 
     def release(self, role: str) -> None:
         """See `ReallocStrategy.release`."""
@@ -247,6 +303,6 @@ class PlacedRoles:
 
     def _make_runner(self, module: RunnableAlgorithm, pool: ModelPool) -> CallRunner:
         strategy = self._strategy
-        mailbox = Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group())
+        mailbox = Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group(), self._watchdog)
         context = CallContext(module, pool, mailbox, strategy.root_device, strategy.global_rank)
         return CallRunner(context, self, self._optimizers, self._options.overlap, strategy.stop)

@@ -7,7 +7,6 @@ call. It trains any other LightningModule data-parallel. ``docs/internals/lightn
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,9 +28,15 @@ from lightning_realloc.runtime.measure.host_memory import (
     collect_garbage,
     give_back_freed_memory,
 )
+from lightning_realloc.runtime.messages.watchdog import StallAction
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
-from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
+from lightning_realloc.strategies.calls.call_runner import (
+    CallRunner,
+    OverlapOptions,
+    number_of_chunks,
+    warn_of_former_name,
+)
 from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
@@ -76,6 +81,10 @@ class ReallocStrategy(DataParallelStrategy):
         save_frozen_roles: Also write roles that are never trained into checkpoints.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code. False also reads
             hyperparameters and callbacks' state of any class; only for checkpoints that you trust.
+        stall_timeout: Seconds by which a call may exceed the longest so far before a waiting rank logs for whom it
+            waits, and where that rank is; None: never.
+        on_stall: ``"warn"`` goes on waiting after the message; ``"end"`` writes the rank's flight record and ends the
+            process with exit code 124.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
         generation_parts: Former name of ``generation_chunks``; accepted for one release, with a warning.
@@ -97,6 +106,8 @@ class ReallocStrategy(DataParallelStrategy):
         start_method: StartMethod = "popen",
         save_frozen_roles: bool = False,
         load_weights_only: bool = True,
+        stall_timeout: float | None = 60.0,
+        on_stall: StallAction = "warn",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         generation_parts: int | None = None,
@@ -110,17 +121,8 @@ class ReallocStrategy(DataParallelStrategy):
         )
         if transport not in get_args(TransportName):
             raise ConfigError(f"transport={transport!r} must be one of {', '.join(get_args(TransportName))}")
-        if generation_parts is not None:
-            _warn_of_former_name("ReallocStrategy(generation_parts=...)", stacklevel=4)
-            if generation_chunks not in (1, generation_parts):
-                raise ConfigError(
-                    f"generation_chunks={generation_chunks} has the former name generation_parts={generation_parts}, "
-                    f"too; leave generation_parts out"
-                )
-            generation_chunks = generation_parts
-        self._overlap = OverlapOptions(
-            overlap=overlap, max_staleness=max_staleness, generation_chunks=generation_chunks
-        )
+        chunks = number_of_chunks(generation_chunks, generation_parts)
+        self._overlap = OverlapOptions(overlap=overlap, max_staleness=max_staleness, generation_chunks=chunks)
         self._optimizer_hooks = LightningOptimizers(self)
         self._checkpoints = RoleCheckpoints(
             self, self._optimizer_hooks, save_frozen_roles=save_frozen_roles, load_weights_only=load_weights_only
@@ -131,6 +133,8 @@ class ReallocStrategy(DataParallelStrategy):
             transport=transport,
             tp_plans=dict(tp_plans or {}),
             memory_budget=None if memory_per_device is None else parse_bytes(memory_per_device),
+            stall_timeout_s=stall_timeout,
+            on_stall=on_stall,
         )
         self._placed = PlacedRoles(self, self._optimizer_hooks, options)
         self._collection = InfrequentCollection()
@@ -155,7 +159,7 @@ class ReallocStrategy(DataParallelStrategy):
     @property
     def generation_parts(self) -> int:
         """Former name of :attr:`generation_chunks`."""
-        _warn_of_former_name("ReallocStrategy.generation_parts", stacklevel=3)
+        warn_of_former_name("ReallocStrategy.generation_parts", stacklevel=3)
         return self.generation_chunks
 
     @property
@@ -310,6 +314,9 @@ class ReallocStrategy(DataParallelStrategy):
         if self.dataflow is not None:
             self._collection.start()
 
+    def _record_failure(self, exception: BaseException) -> None:
+        self._placed.write_record_after(exception)
+
     def on_train_end(self) -> None:
         """Receive the last messages of other ranks."""
         self._placed.finish()
@@ -321,6 +328,7 @@ class ReallocStrategy(DataParallelStrategy):
     def teardown(self) -> None:
         """Fetch offloaded weights, and release the models."""
         self._collection.stop()
+        self._placed.stop_watching()
         self._placed.close()
         module: Any = self.lightning_module
         if hasattr(module, "release"):
@@ -384,8 +392,3 @@ class ReallocStrategy(DataParallelStrategy):
         """Register the names that ``Trainer(strategy=...)`` understands."""
         for name, options in STRATEGIES.items():
             strategy_registry.register(name, cls, override=True, description=cls.__doc__.split("\n")[0], **options)  # type: ignore[union-attr]
-
-
-def _warn_of_former_name(former: str, *, stacklevel: int) -> None:
-    message = f"{former} is now generation_chunks; the former name goes with the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -31,6 +31,8 @@ from lightning_realloc.runtime.messages.failure_store import (
     peer_failures,
     publish_failure,
 )
+from lightning_realloc.runtime.messages.flight_record import FlightRecord
+from lightning_realloc.runtime.messages.watchdog import Watchdog
 
 FAILURE_DEADLINE_S = 10.0
 """Seconds that a failed rank waits for the failure frames of the others. Ranks in a collective never send one."""
@@ -78,10 +80,16 @@ class Mailbox:
         rank: Rank of this process.
         world_size: Number of processes; a single process never sends.
         group: All processes, over gloo, used by mailboxes only. None for a single process.
+        watchdog: Watchdog whose record gets the waits, and which names lost ranks; None: errors name no rank.
     """
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, group: dist.ProcessGroup | None, watchdog: Watchdog | None = None
+    ) -> None:
         self._rank, self._world_size, self._group = rank, world_size, group
+        self._watchdog = watchdog
+        self.record = FlightRecord() if watchdog is None else watchdog.record
+        """This rank's activities."""
         self._arrived: dict[Frame, Tensor] = {}
         self._failures: dict[int, tuple[bool, str, str]] = {}
         """Rank -> (whether the failure is its own, class name, message)."""
@@ -119,18 +127,21 @@ class Mailbox:
             ReallocError: if a rank failed, the same on every rank; in the error's class if this package defines it.
         """
         frame = Frame(kind, run, call, source, part)
-        begin = time.perf_counter()
-        while frame not in self._arrived:
-            self._receive_next(None)
-            if self._failures:
-                self.fail(None)
-        self.seconds_waited += time.perf_counter() - begin
+        if frame not in self._arrived:
+            begin = time.perf_counter()
+            with self.record.during(f"waiting for data of rank {source}", waits_for=(source,)):
+                while frame not in self._arrived:
+                    self._receive_next(None)
+                    if self._failures:
+                        self.fail(None)
+            self.seconds_waited += time.perf_counter() - begin
         return self._arrived.pop(frame)
 
     def release(self, run: int) -> None:
         """Wait until all frames of ``run`` and earlier runs were received, and free their memory."""
-        for sent_in, work, _ in self._pending:
-            if sent_in <= run:
+        due = [work for sent_in, work, _ in self._pending if sent_in <= run]
+        with self.record.during("waiting until data was received", waits_for=()):
+            for work in due:
                 self._wait(work, None)
         self._pending = [sent for sent in self._pending if sent[0] > run]
 
@@ -142,7 +153,8 @@ class Mailbox:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self._group is not None:
-            dist.barrier(group=self._group)
+            with self.record.during("waiting for all ranks", waits_for=self.others):
+                dist.barrier(group=self._group)
 
     @property
     def has_failed(self) -> bool:
@@ -182,9 +194,13 @@ class Mailbox:
             publish_failure(self._rank, error)
             return error
         self._failures |= {rank: (True, *failure) for rank, failure in peer_failures(self._world_size).items()}
-        if isinstance(error, RankLost):
+        named = "" if self._watchdog is None or self._failures else self._watchdog.describe_lost()
+        if isinstance(error, RankLost) and not named:
             return error
-        lost = RankLost(f"a rank ended while this one waited for it in a collective ({error}); see its own log")
+        lost = RankLost(
+            f"{named or 'a rank ended while this one waited for it in a collective'} ({error}); see its own log, and "
+            f"the system's log for an out-of-memory kill"
+        )
         lost.__cause__ = error
         return lost
 
@@ -209,18 +225,25 @@ class Mailbox:
     def _receive_next(self, timeout: timedelta | None) -> None:
         """Receive and store the next frame of any rank."""
         header = torch.empty(5, dtype=torch.int64)
-        work = dist.irecv(header, group=self._group, tag=_HEADER_TAG)
-        self._wait(work, timeout)
-        source = int(cast(dist.Work, work)._source_rank())
+        source = self._receive_into(header, None, _HEADER_TAG, timeout)
         kind, run, call, part, size = header.tolist()
         content = torch.empty(size, dtype=torch.uint8)
         if size:
-            self._wait(dist.irecv(content, source, group=self._group, tag=_CONTENT_TAG), timeout)
+            self._receive_into(content, source, _CONTENT_TAG, timeout)
         if kind == FrameKind.FAILURE:
             is_own, name, message = json.loads(bytes(content.tolist()))
             self._failures[source] = (is_own, name, message)
         else:
             self._arrived[Frame(FrameKind(kind), run, call, source, part)] = content
+
+    def _receive_into(self, tensor: Tensor, source: int | None, tag: int, timeout: timedelta | None) -> int:
+        """Receive a tensor of one rank, or of any for None, and return the rank."""
+        try:
+            work = dist.irecv(tensor, source, group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise RankLost(f"a rank ended before this one could receive from it ({error}); see its own log") from error
+        self._wait(work, timeout)
+        return int(cast(dist.Work, work)._source_rank())
 
     def _wait(self, work: dist.Work | None, timeout: timedelta | None) -> None:
         assert work is not None, "this rank is part of the group"

@@ -8,6 +8,7 @@ learns of failures elsewhere.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,29 @@ class OverlapOptions:
                 f"max_staleness={staleness} it reads samples of the iteration before; use max_staleness=0, or "
                 f"generation_chunks=1"
             )
+
+
+def number_of_chunks(generation_chunks: int, generation_parts: int | None) -> int:
+    """Return the number of chunks, given by its present or its former name.
+
+    Raises:
+        ConfigError: if both names are given, with different values.
+    """
+    if generation_parts is None:
+        return generation_chunks
+    warn_of_former_name("ReallocStrategy(generation_parts=...)", stacklevel=5)
+    if generation_chunks not in (1, generation_parts):
+        raise ConfigError(
+            f"generation_chunks={generation_chunks} has the former name generation_parts={generation_parts}, too; "
+            f"leave generation_parts out"
+        )
+    return generation_parts
+
+
+def warn_of_former_name(former: str, *, stacklevel: int) -> None:
+    """Warn of the former name of ``generation_chunks``."""
+    message = f"{former} is now generation_chunks; the former name goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +291,8 @@ class CallRunner:
         alone = self._pool.alone(frees_copies=self._placed.frees_copies)
         for group in data.routes.fusion.groups(calls, alone=alone):
             is_fused = group[0].name in data.routes.fusion.sources
-            seconds = self._run_fused(group, data) if is_fused else self._run_timed(group[0], data)
+            with self._mailbox.record.during(" and ".join(call.name for call in group)):
+                seconds = self._run_fused(group, data) if is_fused else self._run_timed(group[0], data)
             for call in group:
                 self._metrics.record_call(data, call, seconds.get(call.name))
             if before_training and before_training[-1] in group:
@@ -318,7 +343,9 @@ class CallRunner:
     @contextmanager
     def _phase(self, call: str) -> Iterator[Replica]:
         with ExitStack() as stack:
-            yield self._metrics.idle.measure(lambda: stack.enter_context(self._placed.phase(call)))
+            with self._mailbox.record.during(f"moving weights for {call}"):
+                replica = self._metrics.idle.measure(lambda: stack.enter_context(self._placed.phase(call)))
+            yield replica
 
     # ---- the end of an iteration
     def _conclude(self, data: IterationData, *, is_last: bool) -> IterationResult:

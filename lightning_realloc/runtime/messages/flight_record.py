@@ -1,0 +1,97 @@
+"""Record the latest activities of a rank: calls, waits and transfers, for messages about hangs and failures."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+CAPACITY = 400
+"""Activities that are kept: those of tens of iterations, in less than 100 kB."""
+
+
+@dataclass(slots=True)
+class Activity:
+    """Something that a rank does, from one moment to another."""
+
+    name: str
+    """Name of a call, or description of a wait or transfer."""
+    began_at: float
+    """Seconds of `time.monotonic`."""
+    depth: int
+    """Number of activities around it."""
+    waits_for: tuple[int, ...] | None = None
+    """Ranks that it waits for; None if it is work of this rank."""
+    seconds: float | None = None
+    """Duration; None while it lasts."""
+    has_failed: bool = False
+    """Whether an exception ended it."""
+
+    def elapsed(self, now: float) -> float:
+        """Return the duration until it ended, or until ``now``."""
+        return now - self.began_at if self.seconds is None else self.seconds
+
+
+BETWEEN = "code between two calls"
+"""Name of the time outside of all activities: Lightning's loops, callbacks, the start of a run."""
+
+
+class FlightRecord:
+    """Latest activities of one rank. Written by the thread that trains, read by any thread."""
+
+    def __init__(self) -> None:
+        self._latest: deque[Activity] = deque(maxlen=CAPACITY)
+        self._open: list[Activity] = []
+        self._between = Activity(BETWEEN, time.monotonic(), 0)
+        self._longest: dict[str, float] = {}
+
+    @contextmanager
+    def during(self, name: str, *, waits_for: Sequence[int] | None = None) -> Iterator[None]:
+        """Record what happens inside as an activity, within those that have not ended."""
+        waited = None if waits_for is None else tuple(waits_for)
+        activity = Activity(name, time.monotonic(), len(self._open), waited)
+        if not self._open:
+            self._end(self._between)
+        self._latest.append(activity)
+        self._open.append(activity)
+        try:
+            yield
+        except BaseException:
+            activity.has_failed = True
+            raise
+        finally:
+            self._open.pop()
+            self._end(activity)
+            if not self._open:
+                self._between = Activity(BETWEEN, time.monotonic(), 0)
+
+    def _end(self, activity: Activity) -> None:
+        activity.seconds = time.monotonic() - activity.began_at
+        if not activity.has_failed:
+            self._longest[activity.name] = max(activity.seconds, self.longest_s(activity.name))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been recorded."""
+        return not self._latest
+
+    def current(self) -> tuple[Activity, ...]:
+        """Return the activities that have not ended, the outermost first; the time between two if there are none."""
+        return tuple(self._open) or (self._between,)
+
+    def longest_s(self, name: str) -> float:
+        """Return the longest duration so far of activities with a name that have ended; 0 without any."""
+        return self._longest.get(name, 0.0)
+
+    def lines(self) -> list[str]:
+        """Return a line for each activity, the oldest first: when it began, counted back from now, and its duration."""
+        now = time.monotonic()
+        return [_line(activity, now) for activity in tuple(self._latest)]
+
+
+def _line(activity: Activity, now: float) -> str:
+    state = " failed" if activity.has_failed else " so far" if activity.seconds is None else ""
+    indent = "  " * activity.depth
+    return f"{activity.began_at - now:10.3f} s  {indent}{activity.name}  {activity.elapsed(now):.3f} s{state}"

@@ -1,0 +1,320 @@
+"""Name the rank that others wait for: each rank's thread compares its current call with the longest one so far.
+
+A rank whose call takes much longer asks all ranks for their state through the store of the process group. Every rank's
+thread answers, even if the thread that trains is blocked in a collective. The rank then logs one message: who waits,
+who does not, since when, and in which line of code. A rank that is late writes its stacks to its flight record.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
+
+log = logging.getLogger(__name__)
+
+StallAction = Literal["warn", "end"]
+"""Reaction to a call that takes far too long: a message only, or the end of the process after it."""
+STALL_EXIT_CODE = 124
+"""Exit code of a process that ended because of a stall, as of the command ``timeout``."""
+POLL_S = 1.0
+"""Seconds between two looks at this rank's call and at questions of other ranks."""
+ANSWER_S = 5.0
+"""Seconds that a rank waits for the states of others. They answer within `POLL_S` unless their process is stopped."""
+
+_ASKED = "watchdog/asked"
+_WAITING_PACKAGES = ("lightning_realloc.runtime.messages", "lightning_realloc.runtime.transfer")
+"""Packages of ours whose code blocks only to wait for other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank is doing."""
+
+    activity: str
+    """Names of its activities, the outermost first."""
+    seconds: float
+    """Duration of the outermost activity so far."""
+    usual_s: float
+    """Longest duration so far of activities of that name; 0 if it is the first."""
+    place: str
+    """Line of code, as ``file:line in function``."""
+    waits_for: tuple[int, ...] | None
+    """Ranks that it waits for, () for a collective of unknown ranks; None if it works."""
+    answers: int = field(default=0, compare=False)
+    """Number of the question that the state answers."""
+    has_ended: bool = False
+    """Whether its run has ended, so that it answers no further questions."""
+
+
+def describe_stall(rank: int, states: Mapping[int, RankState | None]) -> str | None:
+    """Return a message about a rank that waits; None if it does not wait.
+
+    Args:
+        rank: This rank, whose call takes too long.
+        states: State of every rank; None for a rank that does not answer.
+    """
+    own = states[rank]
+    if own is None or own.waits_for is None:
+        return None
+    silent = [other for other, state in states.items() if state is None]
+    working = [(other, state) for other, state in states.items() if state is not None and state.waits_for is None]
+    waited = f"rank {rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place})"
+    culprits = [f"rank {other}, which does not answer: it is stopped, or its host is lost" for other in silent]
+    culprits += [f"rank {other}, which {_doing(state)}" for other, state in working]
+    if culprits:
+        return f"{waited} for {'; and for '.join(culprits)}"
+    others = [f"rank {other} {_doing(state)}" for other, state in states.items() if state and other != rank]
+    return (
+        f"{waited}, and all other ranks wait, too: {'; '.join(others)}. Ranks that wait for each other made different "
+        f"collective calls: look for code that runs on some ranks only, such as `if trainer.is_global_zero`"
+    )
+
+
+def _doing(state: RankState) -> str:
+    usual = f", usually at most {state.usual_s:.1f} s" if state.usual_s else ""
+    return f"has been in {state.activity} for {state.seconds:.0f} s ({state.place}{usual})"
+
+
+class Watchdog:
+    """Thread that watches the current call of this rank, and answers the questions of other ranks.
+
+    Args:
+        record: Activities of this rank.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: Seconds beyond the longest call so far of the same name, after which a rank asks.
+        action: Whether the process goes on waiting after the message.
+        folder: Folder for flight records.
+    """
+
+    def __init__(
+        self, record: FlightRecord, *, rank: int, world_size: int, timeout_s: float, action: StallAction, folder: Path
+    ) -> None:
+        self.record = record
+        """Activities of this rank."""
+        self._rank, self._world_size = rank, world_size
+        self._timeout_s, self._action, self._folder = timeout_s, action, folder
+        self._watched = threading.get_ident()
+        self._store: Any = None
+        self._next_warning: tuple[Activity, float] | None = None
+        """The call that was warned of, and its duration at which to warn again."""
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answered = 0
+        """Number of the latest question that this rank answered."""
+
+    def start(self) -> None:
+        """Start watching the thread that calls this. Needs the process group."""
+        self._watched = threading.get_ident()
+        self._store = _connect()
+        self._answered = self._store.add(_ASKED, 0)
+        self._publish(self._state(self._answered))
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching, and say so to ranks that ask later."""
+        if self._thread is None:
+            return
+        self._stopped.set()
+        self._thread.join(ANSWER_S)
+        self._thread = None
+        with suppress(RuntimeError):
+            self._publish(self._state(self._answered), has_ended=True)
+
+    def describe_lost(self) -> str:
+        """Return which ranks do not answer, and what each was doing; empty if all do.
+
+        For a rank that has lost a connection. Other ranks may have ended meanwhile; these said so.
+        """
+        try:
+            states = self._ask()
+        except RuntimeError:
+            return "the process that hosts the process group's store, mostly rank 0, was lost"
+        lost = [rank for rank, state in states.items() if state is None]
+        return "; ".join(f"rank {rank} was lost{self._last_known(rank)}" for rank in lost)
+
+    def _last_known(self, rank: int) -> str:
+        if not self._store.check([_key(rank)]):
+            return ""
+        state = _decode(self._store.get(_key(rank)))
+        return f" in {state.activity}, at last in {state.place}"
+
+    def _run(self) -> None:
+        published = ""
+        while not self._stopped.wait(POLL_S):
+            try:
+                if self._is_late():
+                    self._report()
+                self._answer()
+                state = self._state(self._answered)
+                if state.activity != published:
+                    published = state.activity
+                    self._publish(state)
+            except RuntimeError as error:  # the rank that hosts the store has ended, or is stopped
+                log.debug("the watchdog reached no store: %s", error)
+
+    def _is_late(self) -> bool:
+        current = self.record.current()
+        limit = self._timeout_s + self.record.longest_s(current[0].name)
+        if self._next_warning is not None and self._next_warning[0] is current[0]:
+            limit = self._next_warning[1]
+        seconds = current[0].elapsed(time.monotonic())
+        if seconds < limit:
+            return False
+        self._next_warning = current[0], 2 * seconds
+        return True
+
+    def _report(self) -> None:
+        try:
+            states = self._ask()
+        except RuntimeError:
+            own = self._state(0)
+            message: str | None = (
+                f"rank {self._rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place}), and the store of "
+                f"the process group does not answer: the process that hosts it, mostly rank 0, is stopped or lost"
+            )
+        else:
+            message = describe_stall(self._rank, states)
+        if message is not None:
+            log.warning("%s", message)
+            self._end_if_asked()
+
+    def _end_if_asked(self) -> None:
+        if self._action == "end":
+            file = write_flight_record(self.record, self._folder, self._rank)
+            log.error("rank %d ends because of on_stall='end'; its latest activities are in %s", self._rank, file)
+            logging.shutdown()
+            os._exit(STALL_EXIT_CODE)
+
+    # ---- questions and answers through the store
+    def _ask(self) -> dict[int, RankState | None]:
+        """Return the state of every rank; None for one that does not answer in time."""
+        question = self._store.add(_ASKED, 1)
+        self._answer()
+        states: dict[int, RankState | None] = dict.fromkeys(range(self._world_size))
+        give_up_at = time.monotonic() + ANSWER_S
+        while None in states.values() and time.monotonic() < give_up_at:
+            for rank in (rank for rank, state in states.items() if state is None):
+                if self._store.check([_key(rank)]):
+                    state = _decode(self._store.get(_key(rank)))
+                    states[rank] = state if state.answers >= question or state.has_ended else None
+            time.sleep(0.05)
+        return states
+
+    def _answer(self) -> None:
+        """Publish this rank's state if a rank asked for it; a rank that works also writes its flight record."""
+        asked = self._store.add(_ASKED, 0)
+        if asked <= self._answered:
+            return
+        self._answered = asked
+        state = self._state(asked)
+        self._publish(state)
+        if state.waits_for is None:
+            write_flight_record(self.record, self._folder, self._rank)
+
+    def _publish(self, state: RankState, *, has_ended: bool = False) -> None:
+        self._store.set(_key(self._rank), json.dumps(asdict(replace(state, has_ended=has_ended))))
+
+    def _is_in_collective(self) -> bool:
+        """Return whether the watched thread, or one of autograd's, waits in torch's collectives or our transfers."""
+        frames = dict(sys._current_frames())
+        watched = frames.pop(self._watched, None)
+        if watched is not None and _module(watched).startswith(_WAITING_PACKAGES):
+            return True
+        return any(map(_is_in_torch_distributed, filter(None, (watched, *frames.values()))))
+
+    def _state(self, question: int) -> RankState:
+        current, frame = self.record.current(), sys._current_frames().get(self._watched)
+        waits_for = current[-1].waits_for
+        if waits_for is None and self._is_in_collective():
+            waits_for = ()
+        return RankState(
+            activity=", ".join(activity.name for activity in current),
+            seconds=current[0].elapsed(time.monotonic()),
+            usual_s=self.record.longest_s(current[0].name),
+            place=_place(frame),
+            waits_for=waits_for,
+            answers=question,
+        )
+
+
+def write_flight_record(record: FlightRecord, folder: Path, rank: int) -> Path:
+    """Write a rank's latest activities and the stacks of its threads, and return the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"rank{rank}.txt"
+    with file.open("w") as stream:
+        stream.write("\n".join(["Latest activities, seconds before now, and how long each took:", *record.lines()]))
+        stream.write("\n\nStacks:\n")
+        stream.flush()
+        faulthandler.dump_traceback(stream)
+    return file
+
+
+def _connect() -> Any:
+    """Return a connection of its own to the process group's store: calls of a shared one wait for each other."""
+    group = dist.group.WORLD
+    assert group is not None, "there is a process group"
+    store: Any = group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return store
+    return TCPStore(
+        store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
+    )
+
+
+def _decode(content: bytes) -> RankState:
+    fields = json.loads(content)
+    waits_for = fields.pop("waits_for")
+    return RankState(**fields, waits_for=None if waits_for is None else tuple(waits_for))
+
+
+def _key(rank: int) -> str:
+    return f"watchdog/state/{rank}"
+
+
+def _is_in_torch_distributed(frame: FrameType | None) -> bool:
+    """Return whether torch's innermost frames of a thread belong to its collectives."""
+    while frame is not None and _module(frame).partition(".")[0] == "torch":
+        if _module(frame).startswith("torch.distributed"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return the innermost line outside of torch and the standard library."""
+    inner = frame
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    frame = frame or inner
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_library(frame: FrameType) -> bool:
+    root = _module(frame).partition(".")[0]
+    return root in ("torch", "contextlib") or root in sys.stdlib_module_names
