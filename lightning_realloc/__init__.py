@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import EMA as EMA
     from lightning_realloc.callbacks import AutoTuner as AutoTuner
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
+    from lightning_realloc.callbacks import MetricAlarm as MetricAlarm
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import PredictionWriter as PredictionWriter
@@ -157,6 +158,7 @@ _HOMES = {
     "AutoTuner": "callbacks",
     "EMA": "callbacks",
     "MemoryMonitor": "callbacks",
+    "MetricAlarm": "callbacks",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
     "PredictionWriter": "callbacks",

@@ -27,6 +27,7 @@ from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, Process
 from lightning_realloc.callbacks import (
     AutoTuner,
     MemoryMonitor,
+    MetricAlarm,
     ParameterReallocation,
     PredictionWriter,
     RolloutTable,
@@ -66,6 +67,7 @@ SHORT_NAMES = (
     PredictionWriter,
     RolloutTable,
     MemoryMonitor,
+    MetricAlarm,
     AutoTuner,
 )
 """Classes that a configuration can name without their module; others need the full class path."""

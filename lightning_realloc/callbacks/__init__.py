@@ -7,6 +7,7 @@ from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.huggingface import SaveHuggingFace
 from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
+from lightning_realloc.callbacks.metric_alarm import MetricAlarm
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.callbacks.predictions import PredictionWriter
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
@@ -16,6 +17,7 @@ __all__ = [
     "EMA",
     "AutoTuner",
     "MemoryMonitor",
+    "MetricAlarm",
     "ParameterReallocation",
     "PhaseCallback",
     "PredictionWriter",
