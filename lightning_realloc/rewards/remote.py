@@ -28,6 +28,9 @@ from lightning_realloc.rewards.retries import RETRYABLE_STATUSES, Retries, retry
 from lightning_realloc.rewards.signatures import without_services
 from lightning_realloc.rewards.texts import shortened
 
+MAX_ANSWER_BYTES = 2**20
+"""Largest answer that is read. Rewards of a thousand completions need 30 kB."""
+
 
 class RemoteReward:
     """Reward that a server computes, with concurrent requests and retries.
@@ -67,13 +70,14 @@ class RemoteReward:
         give_up_after: int = 3,
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise RewardError(f"url={url!r} must be an address like http://localhost:8000/judge")
+            raise RewardError(f"url={_without_password(url)!r} must be an address like http://localhost:8000/judge")
         for setting, number in {"batch_size": batch_size, "concurrency": concurrency}.items():
             if number < 1:
                 raise RewardError(f"{setting}={number} must be at least 1")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise RewardError(f"timeout_s={timeout_s} must be above 0 and finite")
         self.url = url
+        self._shown_url = _without_password(url)
         self.__name__ = name
         self.columns = None if columns is None else tuple(columns)
         self.batch_size = batch_size
@@ -104,8 +108,8 @@ class RemoteReward:
             loop.close()
         if isinstance(answer, _RequestFailure):
             raise RewardError(
-                f"the reward server at {self.url} cannot be used: {answer.reason}; start it before the run, or correct "
-                f"the address of {self.__name__!r}"
+                f"the reward server at {self._shown_url} cannot be used: {answer.reason}; start it before the run, or "
+                f"correct the address of {self.__name__!r}"
             )
 
     async def __call__(
@@ -178,7 +182,7 @@ class RemoteReward:
             wait_s = self.retries.wait_s(attempt, answer.server_wait_s, self._rng) if answer.may_repeat else None
             if wait_s is None:
                 times = f", in {attempt + 1} attempts" if attempt else ""
-                return [Failed(f"{self.url}{times}: {answer.reason}")] * count
+                return [Failed(f"{self._shown_url}{times}: {answer.reason}")] * count
             if answer.server_wait_s is not None:
                 self._paused_until = max(self._paused_until, _now_s() + answer.server_wait_s)
             await asyncio.sleep(wait_s)
@@ -195,9 +199,11 @@ class RemoteReward:
         headers = {"Content-Type": "application/json"}
         try:
             async with session.post(self.url, data=body, headers=headers, allow_redirects=False) as response:
-                content = await response.read()
+                content = await _read(response)
         except TimeoutError:
             return _RequestFailure(f"no answer within timeout_s={self.timeout_s:g} seconds", may_repeat=True)
+        except _AnswerTooLong:
+            return _RequestFailure(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
         except (aiohttp.ClientError, OSError) as error:
             return _RequestFailure(f"{type(error).__name__}: {error}", may_repeat=True)
         if response.status != 200:
@@ -205,6 +211,26 @@ class RemoteReward:
             may_repeat = response.status in RETRYABLE_STATUSES
             return _RequestFailure(f"it answered {response.status}{_excerpt(content)}", may_repeat, server_wait_s)
         return _rewards(content, count)
+
+
+class _AnswerTooLong(Exception):
+    """An answer that is longer than `MAX_ANSWER_BYTES`."""
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > MAX_ANSWER_BYTES:
+            response.close()
+            raise _AnswerTooLong
+    return bytes(content)
+
+
+def _without_password(url: str) -> str:
+    """Return an address without user and password, for messages."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 class _RequestFailure:
@@ -235,7 +261,7 @@ def _rewards(content: bytes, count: int) -> list[float | None] | _RequestFailure
     """Parse the rewards of an answer."""
     try:
         answer: Any = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _RequestFailure(f"its answer is not JSON{_excerpt(content)}")
     rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
     if not isinstance(rewards, list):

@@ -123,6 +123,8 @@ def test_a_slow_server_is_retried_and_given_up_in_time() -> None:
         (Answer(content=b'{"rewards": [NaN]}'), "finite numbers or null; it answered nan"),
         (Answer(content=b'{"rewards": [1e39]}'), r"finite numbers or null; it answered 1e\+39"),
         (Answer(content={"rewards": [10**400]}), "finite numbers or null; it answered 10000"),
+        (Answer(content=b'{"rewards": ' + b"[" * 100_000), "its answer is not JSON"),
+        (Answer(content=b'{"rewards": [1.0' + b" " * 2**21 + b"]}"), "its answer is longer than 1048576 bytes"),
     ],
 )
 def test_permanent_errors_are_raised_without_a_retry(answer: Answer, reason: str) -> None:
@@ -192,3 +194,16 @@ def test_a_run_starts_only_if_the_server_responds() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(RewardError, match=rule):
         RemoteReward(**{"url": "http://localhost:1/judge", **settings})
+
+
+def test_a_password_in_the_address_is_sent_and_never_shown() -> None:
+    with reward_server(lambda number, asked: Answer(400)) as log:
+        address = log.url.replace("http://", "http://user:secret@")
+        with pytest.raises(RewardError) as refused:
+            RemoteReward(address).start()
+    assert "secret" not in str(refused.value)
+    assert "127.0.0.1" in str(refused.value)
+    assert log.headers[0]["Authorization"].startswith("Basic ")
+    with pytest.raises(RewardError) as wrong:
+        RemoteReward("ftp://user:secret@host/judge")
+    assert "secret" not in str(wrong.value)
