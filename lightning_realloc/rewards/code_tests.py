@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +65,9 @@ class CodeTests:
         output_bytes: Size of standard output and error together.
         workers: Number of programs that run at once, on every rank that computes rewards.
         interpreter: Path of the Python interpreter; by default the current one.
+        sandbox: Command that runs the interpreter in a sandbox of the system; ``{folder}`` in it is replaced by the
+            program's folder: ``("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--bind", "{folder}", "{folder}")``.
+            Its processes count towards the limits.
 
     Example:
         >>> reward = CodeTests(score="share")
@@ -83,6 +88,7 @@ class CodeTests:
         output_bytes: int = 2**16,
         workers: int = 2,
         interpreter: str | None = None,
+        sandbox: Sequence[str] = (),
     ) -> None:
         if score not in get_args(Score):
             raise RewardError(f"score={score!r} must be one of {', '.join(map(repr, get_args(Score)))}")
@@ -103,6 +109,9 @@ class CodeTests:
         self.limits = Limits(wall_s, cpu_s, memory_bytes, file_bytes, processes, output_bytes)
         self.workers = workers
         self.interpreter = interpreter or sys.executable
+        self.sandbox = tuple(sandbox)
+        if isinstance(sandbox, str):
+            raise RewardError(f"sandbox={sandbox!r} must be a list of arguments: {tuple(sandbox.split())!r}")
 
     def required_columns(self) -> set[str]:
         """Return the column of the tests."""
@@ -118,11 +127,15 @@ class CodeTests:
         if not _passed(result):
             details = result.reason or result.output[-300:]
             raise RewardError(
-                f"CodeTests cannot run {self.interpreter} within {self.limits}: {details}; raise the limits, or give "
-                f"another interpreter"
+                f"CodeTests cannot run {' '.join((*self.sandbox, self.interpreter))} within {self.limits}: {details}; "
+                f"raise the limits, or give another interpreter or sandbox"
             )
         if not result.isolated:
-            log.warning("this system does not allow namespaces: code run by CodeTests can use the network")
+            log.warning(
+                "this system does not allow namespaces: code run by CodeTests can use the network%s; give "
+                "CodeTests(sandbox=...) or run in a container",
+                "" if os.getuid() == 0 else ", read this run's environment variables, and send it signals",
+            )
 
     def __call__(
         self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[Any]
@@ -156,20 +169,26 @@ class CodeTests:
             if isinstance(test, str):
                 token = secrets.token_hex(16)
                 result = run_limited(
-                    [self.interpreter, "-I", "-B", "-c", _HARNESS],
+                    self._command(folder, "-c", _HARNESS),
                     folder=folder,
                     limits=self.limits,
                     standard_input=json.dumps({"test": test, "token": token}) + "\n",
                 )
                 return _passed(result) and result.output.endswith(token), result
             result = run_limited(
-                [self.interpreter, "-I", "-B", "solution.py"],
+                self._command(folder, "solution.py"),
                 folder=folder,
                 limits=self.limits,
                 standard_input=str(test.get("input", "")),
                 with_errors=False,
             )
             return _passed(result) and _lines(result.output) == _lines(str(test["output"])), result
+
+    def _command(self, folder: Path, *arguments: str) -> list[str]:
+        sandbox = [argument.replace("{folder}", str(folder)) for argument in self.sandbox]
+        if sandbox:
+            sandbox[0] = shutil.which(sandbox[0]) or sandbox[0]
+        return [*sandbox, self.interpreter, "-I", "-B", *arguments]
 
 
 def extract_code(text: str) -> str:

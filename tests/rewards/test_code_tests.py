@@ -114,3 +114,21 @@ def test_invalid_options_and_tests_are_refused(options: dict[str, Any], tests: l
 def test_another_python_may_run_the_tests() -> None:
     assert judge(["import sys\nseen = sys.executable"], [f"assert seen == {sys.executable!r}"]) == [1.0]
     assert judge([SQUARE], [TESTS], interpreter="/no/python") == [0.0]
+
+
+def test_a_sandbox_of_the_system_runs_the_interpreter_in_the_folder(tmp_path: Path) -> None:
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text('#!/bin/sh\ntouch "$1/wrapped"\nshift\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    reward = CodeTests(sandbox=(str(wrapper), "{folder}"))
+    test = "import os; assert os.path.exists('wrapped')"
+    assert reward(["?"], ["answer = 4"], tests=[test]) == [1.0]
+
+
+def test_a_sandbox_that_cannot_run_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"sandbox='bwrap --ro' must be a list of arguments: \('bwrap', '--ro'\)"):
+        CodeTests(sandbox="bwrap --ro")
+    with pytest.raises(
+        RewardError, match=r"cannot run no-such-jail .*FileNotFoundError.* another interpreter or sandbox"
+    ):
+        CodeTests(sandbox=("no-such-jail",)).start()

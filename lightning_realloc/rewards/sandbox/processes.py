@@ -17,8 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_SECUREBITS = 28
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
+_SECUREBITS_NOROOT_LOCKED = 0b11
+"""Bits of ``prctl`` by which programs of root get no capabilities, for good (capabilities(7))."""
+_NUM_CAPABILITIES = 64
 _HIGH_PRIORITY_NICENESS = -15
 """Niceness of processes that must be scheduled promptly among many others."""
 
@@ -41,6 +47,22 @@ def adopt_orphans() -> None:
 def forbid_new_privileges() -> None:
     """Forbid privilege gains, as by set-user-ID files, for all programs started from here. On Linux only."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities() -> None:
+    """Give programs started from here none of root's capabilities. On Linux only; no effect for other users.
+
+    The kernel then also denies them the memory and environment of processes that have capabilities, such as a run of
+    root (ptrace(2), "Ptrace access mode checking").
+    """
+    for capability in range(_NUM_CAPABILITIES):
+        _prctl(_PR_CAPBSET_DROP, capability)
+    _prctl(_PR_SET_SECUREBITS, _SECUREBITS_NOROOT_LOCKED)
+
+
+def hide_from_user() -> None:
+    """Deny other processes of this user the memory and environment of this one. On Linux only, until an exec."""
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def raise_priority() -> int:

@@ -1,7 +1,8 @@
 """Run an untrusted program under limits, in its own folder and without this process's environment.
 
-Files are not protected: the program reads and writes with this user's rights. If prompts may be hostile, run training
-in a container.
+Files are not protected: the program reads and writes with this user's rights. Without namespaces, a program of an
+ordinary user can also signal this run, and read its environment. If prompts may be hostile, give a sandbox of the
+system, or run training in a container.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def run_limited(
     }
     supervisor = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _SUPERVISE],
+        env=_public_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -85,8 +87,12 @@ def run_limited(
         raise
 
 
+def _public_environment() -> dict[str, str]:
+    """Return environment variables that hold no keys, proxies or ranks."""
+    return {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+
+
 def _environment(folder: Path) -> Mapping[str, str]:
-    """Return the program's environment variables, without keys, proxies or the rank of this run."""
-    known = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+    """Return the program's environment variables."""
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    return known | threads | {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0"}
+    return _public_environment() | threads | {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0"}

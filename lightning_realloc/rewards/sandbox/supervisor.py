@@ -27,7 +27,9 @@ from lightning_realloc.rewards.sandbox.processes import (
     adopt_orphans,
     descendants,
     die_with_parent,
+    drop_capabilities,
     forbid_new_privileges,
+    hide_from_user,
     kill_tree,
     raise_priority,
 )
@@ -77,6 +79,7 @@ def supervise() -> None:
     adopt_orphans()
     niceness = raise_priority()  # before a namespace removes the right; the program gets the old value back
     isolated = job["namespaces"] and _isolate()
+    hide_from_user()  # once the maps of the namespace are written
     # Entering a namespace has cleared the parent-death signal.
     die_with_parent(job["parent"])
     limits = Limits(**job["limits"])
@@ -183,6 +186,7 @@ def _exec_program(job: dict[str, Any], limits: Limits, isolated: bool, stdin: in
         os.closerange(3, 1024)
         os.chdir(job["folder"])
         forbid_new_privileges()
+        drop_capabilities()
         _limit(limits, isolated)
         os.execve(job["command"][0], job["command"], job["environment"])
     except BaseException as error:

@@ -191,3 +191,34 @@ def test_separate_namespaces_hide_the_network_and_other_processes(tmp_path: Path
     assert ending.output.startswith("2\n")
     assert "Network is unreachable" in ending.output
     assert "Error" in run("import os; os.setuid(0)", tmp_path).output
+
+
+PEEK = """
+import os
+print(open("/proc/self/status").read().split("CapEff:")[1].split()[0])
+try:
+    print(open(f"/proc/{parent}/environ").read().count("HF_TOKEN"))
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@linux
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_program_has_no_capabilities_and_cannot_read_a_run_that_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespaces: bool
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    result = run(f"parent = {os.getpid()}{PEEK}", tmp_path, namespaces=namespaces)
+    capabilities, found = result.output.split()
+    assert int(capabilities, 16) == 0
+    if (namespaces and result.isolated) or os.getuid() == 0:
+        assert found in ("PermissionError", "FileNotFoundError")
+
+
+@linux
+def test_the_supervisor_knows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    code = f"import os; parent = os.popen('ps -o ppid= -p ' + str(os.getppid())).read().strip(){PEEK}"
+    result = run(code, tmp_path, namespaces=False)
+    assert result.output.split()[1] in ("PermissionError", "0")
