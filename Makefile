@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo bench clean
+.PHONY: test lint docs demo bench chaos bad-input clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -39,6 +39,14 @@ demo: $(VENV)/.ready
 BENCHMARKS ?= reallocation generation generation_cuda speculative migration fusion everything everything_demo iteration plans search real_figures estimator autotune adapters shared_heads compiled learning trl learners
 bench: $(VENV)/.ready
 	@for name in $(BENCHMARKS); do $(RUN) benchmarks.$$name || exit 1; done
+
+# Sixty runs that are killed, stopped or signalled: 20 minutes on two cores.
+chaos: $(VENV)/.ready
+	$(RUN) tests.chaos --faults 60
+
+# Two thousand generated mistakes in configurations, plans, data, models, rewards and flags.
+bad-input: $(VENV)/.ready
+	$(RUN) tests.bad_input --cases 2000
 
 $(VENV)/.ready: pyproject.toml constraints.txt .ci/install_torch.py
 	$(PYTHON) .ci/install_torch.py --check-python
