@@ -269,7 +269,7 @@ class PlacedRoles:
         if wanted == running:
             return
         builder.check_memory(wanted, self._callbacks, running=running)
-        with self._record.during("set_plan"):
+        with self.runner.collective("set_plan"):
             self.runner.finish()
             self.pool.meshes.create(wanted.layouts)
             self.close()

@@ -171,7 +171,7 @@ class Mailbox:
             ReallocError: that error; the rank on which it happened raises its original object.
         """
         if error is not None:
-            error = self._classify(error)
+            error = self.explained(error)
         self._failures[self._rank] = (error is not None, type(error).__name__, str(error))
         text = json.dumps(self._failures[self._rank]).encode()
         deadline = time.monotonic() + FAILURE_DEADLINE_S
@@ -186,8 +186,11 @@ class Mailbox:
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
 
-    def _classify(self, error: Exception) -> Exception:
-        """Publish an error of this rank, or read the peers' errors if it only says that a connection is broken."""
+    def explained(self, error: Exception) -> Exception:
+        """Publish an error of this rank and return it; for a broken connection, return a RankLost that names the rank.
+
+        Errors that other ranks published are read then.
+        """
         if self._group is None:
             return error
         if not is_broken_connection(error):

@@ -14,13 +14,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -29,6 +29,7 @@ from lightning_realloc.runtime.messages.flight_record import Activity, FlightRec
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 StallAction = Literal["warn", "end"]
 """Reaction to a call that takes far too long: a message only, or the end of the process after it."""
 STALL_EXIT_CODE = 124
@@ -92,6 +93,10 @@ def _doing(state: RankState) -> str:
     return f"has been in {state.activity} for {state.seconds:.0f} s ({state.place}{usual})"
 
 
+class _StoreSilentError(Exception):
+    """The store of the process group does not answer."""
+
+
 class Watchdog:
     """Thread that watches the current call of this rank, and answers the questions of other ranks.
 
@@ -113,12 +118,17 @@ class Watchdog:
         self._timeout_s, self._action, self._folder = timeout_s, action, folder
         self._watched = threading.get_ident()
         self._store: Any = None
+        self._store_thread: threading.Thread | None = None
+        """Thread of the latest operations on the store."""
+        self._store_lock = threading.Lock()
         self._next_warning: tuple[Activity, float] | None = None
         """The call that was warned of, and its duration at which to warn again."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._answered = 0
         """Number of the latest question that this rank answered."""
+        self._published = ""
+        """Activities that this rank published last."""
 
     def start(self) -> None:
         """Start watching the thread that calls this. Needs the process group."""
@@ -135,10 +145,10 @@ class Watchdog:
         if self._thread is None:
             return
         self._stopped.set()
-        self._thread.join(ANSWER_S)
+        self._thread.join(2 * ANSWER_S)
         self._thread = None
-        with suppress(RuntimeError):
-            self._publish(self._state(self._answered), has_ended=True)
+        with suppress(_StoreSilentError):
+            self._reach_store(lambda: self._publish(self._state(self._answered), has_ended=True))
 
     def describe_lost(self) -> str:
         """Return which ranks do not answer, and what each was doing; empty if all do.
@@ -146,10 +156,12 @@ class Watchdog:
         For a rank that has lost a connection. Other ranks may have ended meanwhile; these said so.
         """
         try:
-            states = self._ask()
-        except RuntimeError:
+            return self._reach_store(self._name_lost)
+        except _StoreSilentError:
             return "the process that hosts the process group's store, mostly rank 0, was lost"
-        lost = [rank for rank, state in states.items() if state is None]
+
+    def _name_lost(self) -> str:
+        lost = [rank for rank, state in self._ask().items() if state is None]
         return "; ".join(f"rank {rank} was lost{self._last_known(rank)}" for rank in lost)
 
     def _last_known(self, rank: int) -> str:
@@ -159,18 +171,11 @@ class Watchdog:
         return f" in {state.activity}, at last in {state.place}"
 
     def _run(self) -> None:
-        published = ""
         while not self._stopped.wait(POLL_S):
-            try:
-                if self._is_late():
-                    self._report()
-                self._answer()
-                state = self._state(self._answered)
-                if state.activity != published:
-                    published = state.activity
-                    self._publish(state)
-            except RuntimeError as error:  # the rank that hosts the store has ended, or is stopped
-                log.debug("the watchdog reached no store: %s", error)
+            if self._is_late():
+                self._report()
+            with suppress(_StoreSilentError):
+                self._reach_store(self._answer)
 
     def _is_late(self) -> bool:
         current = self.record.current()
@@ -184,21 +189,20 @@ class Watchdog:
         return True
 
     def _report(self) -> None:
+        """Log for whom this rank waits, and end the process if that was asked for."""
+        own = self._state(0)
+        if own.waits_for is None:
+            return
         try:
-            states = self._ask()
-        except RuntimeError:
-            own = self._state(0)
-            message: str | None = (
+            message = describe_stall(self._rank, self._reach_store(self._ask))
+        except _StoreSilentError:
+            message = (
                 f"rank {self._rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place}), and the store of "
                 f"the process group does not answer: the process that hosts it, mostly rank 0, is stopped or lost"
             )
-        else:
-            message = describe_stall(self._rank, states)
-        if message is not None:
-            log.warning("%s", message)
-            self._end_if_asked()
-
-    def _end_if_asked(self) -> None:
+        if message is None:
+            return
+        log.warning("%s", message)
         if self._action == "end":
             file = write_flight_record(self.record, self._folder, self._rank)
             log.error("rank %d ends because of on_stall='end'; its latest activities are in %s", self._rank, file)
@@ -206,6 +210,27 @@ class Watchdog:
             os._exit(STALL_EXIT_CODE)
 
     # ---- questions and answers through the store
+    def _reach_store(self, action: Callable[[], T]) -> T:
+        """Run operations on the store in a thread of their own: the store of a stopped process never answers.
+
+        Raises:
+            _StoreSilentError: if they fail, or do not end in time.
+        """
+        results: list[T] = []
+
+        def run() -> None:
+            with suppress(RuntimeError):  # the process that hosts the store has ended
+                results.append(action())
+
+        with self._store_lock:
+            if self._store_thread is None or not self._store_thread.is_alive():
+                self._store_thread = threading.Thread(target=run, name="watchdog's store", daemon=True)
+                self._store_thread.start()
+                self._store_thread.join(2 * ANSWER_S)
+        if not results:
+            raise _StoreSilentError
+        return results[0]
+
     def _ask(self) -> dict[int, RankState | None]:
         """Return the state of every rank; None for one that does not answer in time."""
         question = self._store.add(_ASKED, 1)
@@ -221,15 +246,17 @@ class Watchdog:
         return states
 
     def _answer(self) -> None:
-        """Publish this rank's state if a rank asked for it; a rank that works also writes its flight record."""
+        """Publish this rank's state if a rank asked for it, or it has changed.
+
+        A rank that works when it is asked also writes its flight record.
+        """
         asked = self._store.add(_ASKED, 0)
-        if asked <= self._answered:
-            return
-        self._answered = asked
         state = self._state(asked)
-        self._publish(state)
-        if state.waits_for is None:
+        if asked > self._answered or state.activity != self._published:
+            self._publish(state)
+        if asked > self._answered and state.waits_for is None:
             write_flight_record(self.record, self._folder, self._rank)
+        self._answered, self._published = asked, state.activity
 
     def _publish(self, state: RankState, *, has_ended: bool = False) -> None:
         self._store.set(_key(self._rank), json.dumps(asdict(replace(state, has_ended=has_ended))))

@@ -230,6 +230,18 @@ class CallRunner:
             self._mailbox.release(self._run)
         return data.gather()
 
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Record a collective operation between iterations, and raise RankLost with the rank if a connection breaks."""
+        with self._mailbox.record.during(name):
+            try:
+                yield
+            except RuntimeError as error:
+                named = self._mailbox.explained(error)
+                if named is error:
+                    raise
+                raise named from error
+
     def can_go_on(self) -> bool:
         """Return whether calls can still be run: no rank failed, and no later runner was made. Collective."""
         return self._pool.meshes.is_host_group(self._mailbox.group) and not self._mailbox.has_failed

@@ -141,6 +141,11 @@ class RoleCheckpoints:
             )
         strategy = self._strategy
         strategy.bring_back()
+        with strategy.runner.collective("save_checkpoint"):
+            self._save(checkpoint, filepath)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+        strategy = self._strategy
         with warn_if_stalled("save_checkpoint", strategy.global_rank):
             checkpoint[RANDOM_STATES] = self._gather_random_states()
         folder, models = Path(strategy.broadcast(str(filepath))), self._trained_models()
@@ -182,7 +187,7 @@ class RoleCheckpoints:
         strategy, models, parsed = self._strategy, self._trained_models(), hf_folder.parse_dtype(dtype)
         pool = strategy.pool
         names = None if merge else pool.saved_parameters(role, include_frozen=False)
-        with warn_if_stalled("save_huggingface", strategy.global_rank):
+        with strategy.runner.collective("save_huggingface"), warn_if_stalled("save_huggingface", strategy.global_rank):
             strategy.bring_back()
             if role in pool.changing_roles:
                 require_finite_weights(pool, role, strategy.global_rank, Path(folder))
