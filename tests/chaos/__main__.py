@@ -70,7 +70,7 @@ def _stopped(fault: Fault, folder: Path) -> set[int]:
 
 
 def _names(fault: Fault, log: str) -> bool:
-    if fault.rank == 0 and "the process that hosts it, mostly rank 0" in log:
+    if fault.rank == 0 and "mostly rank 0" in log:
         return True
     return any(f"rank {fault.rank}" in line and f"rank {fault.rank} has waited" not in line for line in log.split("\n"))
 

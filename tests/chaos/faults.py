@@ -24,6 +24,8 @@ OCCURRENCES = {"start-up": (1, 1), "export": (1, 1), "change of plan": (1, 2), "
 """Moment -> least and largest number of the time at which a fault happens; 2 to 5 for others."""
 ON_RANK_0 = ("save: description", "save: exchange", "export")
 """Moments that only rank 0 comes through."""
+ON_TWO_RANKS = ("inference", "training")
+"""Moments that all plans of the trial bring to ranks 0 and 1 only."""
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 LAUNCHERS = ("environment", "script", "spawn", "torchrun")
 """Ways to start ranks. "environment" forks them with variables as torchrun sets them, which takes a second."""
@@ -90,7 +92,7 @@ def _draw(number: int, moment: str, signal: str, launcher: str, rng: random.Rand
         world_size=world_size,
         signal=signal,
         target=target,
-        rank=0 if moment in ON_RANK_0 else rng.randrange(world_size),
+        rank=0 if moment in ON_RANK_0 else rng.randrange(2 if moment in ON_TWO_RANKS else world_size),
         moment=moment,
         occurrence=rng.randint(*OCCURRENCES.get(moment, (2, 5))),
     )
