@@ -54,8 +54,10 @@ def table_rows(table: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
     """Yield an iterable of dictionaries as rows that know their place in it.
 
     Raises:
-        DataError: for an item that is not a dictionary.
+        DataError: for an item that is not a dictionary, and for something that cannot be iterated.
     """
+    if not isinstance(table, Iterable):
+        raise DataError(f"{name} must be rows, a path or a DatasetSource; it is {table!r}")
     for number, values in enumerate(table):
         place = f"row {number} of {name}"
         if not isinstance(values, Mapping):

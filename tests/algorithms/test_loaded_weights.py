@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.algorithms.base.role import Role, is_model_source
 from lightning_realloc.errors import ConfigError
 from tests.models import tiny_model
 
@@ -116,3 +116,15 @@ def test_two_different_weights_that_the_config_ties_stay_two(tmp_path: Path) -> 
         assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
         assert not ours.config.tie_word_embeddings
     assert theirs.config.tie_word_embeddings  # the caller's config is left unchanged
+
+
+@pytest.mark.parametrize("content", [b"", b"<html></html>", bytes(4096)])
+def test_a_damaged_file_of_weights_is_refused_by_its_role(tmp_path: Path, content: bytes) -> None:
+    folder = rewrite(tmp_path, lambda weights: None)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"actor='.*' could not be loaded \("):
+        Role(name="actor", source=folder, trained=True).build(seed=0)
+
+
+def test_a_name_that_is_too_long_for_a_file_is_no_model() -> None:
+    assert not is_model_source("rewards." + "x" * 5000)

@@ -105,7 +105,7 @@ def rows(rng: random.Random, folder: Path) -> Iterator[str]:
         yield f"{kind.__name__} {mistake}"
         data: Any = value
     else:
-        file = folder / "rows.jsonl"
+        file = folder / f"rows{rng.random()}.jsonl"  # an earlier case may have made a folder of it
         file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
         yield f"{kind.__name__} {damaged(file, rng)}"
         data = str(file)

@@ -119,3 +119,9 @@ def test_the_split_is_the_same_in_every_version() -> None:
     _, held_out = split_by_hash(rows, "prompt", fraction=0.25, seed=0)
     # The SHA-256 hash of '[0, "prompt 0"]' starts with 0x0a67: 0.04 of the range.
     assert [rows.index(row) for row in held_out] == [0, 2, 4, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("source", [None, -1, 0.5, True])
+def test_data_that_is_no_table_is_refused(source: Any) -> None:
+    with pytest.raises(DataError, match=f"the data set must be rows, a path or a DatasetSource; it is {source}"):
+        read_rows(source)

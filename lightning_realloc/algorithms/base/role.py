@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def is_model_source(source: object) -> TypeGuard[ModelSource]:
     Text with a colon, or with dots and no slash, is a function's import path, unless such a folder exists.
     """
     if isinstance(source, str):
-        is_path = Path(source).expanduser().exists() or "/" in source
+        is_path = os.path.exists(os.path.expanduser(source)) or "/" in source  # False for a name that is too long
         return is_path or not (":" in source or "." in source)
     return isinstance(source, nn.Module | PreTrainedConfig | Path)
 
@@ -140,7 +141,7 @@ class Role:
         # A name on the hub has at most one slash. Anything else is a folder, so a missing one is reported here.
         text = str(self.source)
         is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
-        if is_path and not Path(text).expanduser().exists():
+        if is_path and not os.path.exists(os.path.expanduser(text)):
             raise ConfigError(
                 f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; "
                 f"give a Hugging Face name, or a folder with config.json and weights"
@@ -316,7 +317,7 @@ class Role:
             model, found = auto.from_pretrained(
                 source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # damaged files raise errors of any class
             raise self._not_loaded(error) from error
         self._require_shapes(found["mismatched_keys"])
         missing, heads = sorted(found["missing_keys"]), head_names(model)

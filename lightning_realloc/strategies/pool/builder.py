@@ -5,6 +5,7 @@ All methods of `PoolBuilder` are collective over all ranks, and raise an error o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def read_plan_source(plan: PlanSource) -> NamedPlan:
         raise PlanError(f"plan={plan!r} is a {type(plan).__name__}; give a path, a mapping, or an ExecutionPlan")
     if plan == "heuristic" or plan == "static":
         return plan  # type: ignore[return-value]
-    if isinstance(plan, str) and not Path(plan).exists() and not Path(plan).suffix:
+    if isinstance(plan, str) and not os.path.exists(plan) and not Path(plan).suffix:
         raise PlanError(f"plan={plan!r} is neither 'heuristic' nor 'static', and there is no such file in {Path.cwd()}")
     return ExecutionPlan.load(plan)
 
