@@ -12,6 +12,7 @@ import pickle
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ FORMAT = 1
 """Version of the checkpoint format."""
 
 _FILES, _CHECKSUM = "files", "checksum"
-_ROLE_KEYS = {"class", "saved", "parameters", "tied"}
-_RECORD_KEYS = {"bytes", "crc32"}
+_ROLE_TYPES: Mapping[str, type] = {"class": str, "saved": bool, "parameters": dict, "tied": dict}
+_RECORD_TYPES: Mapping[str, type] = {"bytes": int, "crc32": str}
 _READ_BYTES = 1 << 20
 """Bytes of a file read at a time: few enough to stay in the processor's cache between the copy and the checksum."""
+_READERS = 4
+"""Files of a checkpoint that a rank verifies at the same time."""
 _REFUSED_CLASS = re.compile(r"GLOBAL (\S+)")
 """Class name in the error of torch's ``weights_only`` loader."""
 
@@ -102,7 +105,7 @@ def write_description(folder: Path, description: Mapping[str, Any], files: Mappi
     """Write ``realloc.json``: ``description``, the records of all ``files``, and a checksum of both."""
     content = {**description, _FILES: files}
     content[_CHECKSUM] = _text_checksum(content)
-    (folder / ROLES_FILE).write_text(json.dumps(content, indent=1))
+    (folder / ROLES_FILE).write_text(json.dumps(content, indent=1), "utf-8")
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         _refuse_other(folder)
     with name_read_errors(file):
-        description: dict[str, Any] = json.loads(file.read_text())
+        description: dict[str, Any] = json.loads(file.read_text("utf-8"), object_pairs_hook=_unique_keys)
     if not isinstance(description, dict):
         raise DamagedCheckpoint(f"{file} holds a {type(description).__name__}, which describes no checkpoint")
     checksum = description.pop(_CHECKSUM, None)
@@ -125,25 +128,52 @@ def read_description(folder: Path) -> dict[str, Any]:
             f"{checksum} (to edit it on purpose, remove the entry {_CHECKSUM!r})"
         )
     if description.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {description.get('format')!r}, but this version reads {FORMAT}; "
+        raise DamagedCheckpoint(
+            f"{file} has format {description.get('format')!r}, but this version reads {FORMAT}; "
             f"read it with the version of lightning-realloc that wrote it"
         )
-    roles: Any = description.get("roles")
-    if "algorithm" not in description or not all(isinstance(one, dict) for one in (roles, description.get(_FILES, {}))):
+    _require_content(file, description)
+    return description
+
+
+def _require_content(file: Path, description: Mapping[str, Any]) -> None:
+    """Require all entries that reading a checkpoint uses, in their types.
+
+    Raises:
+        CheckpointError: naming the first entry that is not as expected.
+    """
+    roles, files = description.get("roles"), description.get(_FILES, {})
+    if not isinstance(description.get("algorithm"), str) or not isinstance(roles, dict) or not isinstance(files, dict):
         raise DamagedCheckpoint(f"{file} lacks the algorithm, its roles or the list of files")
     for role, entry in roles.items():
-        if not isinstance(entry, dict) or not entry.keys() >= _ROLE_KEYS:
-            raise DamagedCheckpoint(f"{file} does not describe {role!r} by {', '.join(sorted(_ROLE_KEYS))}")
-    for name, record in description.get(_FILES, {}).items():
-        if not isinstance(record, dict) or not record.keys() >= _RECORD_KEYS:
-            raise DamagedCheckpoint(f"{file} does not describe {name} by {', '.join(sorted(_RECORD_KEYS))}")
-    return description
+        if not _has_types(entry, _ROLE_TYPES) or not all(map(_is_shape, entry["parameters"].values())):
+            raise DamagedCheckpoint(f"{file} does not describe {role!r} by {', '.join(sorted(_ROLE_TYPES))}")
+    for name, record in files.items():
+        if not _has_types(record, _RECORD_TYPES):
+            raise DamagedCheckpoint(f"{file} does not describe {name} by {', '.join(sorted(_RECORD_TYPES))}")
+        if name.startswith("/") or ".." in name.split("/"):
+            raise DamagedCheckpoint(f"{file} names {name!r}, but the files of a checkpoint lie in its own folder")
+
+
+def _has_types(entry: object, types: Mapping[str, type]) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in types.items())
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(extent, int) and extent >= 0 for extent in value)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
 
 
 def _refuse_other(folder: Path) -> None:
     if (folder / MODELS_FOLDER).is_dir():
-        raise DamagedCheckpoint(f"{folder / ROLES_FILE} is missing")
+        raise DamagedCheckpoint(f"{folder / ROLES_FILE} is {_kind(folder / ROLES_FILE)}")
     if (folder / "config.json").is_file():
         hint = "it is a Hugging Face model: give it as a model's path (actor=...) instead"
     elif (folder / META_FILE).is_file():
@@ -151,9 +181,8 @@ def _refuse_other(folder: Path) -> None:
     else:
         kind = "a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "missing"
         hint = f"it is {kind}: give the folder that ModelCheckpoint or trainer.save_checkpoint wrote"
-    raise CheckpointError(
-        f"a checkpoint of several models is a folder with {ROLES_FILE}; {folder} cannot be read, {hint}"
-    )
+    error = CheckpointError if folder.exists() else DamagedCheckpoint  # of a missing one, the others are named
+    raise error(f"a checkpoint of several models is a folder with {ROLES_FILE}; {folder} cannot be read, {hint}")
 
 
 def _text_checksum(content: Mapping[str, Any]) -> str:
@@ -170,6 +199,11 @@ def file_records(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any
     return {file.relative_to(folder).as_posix(): _record(file) for file in files}
 
 
+def has_checksums(description: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint lists its files; earlier versions did not."""
+    return _FILES in description
+
+
 def check_files(folder: Path, description: Mapping[str, Any], *, rank: int = 0, world_size: int = 1) -> None:
     """Verify this rank's share of a checkpoint's files.
 
@@ -183,18 +217,74 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int = 0, 
         if rank == 0:
             log.warning("%s has no checksums, since an earlier version wrote it; damage cannot be detected", folder)
         return
-    for name in list(records)[rank::world_size]:
-        file = folder / name
+    if rank == 0:
+        _check_other_files(folder, records)
+    mine = {name: records[name] for name in list(records)[rank::world_size]}
+    for name, record in mine.items():
+        _check_size(folder / name, record)
+    with ThreadPoolExecutor(_READERS) as readers:
+        checksums = readers.map(lambda name: _record(folder / name)["crc32"], mine)
+        for (name, record), checksum in zip(mine.items(), checksums, strict=True):
+            if checksum != record["crc32"]:
+                raise DamagedCheckpoint(
+                    f"{folder / name} is not as it was written: its checksum is {checksum}, but was {record['crc32']}"
+                )
+
+
+def _check_other_files(folder: Path, records: Mapping[str, object]) -> None:
+    """Warn about files that were not written with a checkpoint.
+
+    Raises:
+        CheckpointError: for one among the files of models, which an export would read or copy.
+    """
+    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    names = [path.as_posix() for path in paths if path.as_posix() not in records and not path.name.startswith(".")]
+    others = [name for name in names if name != ROLES_FILE]
+    for name in others:
+        if name.startswith(f"{MODELS_FOLDER}/"):
+            raise DamagedCheckpoint(f"{folder / name} was not written with the checkpoint; remove it")
+    if others:
+        log.warning("%s holds files that were not written with it, and are ignored: %s", folder, ", ".join(others))
+
+
+def _check_size(file: Path, record: Mapping[str, Any]) -> None:
+    """Require a regular file of the recorded size.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    with name_read_errors(file):
         if not file.is_file():
-            raise DamagedCheckpoint(f"{file} is missing")
+            raise DamagedCheckpoint(f"{file} is {_kind(file)}")
         size = file.stat().st_size
-        if size != records[name]["bytes"]:
-            raise DamagedCheckpoint(f"{file} has {size} bytes, but {records[name]['bytes']} were written")
-        checksum = _record(file)["crc32"]
-        if checksum != records[name]["crc32"]:
-            raise DamagedCheckpoint(
-                f"{file} is not as it was written: its checksum is {checksum}, but was {records[name]['crc32']}"
-            )
+    if size != record["bytes"]:
+        raise DamagedCheckpoint(f"{file} has {size} bytes, but {record['bytes']} were written")
+
+
+def _kind(path: Path) -> str:
+    """Return a description of a path that is no regular file."""
+    if path.is_dir():
+        return "a folder"
+    if path.exists():
+        return "no regular file"
+    return "a link to nothing" if path.is_symlink() else "missing"
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder has all files of a checkpoint, in their sizes. Their contents are not read."""
+    try:
+        description = read_description(folder)
+        for name, record in description.get(_FILES, {}).items():
+            _check_size(folder / name, record)
+    except CheckpointError:
+        return False
+    return True
+
+
+def newer_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints next to ``folder`` that are at least as new, complete or not."""
+    age = (folder / ROLES_FILE).stat().st_mtime_ns
+    return [path for path in _siblings(folder) if (path / ROLES_FILE).stat().st_mtime_ns >= age]
 
 
 def newest_intact(folder: Path, *, rank: int = 0, world_size: int = 1) -> Path | None:
@@ -207,7 +297,7 @@ def newest_intact(folder: Path, *, rank: int = 0, world_size: int = 1) -> Path |
         try:
             description = read_description(sibling)
             check_files(sibling, description, rank=rank, world_size=world_size)
-            is_intact = _FILES in description
+            is_intact = has_checksums(description)
         except CheckpointError as error:
             log.info("%s is damaged, too: %s", sibling, error)
         if is_intact if world_size == 1 else all(gather_objects(is_intact)):

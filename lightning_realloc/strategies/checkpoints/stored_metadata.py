@@ -7,6 +7,7 @@ here allows only the classes that torch itself writes.
 from __future__ import annotations
 
 import pickle
+from operator import add
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.layout.region import Region, tiles
 from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint, name_read_errors
 
 METADATA_FILE = ".metadata"
@@ -37,15 +39,32 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / METADATA_FILE
     with name_read_errors(file), file.open("rb") as stream:
         metadata = _MetadataUnpickler(stream, file).load()
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise DamagedCheckpoint(f"{file} holds no description of tensors; another program wrote it")
-    for stored in metadata.storage_data.values():
-        if Path(stored.relative_path).name != stored.relative_path:
-            raise CheckpointError(
-                f"{file} names {stored.relative_path!r}, but the files of a checkpoint lie in its own folder; torch "
-                f"did not write it, use another checkpoint"
-            )
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise DamagedCheckpoint(f"{file} holds no description of tensors; another program wrote it")
+        _require_whole_tensors(file, metadata)
+        for stored in metadata.storage_data.values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise CheckpointError(
+                    f"{file} names {stored.relative_path!r}, but the files of a checkpoint lie in its own folder; "
+                    f"torch did not write it, use another checkpoint"
+                )
     return metadata
+
+
+def _require_whole_tensors(file: Path, metadata: Metadata) -> None:
+    """Require that the regions of every tensor cover it once, and that a file is named for each.
+
+    Otherwise a part of a tensor would keep the value that it had before it was read.
+    """
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.properties.dtype, torch.dtype):
+            raise DamagedCheckpoint(f"{file} does not describe {name!r} as a tensor")
+        regions = [Region(tuple(chunk.offsets), tuple(map(add, chunk.offsets, chunk.sizes))) for chunk in entry.chunks]
+        if not tiles(regions, tuple(entry.size)):
+            raise DamagedCheckpoint(f"{file} does not name regions that cover {name!r} once")
+        for chunk in entry.chunks:
+            if not isinstance(metadata.storage_data.get(MetadataIndex(name, chunk.offsets)), _StorageInfo):
+                raise DamagedCheckpoint(f"{file} names no file for the region of {name!r} at {tuple(chunk.offsets)}")
 
 
 def _memory_format(owner: object, name: str) -> _MEM_FORMAT_ENCODING:

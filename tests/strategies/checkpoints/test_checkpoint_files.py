@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -176,9 +178,9 @@ def test_metadata_of_earlier_python_versions_is_read(workers: WorkerPool, tmp_pa
 
 
 # ---- damage
-def _flip(path: Path) -> None:
+def _flip(path: Path, position: float = 0.5) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[round(position * (len(content) - 1))] ^= 1
     path.write_bytes(content)
 
 
@@ -188,42 +190,132 @@ def _zero_page(path: Path) -> None:
     path.write_bytes(content[:begin] + bytes(len(content[begin : begin + 4096])) + content[begin + 4096 :])
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 10])
+def _shift(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[1:] + content[:1])
 
 
-def _replace_by_folder(path: Path) -> None:
+def _swap(path: Path) -> None:
+    """Exchange a file with another one of the checkpoint."""
+    folder = next(parent for parent in path.parents if parent.suffix == ".ckpt")
+    other = folder / next(name for name in sorted(WRITTEN) if folder / name != path)
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
     path.unlink()
-    path.mkdir()
+    make(path)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped": _flip,
+    "flipped at the beginning": lambda path: _flip(path, 0.0),
+    "flipped at the end": lambda path: _flip(path, 1.0),
     "zeroed": _zero_page,
-    "truncated": _truncate,
+    "shifted": _shift,
+    "swapped": _swap,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 10]),
+    "shortened": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "extended": lambda path: path.write_bytes(path.read_bytes() + b"}"),
+    "doubled": lambda path: path.write_bytes(path.read_bytes() * 2),
     "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "noise": lambda path: path.write_bytes(random.Random(0).randbytes(path.stat().st_size)),
     "garbage": lambda path: path.write_bytes(b"\x80garbage" * 50),
     "null": lambda path: path.write_text("null"),
+    "a list": lambda path: path.write_text("[]"),
+    "a number": lambda path: path.write_text("9" * 5000),
+    "infinity": lambda path: path.write_text('{"format": 1e999}'),
+    "no JSON": lambda path: path.write_text('{"format": 1'),
+    "nested": lambda path: path.write_text("[" * 100_000),
+    "another encoding": lambda path: path.write_bytes("é".encode("utf-16") + path.read_bytes()),
+    "duplicate keys": lambda path: path.write_bytes(b'{"format": 1, ' + path.read_bytes().lstrip(b"{ \n")),
     "missing": Path.unlink,
-    "a folder": _replace_by_folder,
+    "a folder": lambda path: _replace(path, Path.mkdir),
+    "a pipe": lambda path: _replace(path, os.mkfifo),
+    "a link to nothing": lambda path: _replace(path, lambda here: here.symlink_to("nothing")),
+    "a link to itself": lambda path: _replace(path, lambda here: here.symlink_to(here.name)),
 }
+if os.geteuid() != 0:  # root reads everything
+    DAMAGE["unreadable"] = lambda path: path.chmod(0)
 
 
 def test_every_kind_of_damage_to_every_file_is_named(workers: WorkerPool, tmp_path: Path) -> None:
     whole = _saved(workers, tmp_path / "whole.ckpt")
-    damaged = {}
+    found = {}
     for name in sorted(WRITTEN):
         for kind, damage in DAMAGE.items():
-            damaged[name, kind] = _copy(whole, f"{len(damaged)}.ckpt")
-            damage(damaged[name, kind] / name)
-    tried = [key for key in damaged if key[1] in ("flipped", "missing") and not key[0].startswith("huggingface")]
+            folder = _copy(whole, "damaged.ckpt")
+            damage(folder / name)
+            refusal = found[name, kind] = _export(folder) or ""
+            shutil.rmtree(folder)
+            named = [str(folder / name)] if kind != "swapped" else [str(folder / other) for other in WRITTEN]
+            assert any(place in refusal for place in named), f"{name} {kind}: {refusal}"
+            assert refusal.endswith(f"; {whole} is the newest intact checkpoint next to it"), (
+                f"{name} {kind}: {refusal}"
+            )
+    assert len(DAMAGE) >= 25 and _export(whole) is None
 
-    for (name, kind), folder in damaged.items():
+    resumed = [(name, kind) for name, kind in found if kind in ("flipped", "missing") and "huggingface" not in name]
+    for name, kind in resumed:
+        folder = _copy(whole, "damaged.ckpt")
+        DAMAGE[kind](folder / name)
+        assert _resume(workers, [folder]) == [found[name, kind]]
+        shutil.rmtree(folder)
+
+
+def test_a_description_that_was_edited_is_checked_entry_by_entry(workers: WorkerPool, tmp_path: Path) -> None:
+    whole = _saved(workers, tmp_path / "whole.ckpt")
+    text = (whole / "realloc.json").read_text()
+    edits: list[Callable[[dict[str, Any]], object]] = [
+        *(lambda content, value=value: content.update(format=value) for value in (0, 2, 10**30, "1", None, [])),
+        *(lambda content, value=value: content.update(roles=value) for value in (None, [], "actor", {"actor": []})),
+        *(lambda content, value=value: content.update(files=value) for value in ([], {"meta.pt": 3}, {"../x": RECORD})),
+        lambda content: content.pop("algorithm"),
+        lambda content: content.update(algorithm=1),
+        *(
+            lambda content, key=key, value=value: content["roles"]["actor"].update({key: value})
+            for key, value in (("saved", 1), ("class", None), ("tied", []), ("parameters", []),
+                               ("parameters", {"x": 3}), ("parameters", {"x": [-1]}), ("parameters", {"x": ["1"]}))
+        ),
+        *(
+            lambda content, value=value: content["files"]["meta.pt"].update(bytes=value)
+            for value in (-1, 10**30, "many", None)
+        ),
+        lambda content: content["files"].update({"/etc/passwd": RECORD}),
+        lambda content: content["files"].update(lost=RECORD),
+    ]  # fmt: skip
+    folder = _copy(whole, "edited.ckpt")
+    for edit in edits:
+        content = json.loads(text)
+        del content["checksum"]
+        edit(content)
+        (folder / "realloc.json").write_text(json.dumps(content))
         refusal = _export(folder) or ""
-        assert str(folder / name) in refusal, f"{name} {kind}: {refusal}"
-        assert refusal.endswith(f"; {whole} is the newest intact checkpoint next to it"), f"{name} {kind}: {refusal}"
-    for key, refusal in zip(tried, _resume(workers, [damaged[key] for key in tried]), strict=True):
-        assert refusal == _export(damaged[key])
+        assert str(folder) in refusal and refusal.endswith(f"{whole} is the newest intact checkpoint next to it"), (
+            content
+        )
+
+
+RECORD = {"bytes": 0, "crc32": "00000000"}
+
+
+def test_files_that_were_added_are_ignored_or_refused(
+    workers: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _saved(workers, tmp_path / "run.ckpt")
+    for name in ("notes.txt", ".DS_Store", "huggingface/.DS_Store", "__7_0.distcp"):
+        (folder / name).write_bytes(b"x")
+    with caplog.at_level(logging.WARNING):
+        assert _export(folder) is None
+    assert [record.message for record in caplog.records] == [
+        f"{folder} holds files that were not written with it, and are ignored: __7_0.distcp, notes.txt"
+    ]
+    added = folder / "huggingface" / "actor" / "adapter_config.json"
+    added.write_text("{}")
+    assert f"{added} was not written with the checkpoint; remove it" in (_export(folder) or "")
 
 
 def test_each_file_is_verified_by_one_rank(workers: WorkerPool, tmp_path: Path) -> None:
