@@ -37,7 +37,7 @@ from lightning_realloc.strategies.calls.call_runner import (
     number_of_chunks,
     warn_of_former_name,
 )
-from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
+from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOptions, FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
 from lightning_realloc.strategies.lightning.launchers import StartMethod
@@ -124,9 +124,8 @@ class ReallocStrategy(DataParallelStrategy):
         chunks = number_of_chunks(generation_chunks, generation_parts)
         self._overlap = OverlapOptions(overlap=overlap, max_staleness=max_staleness, generation_chunks=chunks)
         self._optimizer_hooks = LightningOptimizers(self)
-        self._checkpoints = RoleCheckpoints(
-            self, self._optimizer_hooks, save_frozen_roles=save_frozen_roles, load_weights_only=load_weights_only
-        )
+        saving = CheckpointOptions(save_frozen_roles, load_weights_only)
+        self._checkpoints = RoleCheckpoints(self, self._optimizer_hooks, saving)
         options = PlacementOptions(
             plan=read_plan_source(plan),
             overlap=self._overlap,

@@ -1,4 +1,4 @@
-"""Write a checkpoint of several models, and read it into any layout and any number of ranks.
+"""Read a checkpoint of several models into any layout and any number of ranks, and list the format's parts.
 
 A checkpoint is a folder:
 
@@ -9,17 +9,15 @@ A checkpoint is a folder:
 - ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs only the folder.
 
 Frozen roles, and the base of a role with adapters, are not stored by default: a resumed run loads them from their
-source again.
+source again. `checkpoint_writer` writes the folder.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import random
-import shutil
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +28,20 @@ from torch import Tensor, nn
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.parallel.shards import reshard
-from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
+from lightning_realloc.strategies.checkpoints import sharded_tensors
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
-    FORMAT,
     META_FILE,
-    MODELS_FOLDER,
     DamagedCheckpoint,
     check_files,
-    file_records,
     is_checkpoint,
     name_read_errors,
     raise_on_all_ranks,
     read_description,
-    write_description,
 )
 from lightning_realloc.strategies.checkpoints.sharded_state import (
-    non_finite_parameters,
     optimizer_key,
-    optimizer_state,
     prepare_optimizer_state,
     weight_key,
     weights_state,
@@ -88,139 +79,25 @@ class TrainedModels:
     card_of: Callable[[str], ModelCard]
     """Trained role -> its model card, which exports of a checkpoint write."""
 
+    def run_on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run an action on the first rank while the others wait. Collective.
 
-# ---- writing
-def write_checkpoint(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_frozen: bool) -> None:
-    """Write a checkpoint folder. Collective over all ranks.
-
-    An earlier checkpoint at ``folder`` is replaced only once the new one is complete.
-
-    Args:
-        folder: Path of the checkpoint.
-        meta: Lightning's part, written to ``meta.pt``.
-        models: Models and optimizers to write.
-        include_frozen: Whether to write roles that are never trained.
-
-    Raises:
-        CheckpointError: on every rank, if trained weights are not finite, ``folder`` holds something else, or the
-            first rank cannot write. An earlier checkpoint at ``folder`` then stays unchanged.
-    """
-    for role in models.pool.changing_roles:
-        require_finite_weights(models.pool, role, models.rank, folder)
-    roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
-    state: dict[str, ShardedTensor] = {}
-    for role in roles:
-        home = models.pool.home(role)
-        state |= weights_state(home, models.rank, models.pool.saved_parameters(role, include_frozen=include_frozen))
-        if "optimizer_states" in meta and role in models.optimizers:
-            state |= optimizer_state(home, models.optimizers[role], models.rank)
-    partial = folder.with_name(folder.name + ".partial")
-    run_on_first_rank(lambda: _create_partial(folder, partial), models)
-    sharded_tensors.save(state, partial)
-    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
-        written = file_records(partial, sharded_tensors.files_of(partial, models.rank))
-    shards = {name: record for records in gather_objects(written) for name, record in records.items()}
-    run_on_first_rank(lambda: _complete_folder(folder, partial, meta, models, roles, shards), models)
-
-
-def require_finite_weights(pool: ModelPool, role: str, rank: int, folder: Path) -> None:
-    """Require that a trained role's weights are finite. Collective over all ranks.
-
-    Raises:
-        CheckpointError: on every rank, naming the first parameter with NaN or infinity.
-    """
-    home = pool.home(role)
-    names = pool.saved_parameters(role, include_frozen=False)
-    bad = {name for found in gather_objects(non_finite_parameters(home, rank, names)) for name in found}
-    if bad:
-        params = [param.name for param in home.model_layout.model.params]
-        first = min(bad, key=params.index)
-        raise CheckpointError(
-            f"the weights of {role} are not finite, and {folder} is not written: {first} holds NaN or infinity "
-            f"({len(bad)} of {len(params)} parameters do); resume from an earlier checkpoint with a lower learning "
-            f"rate or gradient clipping"
-        )
-
-
-def run_on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
-    """Run an action on the first rank while the others wait. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if the action raises.
-    """
-    problem: Exception | None = None
-    if models.rank == 0:
-        try:
-            action()
-        except Exception as error:
-            problem = error
-    message = None
-    if problem is not None:
-        kind = "" if isinstance(problem, CheckpointError) else f"the first rank failed with {type(problem).__name__}: "
-        message = f"{kind}{problem}"
-    message = models.broadcast(message)
-    if message is not None:
-        raise CheckpointError(message) from problem
-
-
-def _create_partial(folder: Path, partial: Path) -> None:
-    if folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()) and not is_checkpoint(folder):
-        raise CheckpointError(
-            f"{folder} is a folder but not a checkpoint, and writing one would replace it; choose another path"
-        )
-    _remove(partial)
-    partial.mkdir(parents=True)
-
-
-def _complete_folder(
-    folder: Path,
-    partial: Path,
-    meta: dict[str, Any],
-    models: TrainedModels,
-    roles: list[str],
-    shards: Mapping[str, Any],
-) -> None:
-    torch.save(meta, partial / META_FILE)
-    for role in roles:
-        tokenizer = models.tokenizer if role in models.pool.changing_roles else None
-        hf_folder.write_configs(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
-    description = {
-        "format": FORMAT,
-        "algorithm": models.algorithm,
-        "world_size": models.world_size,
-        "plan": models.pool.plan.to_mapping(),
-        "roles": {role: _describe_role(models, role, saved=role in roles) for role in models.pool.roles},
-    }
-    others = (
-        path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != sharded_tensors.SHARD_SUFFIX
-    )
-    write_description(partial, description, {**shards, **file_records(partial, others)})
-    # Rename only complete folders: if the process is killed here, one complete checkpoint remains.
-    previous = folder.with_name(folder.name + ".previous")
-    _remove(previous)
-    if folder.exists() or folder.is_symlink():
-        os.replace(folder, previous)
-    os.replace(partial, folder)
-    _remove(previous)
-
-
-def _describe_role(models: TrainedModels, role: str, *, saved: bool) -> dict[str, Any]:
-    home, is_trained = models.pool.home(role), role in models.pool.dataflow.trained_roles
-    return {
-        "model_card": asdict(models.card_of(role)) if is_trained else None,
-        "class": hf_folder.class_path(home.model),
-        "layout": str(home.layout),
-        "saved": saved,
-        "parameters": {param.name: list(param.shape) for param in home.model_layout.model.params},
-        "tied": {alias: owner for alias, owner in home.model_layout.model.aliases},
-    }
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        Raises:
+            CheckpointError: on every rank, if the action raises.
+        """
+        problem: Exception | None = None
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:
+                problem = error
+        message = None
+        if problem is not None:
+            is_known = isinstance(problem, CheckpointError)
+            message = f"{'' if is_known else f'the first rank failed with {type(problem).__name__}: '}{problem}"
+        message = self.broadcast(message)
+        if message is not None:
+            raise CheckpointError(message) from problem
 
 
 # ---- reading
@@ -252,7 +129,7 @@ def read_checkpoint(
         check_roles(description, models, folder, resuming=resuming)
         check_files(folder, description, rank=models.rank, world_size=models.world_size)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
-        meta = _read_meta(folder, weights_only=weights_only)
+        meta = read_meta(folder, weights_only=weights_only)
         stored = sharded_tensors.stored_tensors(folder)
     adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}
@@ -263,7 +140,8 @@ def read_checkpoint(
             state |= weights if role not in averages_of else _weights_from_averages(role, weights, stored, folder)
             models.pool.weights_changed(role)
     if resuming:
-        settings = _optimizer_settings(folder, meta, models)
+        with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+            settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
             for group, saved in zip(optimizer.param_groups, settings[role]["param_groups"], strict=True):
                 group.update(saved)
@@ -337,7 +215,12 @@ def _compare_parameters(
             )
 
 
-def _read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+def read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """Return Lightning's part of a checkpoint.
+
+    Raises:
+        CheckpointError: if ``meta.pt`` cannot be read or, with ``weights_only``, holds more than plain data.
+    """
     file = folder / META_FILE
     with name_read_errors(
         file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"

@@ -8,7 +8,8 @@ be read into any other layout and any other number of ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_realloc.errors import CheckpointError
@@ -101,6 +103,7 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._state = state
+        self._copies: dict[MetadataIndex, Tensor] | None = None
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -111,10 +114,20 @@ class _SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items)
         return self.plan
 
+    def copy_to_host(self, plan: SavePlan) -> None:
+        """Copy the regions that this rank writes, and let go of the tensors."""
+        self._copies = {item.index: self._view(item).to("cpu", copy=True).contiguous() for item in plan.items}
+        self._state = {}
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        if self._copies is not None:
+            return self._copies.pop(write_item.index)
+        return self._view(write_item).cpu().contiguous()
+
+    def _view(self, write_item: WriteItem) -> Tensor:
         index = write_item.index
         assert index.offset is not None, "regions are always written with their offset"
-        return self._state[index.fqn].view(tuple(index.offset)).detach().cpu().contiguous()
+        return self._state[index.fqn].view(tuple(index.offset)).detach()
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -175,17 +188,75 @@ class _Reader(FileSystemReader):
         return super().read_data(LoadPlan([]), planner)
 
 
+class ShardWriter(FileSystemWriter):
+    """Writes one rank's regions after all ranks have planned, so that writing needs no other rank.
+
+    Does not force the files to the disk.
+
+    Args:
+        state: This rank's shards.
+        folder: Folder to write to.
+    """
+
+    def __init__(self, state: State, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+        self._planner = _SavePlanner(state)
+        self._plan = SavePlan([])
+        self._metadata: Metadata | None = None
+        self._folder = folder
+
+    def plan_on_all_ranks(self) -> None:
+        """Agree on the rank that writes each region. Collective over all ranks if there are several."""
+        with _name_failures(self._folder), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
+            save_state({}, storage_writer=self, planner=self._planner, no_dist=not dist.is_initialized())
+
+    def write_data(self, plan: SavePlan, planner: object) -> Future[list[WriteResult]]:
+        """Keep the plan; torch calls this in the collective."""
+        self._plan = plan
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: object) -> None:
+        """Keep the description; torch calls this on the first rank."""
+        self._metadata = metadata
+
+    def copy_to_host(self) -> None:
+        """Copy this rank's regions, so that they are written as they are now."""
+        self.per_thread_copy_ahead = 0  # on CUDA, torch would copy them a second time
+        self._planner.copy_to_host(self._plan)
+
+    def write(self) -> list[WriteResult]:
+        """Write this rank's regions, and return where they are."""
+        written: list[WriteResult] = super().write_data(self._plan, self._planner).value()
+        return written
+
+    def complete(self, written: list[list[WriteResult]]) -> None:
+        """Write ``.metadata`` from the results of `write` of all ranks. For the first rank."""
+        assert self._metadata is not None, "the first rank completes a checkpoint after planning"
+        super().finish(self._metadata, written)
+
+
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """Return the files that `save` wrote on a rank."""
+    """Return the files that a rank wrote."""
     return sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))
 
 
-def save(state: State, folder: Path) -> None:
-    """Write every rank's regions under ``folder``. Collective over all ranks if there are several."""
-    writer = FileSystemWriter(folder, single_file_per_rank=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
-        save_state({}, storage_writer=writer, planner=_SavePlanner(state), no_dist=not dist.is_initialized())
+@contextmanager
+def _name_failures(folder: Path) -> Iterator[None]:
+    """Convert torch's error, which it raises on every rank, into a CheckpointError.
+
+    Raises:
+        CheckpointError: that of a rank that failed.
+    """
+    try:
+        yield
+    except CheckpointException as failed:  # a BaseException, which `except Exception` does not catch
+        error = next(iter(failed.failures.values()))[0]
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            raise error from failed
+        raise CheckpointError(f"{folder} cannot be used: {type(error).__name__}: {error}") from failed
 
 
 def load(state: State, folder: Path, *, alone: bool = False) -> None:
@@ -198,15 +269,9 @@ def load(state: State, folder: Path, *, alone: bool = False) -> None:
     rank, world_size = (0, 1) if no_dist else (dist.get_rank(), dist.get_world_size())
     with raise_on_all_ranks(folder, rank=rank, world_size=world_size):
         reader = _Reader(folder)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-            load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=no_dist)
-    except CheckpointException as failed:  # a BaseException, which `except Exception` does not catch
-        error = next(iter(failed.failures.values()))[0]
-        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-            raise error from failed
-        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from failed
+    with _name_failures(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=no_dist)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

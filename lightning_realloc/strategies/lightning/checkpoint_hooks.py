@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,10 @@ from lightning_realloc.strategies.checkpoints.checkpoint import (
     random_state,
     read_checkpoint,
     refuse_folder,
-    require_finite_weights,
-    run_on_first_rank,
     unsharded_state,
-    write_checkpoint,
 )
+from lightning_realloc.strategies.checkpoints.checkpoint_writer import require_finite_weights, write_checkpoint
+from lightning_realloc.strategies.checkpoints.folders import finish_replacement, remove_checkpoint
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 
@@ -75,6 +75,11 @@ class FileCheckpoints:
         if self._strategy.is_global_zero:
             self._strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
+    def remove(self, filepath: str | Path) -> None:
+        """Remove a checkpoint on rank 0."""
+        if self._strategy.is_global_zero:
+            self._strategy.checkpoint_io.remove_checkpoint(filepath)
+
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint.
 
@@ -91,28 +96,29 @@ class FileCheckpoints:
             optimizer.load_state_dict(state)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Settings of `RoleCheckpoints`."""
+
+    save_frozen_roles: bool
+    """Also write roles that are never trained into checkpoints."""
+    load_weights_only: bool
+    """Refuse checkpoints that hold more than plain data, which could run code."""
+
+
 class RoleCheckpoints:
     """Saves, resumes and exports the models of a pool.
 
     Args:
         strategy: The running strategy.
         optimizers: The optimizers of all roles.
-        save_frozen_roles: Also write roles that are never trained into checkpoints.
-        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
+        options: Settings.
     """
 
-    def __init__(
-        self,
-        strategy: ReallocStrategy,
-        optimizers: LightningOptimizers,
-        *,
-        save_frozen_roles: bool,
-        load_weights_only: bool,
-    ) -> None:
+    def __init__(self, strategy: ReallocStrategy, optimizers: LightningOptimizers, options: CheckpointOptions) -> None:
         self._strategy = strategy
         self._optimizers = optimizers
-        self._save_frozen_roles = save_frozen_roles
-        self._load_weights_only = load_weights_only
+        self._options = options
 
     @property
     def _module(self) -> Any:
@@ -133,6 +139,7 @@ class RoleCheckpoints:
         """Write a checkpoint folder. Collective over all ranks.
 
         Raises:
+            CheckpointError: if it cannot be written.
             ConfigError: if ``storage_options`` is given.
         """
         if storage_options is not None:
@@ -154,7 +161,12 @@ class RoleCheckpoints:
                 f"no run can be resumed from {folder}: it holds only weights, since trainer.fit has not trained the "
                 f"current ones; to resume later, save after fit, before evaluating another model or with ckpt_path="
             )
-        write_checkpoint(folder, checkpoint, models, include_frozen=self._save_frozen_roles)
+        write_checkpoint(folder, checkpoint, models, include_frozen=self._options.save_frozen_roles)
+
+    def remove(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; see `remove_checkpoint`."""
+        if self._strategy.is_global_zero:
+            remove_checkpoint(Path(filepath))
 
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint into the sharded roles, in place. It may have another layout and number of ranks.
@@ -164,11 +176,14 @@ class RoleCheckpoints:
         """
         strategy = self._strategy
         # Lightning drops the argument of fit(weights_only=...) for strategies that restore after setup.
-        weights_only = self._load_weights_only if weights_only is None else weights_only
+        weights_only = self._options.load_weights_only if weights_only is None else weights_only
         strategy.bring_back()
-        folder = Path(strategy.broadcast(str(checkpoint_path)))
         trainer = self._module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        found = Path(checkpoint_path)
+        if is_fitting and strategy.is_global_zero:
+            found = finish_replacement(found)
+        folder = Path(strategy.broadcast(str(found)))
         averaged = frozenset[str]()
         if not is_fitting:
             strategy.optimizers = []  # their state belongs to the replaced weights
@@ -192,11 +207,10 @@ class RoleCheckpoints:
             if role in pool.changing_roles:
                 require_finite_weights(pool, role, strategy.global_rank, Path(folder))
             weights = self.full_weights(role, names)
-        run_on_first_rank(
+        models.run_on_first_rank(
             lambda: hf_folder.write_running_model(
                 pool.home(role).model, weights, models.tokenizer, Path(folder), role=role, dtype=parsed, merge=merge
-            ),
-            models,
+            )
         )
 
     def check_huggingface(self, role: str, *, dtype: str | None) -> None:
@@ -213,7 +227,7 @@ class RoleCheckpoints:
 
     def check_release(self, role: str) -> None:
         """Raise ConfigError where a role's weights are needed after its last call."""
-        if self._save_frozen_roles:
+        if self._options.save_frozen_roles:
             raise ConfigError(
                 f"save_frozen_roles=True writes the weights of {role!r} into checkpoints, and they are to leave memory "
                 f"once its last call has run; leave save_frozen_roles out, or keep the role"

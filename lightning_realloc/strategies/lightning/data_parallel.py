@@ -271,6 +271,10 @@ class DataParallelStrategy(ModelParallelStrategy):
         """Write a checkpoint. Collective over all ranks."""
         self._checkpoint_hooks.save(checkpoint, filepath, storage_options)
 
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint on rank 0, once the one that replaces it is complete; keep folders of other things."""
+        self._checkpoint_hooks.remove(filepath)
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; sharded roles are filled in place.
 

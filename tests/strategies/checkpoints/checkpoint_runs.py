@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -291,6 +292,32 @@ def save_not_finite(folder: Path, world_size: int) -> list[str]:
             save()
         except CheckpointError as error:
             answers.append(str(error))
+    return answers
+
+
+def save_without_room(folder: Path, world_size: int, limits: Mapping[int, int]) -> list[str]:
+    """Save a checkpoint, then again while some ranks may write files of a limited size; return the errors.
+
+    Args:
+        folder: Path of the checkpoint.
+        world_size: Number of ranks.
+        limits: Rank -> bytes of the largest file that it may write.
+    """
+    fitted = runs.trainer(ReallocStrategy(runs.calls(actor_train=f"fsdp{world_size}")), world_size, max_steps=1)
+    fitted.fit(runs.sft(), runs.Batches(1, responses=True))
+    fitted.save_checkpoint(folder)
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    answers = []
+    for path in (folder, folder.with_name("new.ckpt")):
+        if fitted.global_rank in limits:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[fitted.global_rank], room[1]))
+        try:
+            fitted.save_checkpoint(path)
+        except CheckpointError as error:
+            answers.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    fitted.save_checkpoint(folder)
     return answers
 
 

@@ -10,17 +10,32 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout import ModelLayout
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies.checkpoints.sharded_tensors import (
     ShardedTensor,
+    ShardWriter,
     load,
     read_whole,
-    save,
     stored_tensors,
 )
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
 from tests.workers import WorkerPool
 
 LAYOUTS = ("fsdp4", "tp4", "fsdp2.tp2", "dp2.tp2@3,1,0,2", "tp2@2-3", "dp4", "fsdp3@0,1,3", "dp1@1")
+
+
+def save(state: dict[str, ShardedTensor], folder: Path, *, copied: bool = False) -> None:
+    """Write a checkpoint's tensors; ``copied`` writes copies after the tensors themselves have changed."""
+    writer = ShardWriter(state, folder)
+    writer.plan_on_all_ranks()
+    if copied:
+        writer.copy_to_host()
+        for tensor in state.values():
+            if tensor.local is not None:
+                tensor.local.zero_()
+    written = gather_objects(writer.write())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        writer.complete(written)
 
 
 def _held(layout: ModelLayout, full: dict[str, torch.Tensor], rank: int, *, empty: bool) -> dict[str, ShardedTensor]:
@@ -78,6 +93,16 @@ def test_every_element_is_stored_once_and_read_back(workers: WorkerPool, tmp_pat
         assert {name: stored.shape for name, stored in stored_tensors(tmp_path / text).items()} == {
             name: tuple(tensor.shape) for name, tensor in full.items()
         }
+
+
+def test_copies_are_written_as_they_were(tmp_path: Path) -> None:
+    full = full_tensors(odd_model())
+    state = _held(lay_out("dp1"), full_tensors(odd_model()), 0, empty=False)
+
+    save(state, tmp_path, copied=True)
+
+    assert all(torch.equal(tensor, full[name]) for name, tensor in read_whole(tmp_path, full).items())
+    assert all(not tensor.local.any() for tensor in state.values() if tensor.local is not None)
 
 
 def test_one_process_saves_and_reads_without_a_process_group(tmp_path: Path) -> None:

@@ -1,0 +1,222 @@
+"""Replace and remove checkpoint folders, so that a kill at any moment leaves a complete checkpoint behind.
+
+A checkpoint is written to ``<folder>.partial`` and then exchanged with the earlier one, in one step where the file
+system can do so. Elsewhere it takes two renames; `finish_replacement` completes them if a kill came in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.realloc.plan import format_bytes
+from lightning_realloc.strategies.checkpoints.checkpoint_files import (
+    ROLES_FILE,
+    is_checkpoint,
+    is_complete,
+    newer_checkpoints,
+)
+
+log = logging.getLogger(__name__)
+
+_PREVIOUS = ".being-replaced"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of Linux' ``renameat2``: paths are relative to the working directory; swap both entries."""
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+"""Error numbers of a disk that is full, read-only or broken, of a quota, and of a limit on the size of files."""
+
+
+# ---- names
+def partial_path(folder: Path) -> Path:
+    """Return the path at which a checkpoint is written before it moves to ``folder``."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def previous_path(folder: Path) -> Path:
+    """Return the path of the earlier checkpoint between two renames.
+
+    ``last.ckpt`` becomes ``last.being-replaced.ckpt``, which Lightning's ``ckpt_path="last"`` finds, too.
+    """
+    return folder.with_name(f"{folder.stem}{_PREVIOUS}{folder.suffix}")
+
+
+def _target_path(path: Path) -> Path:
+    """Return the path whose `previous_path` is ``path``; ``path`` itself if there is none."""
+    if path.suffix == _PREVIOUS:
+        return path.with_suffix("")
+    return path.with_name(path.stem.removesuffix(_PREVIOUS) + path.suffix)
+
+
+# ---- replacing
+def make_partial(folder: Path) -> Path:
+    """Make the empty folder in which a checkpoint is written, and remove what a kill left of earlier ones."""
+    partial = partial_path(folder)
+    remove(partial)
+    if os.path.lexists(folder):
+        _remove_previous(folder)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Move a complete checkpoint, whose files are on the disk, to its path, and remove the earlier one.
+
+    After a kill, ``folder`` is either of them, or `finish_replacement` makes it one.
+    """
+    for below, _, _ in os.walk(partial):
+        sync_folder(Path(below))
+    if not os.path.lexists(folder):
+        os.rename(partial, folder)
+    elif not _exchange(partial, folder):
+        os.rename(folder, previous_path(folder))
+        os.rename(partial, folder)
+    sync_folder(folder.parent)
+    try:
+        remove(partial)  # after an exchange, the earlier checkpoint
+        _remove_previous(folder)
+    except OSError as error:
+        log.warning("%s is complete, but the earlier checkpoint was not removed: %s", folder, error)
+
+
+def _remove_previous(folder: Path) -> None:
+    """Remove the earlier checkpoint after two renames, under a name that Lightning does not find meanwhile."""
+    if os.path.lexists(previous_path(folder)):
+        os.rename(previous_path(folder), partial_path(folder))
+        remove(partial_path(folder))
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two paths in one step; return False, with both unchanged, where the system or file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # not Linux, or a C library without it
+        return False
+    done = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return int(done) == 0  # if anything else is wrong, the renames instead raise it
+
+
+def finish_replacement(path: Path) -> Path:
+    """Complete a replacement that a kill interrupted, and return the path to read instead of ``path``.
+
+    Only for the run that will write to this path next: another one could be in the middle of a replacement.
+    """
+    folder = _target_path(path)
+    if os.path.lexists(folder):
+        return path
+    for left in (partial_path(folder), previous_path(folder)):
+        if is_complete(left):
+            try:
+                os.rename(left, folder)
+            except OSError:  # a folder that is only readable
+                return left
+            sync_folder(folder.parent)
+            log.warning("%s was complete, but not yet moved, when its run was killed; it is now %s", left, folder)
+            return folder
+    return path
+
+
+# ---- removing
+def remove(path: Path) -> None:
+    """Remove a file, link or folder, if there is one. A half-removed folder is no checkpoint."""
+    if path.is_dir() and not path.is_symlink():
+        with suppress(OSError):
+            (path / ROLES_FILE).unlink()
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, or a link to one.
+
+    Keeps, with a warning, anything that is not a checkpoint, and a complete checkpoint if all newer ones next to it are
+    incomplete: it is the one to resume from.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    if not is_checkpoint(path):
+        if os.path.lexists(path):
+            log.warning("%s is not a checkpoint of several models, and is not removed", path)
+        return
+    newer = newer_checkpoints(path)
+    if newer and is_complete(path) and not any(map(is_complete, newer)):
+        log.warning("%s is not removed, since %s is newer but incomplete", path, newer[0])
+        return
+    partial = partial_path(path)
+    remove(partial)
+    os.rename(path, partial)
+    remove(partial)
+
+
+# ---- durability
+def sync_files(files: Iterable[Path]) -> None:
+    """Force the contents of files to the disk."""
+    for file in files:
+        with file.open("rb+") as stream:
+            os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk, where the system can."""
+    with suppress(OSError):  # Windows cannot open folders, and some file systems cannot sync them
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ---- errors
+@contextmanager
+def name_write_errors(folder: Path, *, needed_bytes: int) -> Iterator[None]:
+    """Convert errors from writing a checkpoint into a CheckpointError that names the cause and the disk.
+
+    Args:
+        folder: Path of the checkpoint.
+        needed_bytes: Bytes of all tensors of the checkpoint.
+
+    Raises:
+        CheckpointError: for any exception inside.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(_describe_write_error(folder, error, needed_bytes)) from error
+
+
+def _describe_write_error(folder: Path, error: BaseException, needed_bytes: int) -> str:
+    place = folder.absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    while not os.path.ismount(place):
+        place = place.parent
+    known = _os_error(error)
+    cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if known is None else str(known.strerror)
+    problem = f"{folder} cannot be written: {cause}"
+    if free < needed_bytes or (known is not None and known.errno in _STORAGE_ERRORS):
+        problem += (
+            f"; its tensors need {format_bytes(needed_bytes)}, and the disk at {place} has {format_bytes(free)} free: "
+            f"make room there (a quota counts, too), keep fewer with ModelCheckpoint(save_top_k=...), or save to "
+            f"another disk"
+        )
+    return f"{problem}; earlier checkpoints are unchanged"
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Return the operating system's error from which ``error`` follows; torch raises others after it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
