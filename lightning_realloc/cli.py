@@ -1,8 +1,9 @@
-"""Command line ``lightning-realloc fit | validate | test | predict | export | plan``, configured by one YAML file.
+"""Command line ``lightning-realloc fit | validate | test | predict | export | verify | plan``, with one YAML file.
 
 It is a LightningCLI whose model and data are chosen by class, with ``strategy="realloc"`` as default. ``export`` writes
-a checkpoint as a Hugging Face folder, and ``plan`` finds and prices execution plans without devices; neither needs a
-configuration. User errors end with one message and exit code 2. ``plan`` exits with 3 if no run of its plan can start.
+a checkpoint as a Hugging Face folder, ``verify`` looks for damage in checkpoints, and ``plan`` finds and prices
+execution plans without devices; they need no configuration. User errors end with one message and exit code 2, and so
+does ``verify`` if a checkpoint is damaged. ``plan`` exits with 3 if no run of its plan can start.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from lightning_realloc.setting_hints import describe_unknown_settings, hint_for,
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
+from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS, end_started_ranks, one_line_message
 from lightning_realloc.strategies.pool.precision import refuse_precision
 
@@ -78,6 +80,7 @@ _UNKNOWN_CLASS = re.compile(
 _UNKNOWN_OPTION = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
 _UNKNOWN_KEY = re.compile(r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'")
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
+VERIFY_HELP = "Check every file of checkpoints, and print one line for each."
 
 
 class Parser(LightningArgumentParser):
@@ -206,10 +209,11 @@ class ReallocCLI(LightningCLI):
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
-        # For --help only: LightningCLI's subcommands are Trainer methods, so main() handles these two itself.
+        # For --help only: LightningCLI's subcommands are Trainer methods, so main() handles these itself.
         action = parser._subcommands_action
         assert action is not None, "LightningCLI has just added subcommands"
         action.add_subcommand("export", export_parser(), help=EXPORT_HELP)
+        action.add_subcommand("verify", verify_parser(), help=VERIFY_HELP)
         action.add_subcommand("plan", plan_parser(), help=PLAN_HELP)
 
 
@@ -223,6 +227,13 @@ def export_parser() -> ArgumentParser:
     parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
     parser.add_argument("--averaged", action="store_true", help="Write the averages of an EMA; default: the weights.")
     parser.add_argument("--base", type=str | None, default=None, help="Adapters' base model; default: as loaded.")
+    return parser
+
+
+def verify_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-realloc verify``."""
+    parser = ArgumentParser(prog="lightning-realloc verify", description=VERIFY_HELP)
+    parser.add_argument("checkpoints", type=str, nargs="+", help="Checkpoints, or folders that contain some.")
     return parser
 
 
@@ -240,6 +251,9 @@ def run(args: Sequence[str]) -> int:
             base=chosen.base,
         )
         sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
+    elif args[:1] == ["verify"]:
+        paths = [Path(path) for path in verify_parser().parse_args(list(args[1:])).checkpoints]
+        return 0 if verify_checkpoints(paths, sys.stdout.write) else 2
     elif args[:1] == ["plan"]:
         try:
             code = run_plan(args[1:], sys.stdout.write)

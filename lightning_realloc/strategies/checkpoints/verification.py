@@ -1,0 +1,80 @@
+"""Verify checkpoints without loading them: every file's size and checksum, the format, and the list of tensors.
+
+A single file, of a module without calls, is a zip archive with checksums of its own.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.realloc.plan import format_bytes
+from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE
+from lightning_realloc.strategies.checkpoints.checkpoint_files import (
+    MODELS_FOLDER,
+    DamagedCheckpoint,
+    check_files,
+    has_checksums,
+    is_checkpoint,
+    name_read_errors,
+    read_description,
+)
+from lightning_realloc.strategies.checkpoints.sharded_state import weight_key
+from lightning_realloc.strategies.checkpoints.sharded_tensors import stored_tensors
+
+
+def verify_checkpoints(paths: Sequence[Path], write: Callable[[str], object]) -> bool:
+    """Write one line for each checkpoint, and return whether all are intact.
+
+    Args:
+        paths: Checkpoints, or folders with checkpoints.
+        write: Receives the lines.
+    """
+    are_intact = True
+    for path in [found for given in paths for found in _checkpoints_at(given)]:
+        try:
+            write(f"{path}: intact, {verify_checkpoint(path)}\n")
+        except CheckpointError as error:
+            write(f"{path}: damaged: {' '.join(str(error).split())}\n")
+            are_intact = False
+    return are_intact
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoints in a folder that is not one itself."""
+    if not path.is_dir() or is_checkpoint(path):
+        return [path]
+    inside = [entry for entry in path.iterdir() if is_checkpoint(entry) or entry.suffix in (".ckpt", ".partial")]
+    return sorted(inside) or [path]
+
+
+def verify_checkpoint(path: Path) -> str:
+    """Return a summary of an intact checkpoint.
+
+    Raises:
+        CheckpointError: if it is damaged, incomplete or without checksums, naming the first such file and the cause.
+    """
+    if path.is_file():
+        return _verify_file(path)
+    description = read_description(path)
+    if not has_checksums(description):
+        raise CheckpointError(f"{path} has no checksums, since an earlier version wrote it; it cannot be verified")
+    check_files(path, description)
+    stored = stored_tensors(path)
+    for role, entry in description["roles"].items():
+        if entry["saved"] and not (path / MODELS_FOLDER / role / ADAPTER_CONFIG_FILE).is_file():
+            for name in entry["parameters"]:
+                if weight_key(role, name) not in stored:
+                    raise DamagedCheckpoint(f"{path} lacks the weight {name} of {role}")
+    size = sum(record["bytes"] for record in description["files"].values())
+    return f"{description['algorithm']}, {len(description['files']) + 1} files, {format_bytes(size)}"
+
+
+def _verify_file(path: Path) -> str:
+    with name_read_errors(path), zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise DamagedCheckpoint(f"{path} has a wrong checksum at {damaged}")
+    return "a single file of a module without calls"
