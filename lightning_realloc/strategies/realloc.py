@@ -85,6 +85,9 @@ class ReallocStrategy(DataParallelStrategy):
             waits, and where that rank is; None: never.
         on_stall: ``"warn"`` goes on waiting after the message; ``"end"`` writes the rank's flight record and ends the
             process with exit code 124.
+        async_checkpoints: Write checkpoints of an algorithm while ``fit`` goes on. A save then takes as long as a copy
+            of this rank's part in host memory. The next save and the end of ``fit`` wait for the files and raise their
+            error. Off by default, since the copy needs that much memory.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
         generation_parts: Former name of ``generation_chunks``; accepted for one release, with a warning.
@@ -108,6 +111,7 @@ class ReallocStrategy(DataParallelStrategy):
         load_weights_only: bool = True,
         stall_timeout: float | None = 60.0,
         on_stall: StallAction = "warn",
+        async_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         generation_parts: int | None = None,
@@ -124,7 +128,7 @@ class ReallocStrategy(DataParallelStrategy):
         chunks = number_of_chunks(generation_chunks, generation_parts)
         self._overlap = OverlapOptions(overlap=overlap, max_staleness=max_staleness, generation_chunks=chunks)
         self._optimizer_hooks = LightningOptimizers(self)
-        saving = CheckpointOptions(save_frozen_roles, load_weights_only)
+        saving = CheckpointOptions(save_frozen_roles, load_weights_only, in_background=async_checkpoints)
         self._checkpoints = RoleCheckpoints(self, self._optimizer_hooks, saving)
         options = PlacementOptions(
             plan=read_plan_source(plan),
@@ -311,14 +315,16 @@ class ReallocStrategy(DataParallelStrategy):
         super().on_train_start()
         self.stop.handle_interrupts(self.connected_module.trainer)
         if self.dataflow is not None:
+            self._checkpoints.check_callbacks()
             self._collection.start()
 
     def _record_failure(self, exception: BaseException) -> None:
         self._placed.write_record_after(exception)
 
     def on_train_end(self) -> None:
-        """Receive the last messages of other ranks."""
+        """Receive the last messages of other ranks, and wait for the last checkpoint."""
         self._placed.finish()
+        self._checkpoints.finish_saving()
 
     def bring_back(self) -> None:
         """Fetch everything that the plan offloads to the device, until the next call begins."""
@@ -326,6 +332,7 @@ class ReallocStrategy(DataParallelStrategy):
 
     def teardown(self) -> None:
         """Fetch offloaded weights, and release the models."""
+        self._checkpoints.close()
         self._collection.stop()
         self._placed.stop_watching()
         self._placed.close()

@@ -1,4 +1,4 @@
-"""Write a checkpoint of several models.
+"""Write a checkpoint of several models: at once, or in the background while training goes on.
 
 The first rank writes the small files into a folder next to the checkpoint's path, and every rank its regions of
 tensors. Once all parts are written, the first rank adds the description and moves the folder to its path. If a part
@@ -7,6 +7,7 @@ cannot be written, the folder is removed and earlier checkpoints stay.
 
 from __future__ import annotations
 
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies.checkpoints import hf_folder
+from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import TrainedModels
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     FORMAT,
@@ -60,6 +62,7 @@ def write_checkpoint(
     models: TrainedModels,
     *,
     include_frozen: bool,
+    background: BackgroundSave | None = None,
 ) -> None:
     """Write a checkpoint folder. Collective over all ranks.
 
@@ -70,6 +73,7 @@ def write_checkpoint(
         meta: Lightning's part, written to ``meta.pt``.
         models: Models and optimizers to write.
         include_frozen: Whether to write roles that are never trained.
+        background: Writes copies of the tensors after this function has returned. None writes them here.
 
     Raises:
         CheckpointError: on every rank, if trained weights are not finite, ``folder`` holds something else, or a rank
@@ -82,6 +86,12 @@ def write_checkpoint(
     models.run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
         save.shards.plan_on_all_ranks()
+        if background is not None:
+            with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+                save.copy_to_host()
+            token = models.broadcast(uuid.uuid4().hex)
+            background.start(save, token=token, rank=models.rank, world_size=models.world_size)
+            return
         with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
             part = save.write()
         parts = gather_objects(part)
@@ -173,6 +183,15 @@ class _Save:
             "plan": models.pool.plan.to_mapping(),
             "roles": {role: _describe_role(models, role, saved=role in roles) for role in models.pool.roles},
         }
+
+    def copy_to_host(self) -> None:
+        """Copy this rank's tensors, so that `write` needs neither models nor other ranks.
+
+        Raises:
+            CheckpointError: if memory does not suffice.
+        """
+        with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
+            self.shards.copy_to_host()
 
     def write(self) -> Part:
         """Write this rank's tensors.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.callbacks.model_card import make_model_card
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.checkpoints import hf_folder
+from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import (
     RANDOM_STATES,
     TrainedModels,
@@ -104,6 +105,8 @@ class CheckpointOptions:
     """Also write roles that are never trained into checkpoints."""
     load_weights_only: bool
     """Refuse checkpoints that hold more than plain data, which could run code."""
+    in_background: bool
+    """Write checkpoints of a fit while it goes on."""
 
 
 class RoleCheckpoints:
@@ -119,6 +122,7 @@ class RoleCheckpoints:
         self._strategy = strategy
         self._optimizers = optimizers
         self._options = options
+        self._background = BackgroundSave()
 
     @property
     def _module(self) -> Any:
@@ -139,7 +143,7 @@ class RoleCheckpoints:
         """Write a checkpoint folder. Collective over all ranks.
 
         Raises:
-            CheckpointError: if it cannot be written.
+            CheckpointError: if it cannot be written, or the one before could not be written in the background.
             ConfigError: if ``storage_options`` is given.
         """
         if storage_options is not None:
@@ -161,12 +165,45 @@ class RoleCheckpoints:
                 f"no run can be resumed from {folder}: it holds only weights, since trainer.fit has not trained the "
                 f"current ones; to resume later, save after fit, before evaluating another model or with ckpt_path="
             )
-        write_checkpoint(folder, checkpoint, models, include_frozen=self._options.save_frozen_roles)
+        self._background.finish()
+        state = self._module.trainer.state
+        # A save after fit, or because of an exception, may be the last thing that the process does.
+        is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        write_checkpoint(
+            folder,
+            checkpoint,
+            models,
+            include_frozen=self._options.save_frozen_roles,
+            background=self._background if self._options.in_background and is_training else None,
+        )
+
+    def check_callbacks(self) -> None:
+        """Raise ConfigError for a callback that links to checkpoints before they are written."""
+        callbacks = self._module.trainer.checkpoint_callbacks
+        if self._options.in_background and any(
+            getattr(callback, "save_last", None) == "link" for callback in callbacks
+        ):
+            raise ConfigError(
+                "ModelCheckpoint(save_last='link') would link to a checkpoint that async_checkpoints=True is still "
+                "writing; use save_last=True, or leave async_checkpoints out"
+            )
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is written in the background. Collective over all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written.
+        """
+        self._background.finish()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is written in the background, after a failure."""
+        self._background.close()
 
     def remove(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; see `remove_checkpoint`."""
+        """Remove a checkpoint, once the one that replaces it is complete; see `remove_checkpoint`."""
         if self._strategy.is_global_zero:
-            remove_checkpoint(Path(filepath))
+            self._background.after_completion(lambda: remove_checkpoint(Path(filepath)))
 
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint into the sharded roles, in place. It may have another layout and number of ranks.
@@ -178,6 +215,7 @@ class RoleCheckpoints:
         # Lightning drops the argument of fit(weights_only=...) for strategies that restore after setup.
         weights_only = self._options.load_weights_only if weights_only is None else weights_only
         strategy.bring_back()
+        self._background.finish()
         trainer = self._module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         found = Path(checkpoint_path)

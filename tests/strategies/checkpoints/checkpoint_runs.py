@@ -51,6 +51,8 @@ class Part:
     dropout: float = 0.0
     seed: int = 0
     """Seed of the processes' generators, whose states differ between ranks."""
+    in_background: bool = False
+    """Whether checkpoints are written while training goes on."""
 
 
 def table(*, responses: bool) -> Samples:
@@ -104,8 +106,8 @@ def run_parts(parts: Sequence[Part], world_size: int) -> list[list[dict[str, flo
         L.seed_everything(part.seed + int(os.environ["RANK"]), verbose=False)
         record = runs.Record()
         fitted = runs.trainer(
-            ReallocStrategy(part.plan), world_size, max_steps=part.max_steps, max_epochs=-1,
-            callbacks=[record, SaveAt(part)],
+            ReallocStrategy(part.plan, async_checkpoints=part.in_background), world_size, max_steps=part.max_steps,
+            max_epochs=-1, callbacks=[record, SaveAt(part)],
         )  # fmt: skip
         loader = BatchLoader(table(responses=part.algorithm == "sft"), batch_size=BATCH_SIZE, seed=5)
         fitted.fit(make_module(part), loader, ckpt_path=part.resume)

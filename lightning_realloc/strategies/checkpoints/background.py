@@ -1,0 +1,157 @@
+"""Write a checkpoint in a thread while training goes on, one checkpoint at a time.
+
+The threads of all ranks run no collective, which could meet those of training in another order. Each rank reports its
+part through the process group's store, and the first rank completes the checkpoint once it has read all reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.runtime.messages.objects import gather_objects
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""Seconds between the first rank's looks for other ranks' reports."""
+GRACE_S = 30.0
+"""Seconds that the first rank of a failed run waits for other ranks' parts after its own is written."""
+
+
+class Save(Protocol):
+    """One rank's part of a checkpoint that is being written."""
+
+    def write(self) -> Any:
+        """Write this rank's part, and return its description. Raises CheckpointError."""
+
+    def complete(self, parts: list[Any]) -> None:
+        """Complete the checkpoint from the descriptions of all ranks. Raises CheckpointError."""
+
+    def discard(self) -> None:
+        """Remove what was written."""
+
+
+class BackgroundSave:
+    """The save under way, if there is one."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._problem: CheckpointError | None = None
+        self._lock = threading.Lock()
+        self._is_writing = False
+        self._actions: list[Callable[[], None]] = []
+        self._closed_at: float | None = None
+
+    def start(self, save: Save, *, token: str, rank: int, world_size: int) -> None:
+        """Begin to write. `finish` has to be called before.
+
+        Args:
+            save: This rank's part.
+            token: Name of this save in the store, the same on all ranks and never used before.
+            rank: This rank.
+            world_size: Number of ranks.
+        """
+        assert self._thread is None, "only one checkpoint is written at a time"
+        self._closed_at, self._is_writing = None, True
+        keys = [f"checkpoint/{token}/{number}" for number in range(world_size)]
+        self._thread = threading.Thread(target=self._run, args=(save, keys, rank), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the save under way is complete. Collective over all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if a rank could not write its part.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        problem, self._problem = self._problem, None
+        first = next((one for one in gather_objects(problem) if one is not None), None)
+        if first is not None:
+            raise first
+
+    def close(self) -> None:
+        """Wait for the save under way at the end of a run that failed, and log its error. Not collective."""
+        if self._thread is None:
+            return
+        self._closed_at = time.monotonic()
+        self._thread.join()
+        self._thread = None
+        if self._problem is not None:
+            log.error("%s", self._problem)
+            self._problem = None
+
+    def after_completion(self, action: Callable[[], None]) -> None:
+        """Run an action once the save under way is complete, or now without one. It is dropped if the save fails."""
+        with self._lock:
+            if self._is_writing:
+                self._actions.append(action)
+                return
+        if self._problem is None:
+            action()
+
+    def _run(self, save: Save, keys: list[str], rank: int) -> None:
+        part: Any
+        try:
+            part = save.write()
+        except CheckpointError as error:
+            part = error
+        try:
+            if rank == 0:
+                self._complete(save, [part, *map(self._receive, keys[1:])])
+            else:
+                _store().set(keys[rank], pickle.dumps(part))
+        except CheckpointError as error:
+            self._problem = error
+        except RuntimeError as error:  # the rank that hosts the store has ended
+            self._problem = CheckpointError(f"no checkpoint was completed, since another rank has ended: {error}")
+        with self._lock:
+            self._is_writing = False
+            actions, self._actions = self._actions, []
+        for action in actions if self._problem is None else ():
+            action()
+
+    def _complete(self, save: Save, parts: list[Any]) -> None:
+        try:
+            failed = next((part for part in parts if isinstance(part, CheckpointError)), None)
+            if failed is not None:
+                raise failed
+            save.complete(parts)
+        except CheckpointError:
+            save.discard()
+            raise
+
+    def _receive(self, key: str) -> Any:
+        """Return another rank's part, or its error.
+
+        Raises:
+            CheckpointError: if the run has failed and the rank reports nothing.
+        """
+        since, store = time.monotonic(), _store()
+        while not store.check([key]):  # `get` would block this process's other uses of the store
+            if self._closed_at is not None and time.monotonic() > max(self._closed_at, since) + GRACE_S:
+                rank = key.rpartition("/")[2]
+                raise CheckpointError(
+                    f"no checkpoint was completed, since rank {rank} has not reported its part within {GRACE_S:g} s "
+                    f"after the run failed; resume from the one before"
+                )
+            time.sleep(POLL_S)
+        part = pickle.loads(store.get(key))
+        store.delete_key(key)
+        return part
+
+
+def _store() -> Any:
+    group = dist.group.WORLD
+    assert group is not None, "several ranks have a process group"
+    return group.get_group_store()
