@@ -140,7 +140,10 @@ def read_checkpoint(
             state |= weights if role not in averages_of else _weights_from_averages(role, weights, stored, folder)
             models.pool.weights_changed(role)
     if resuming:
-        with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+        with (
+            raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size),
+            name_read_errors(folder / META_FILE),
+        ):
             settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
             for group, saved in zip(optimizer.param_groups, settings[role]["param_groups"], strict=True):

@@ -151,9 +151,12 @@ def remove_checkpoint(path: Path) -> None:
         log.warning("%s is not removed, since %s is newer but incomplete", path, newer[0])
         return
     partial = partial_path(path)
-    remove(partial)
-    os.rename(path, partial)
-    remove(partial)
+    try:
+        remove(partial)
+        os.rename(path, partial)
+        remove(partial)
+    except OSError as error:
+        log.warning("%s was not removed: %s", path, error)
 
 
 # ---- durability
