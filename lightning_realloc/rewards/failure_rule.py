@@ -15,6 +15,10 @@ OnFailure = Literal["fail", "mask"]
 """``"fail"`` ends the run; ``"mask"`` excludes the sample from advantages and losses, and counts it."""
 
 
+GIVE_UP_AFTER = 3
+"""Default number of consecutive batches without any result after which ``"mask"`` ends the run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """Result for a completion whose reward could not be computed.

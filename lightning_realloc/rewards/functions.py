@@ -20,8 +20,8 @@ from transformers import TrainerState
 from lightning_realloc.data.chat import is_conversation, partial_answer
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.event_loop import EventLoop
-from lightning_realloc.rewards.failure_rule import Failed, Outcome
-from lightning_realloc.rewards.invoke import call_reward, call_reward_async, finite_number
+from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
+from lightning_realloc.rewards.invoke import call_reward, call_reward_async, finite_number, masks_failures
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
 from lightning_realloc.rewards.signatures import is_async, required_columns, resolved, unique_names
 from lightning_realloc.rewards.texts import describe_completion
@@ -91,6 +91,8 @@ class RewardFunctions:
         self.trainer_state: Callable[[], TrainerState] = TrainerState
         """Factory of the ``trainer_state`` that functions receive."""
         self._loop = EventLoop()
+        self._rules: dict[str, FailureRule] = {}
+        """Name of a function with ``on_failure="mask"`` -> its rule, from its first call on."""
 
     def start(self) -> None:
         """Call ``start`` of every function that has it, before a run begins.
@@ -176,9 +178,9 @@ class RewardFunctions:
         failed = {
             name: torch.tensor([isinstance(outcome, Failed) for outcome in outcomes[name]], dtype=torch.bool)
             for name, function in self._named()
-            if getattr(function, "on_failure", "fail") == "mask"
+            if masks_failures(function)
         }
-        self._refuse_unknown_failures(outcomes, failed)
+        self._apply_failure_rules(outcomes, failed)
         values = torch.stack(list(by_function.values()))
         masked = torch.stack([*failed.values(), torch.zeros(values.shape[1], dtype=torch.bool)]).any(dim=0)
         if self._alone:
@@ -187,14 +189,17 @@ class RewardFunctions:
         refuse_infinite_sums(total, masked, lambda index: describe_completion(index, given))
         return Rewards(total.masked_fill(masked, math.nan), by_function, failed)
 
-    def _refuse_unknown_failures(self, outcomes: Mapping[str, Sequence[Outcome]], failed: Mapping[str, Tensor]) -> None:
-        for name in self.names:
+    def _apply_failure_rules(self, outcomes: Mapping[str, Sequence[Outcome]], failed: Mapping[str, Tensor]) -> None:
+        for name, function in self._named():
             reasons = [outcome.reason for outcome in outcomes[name] if isinstance(outcome, Failed)]
             if reasons and name not in failed:
                 raise RewardError(
                     f"reward function {name!r} could not judge {len(reasons)} of {len(outcomes[name])} completions; "
                     f"{reasons[0]}; set the function's attribute on_failure = 'mask' to leave such samples out"
                 )
+            if name in failed:
+                limit = getattr(function, "give_up_after", GIVE_UP_AFTER)
+                self._rules.setdefault(name, FailureRule(name, "mask", limit)).apply(outcomes[name])
             if reasons:
                 log.warning(
                     "%s: %d of %d samples are left out of this iteration; %s",

@@ -24,6 +24,8 @@ def call_reward(name: str, function: RewardFunction, given: Mapping[str, Any]) -
         name: Name of the function, for errors.
         given: Argument name -> value; the function receives those that its signature accepts.
 
+    If the function's attribute ``on_failure`` is ``"mask"``, an exception is a `Failed` for every completion.
+
     Raises:
         RewardError: if the function raises or returns anything but rewards; the message names the function and the
             batch.
@@ -31,9 +33,9 @@ def call_reward(name: str, function: RewardFunction, given: Mapping[str, Any]) -
     try:
         returned = function(**accepted(function, given))
     except RewardError:
-        raise  # its message is complete
+        raise  # its message is complete, and it has applied ``on_failure`` itself
     except Exception as error:
-        raise _raised(name, error, given) from error
+        return _failed(name, function, error, given)
     return validated(name, returned, given)
 
 
@@ -44,8 +46,13 @@ async def call_reward_async(name: str, function: RewardFunction, given: Mapping[
     except RewardError:
         raise
     except Exception as error:
-        raise _raised(name, error, given) from error
+        return _failed(name, function, error, given)
     return validated(name, returned, given)
+
+
+def masks_failures(function: RewardFunction) -> bool:
+    """Return whether a function's failures leave samples out, by its attribute ``on_failure``."""
+    return getattr(function, "on_failure", "fail") == "mask"
 
 
 def validated(name: str, returned: object, given: Mapping[str, Any]) -> list[Outcome]:
@@ -88,11 +95,15 @@ def finite_number(value: Any) -> float | None:
     return number if abs(number) <= MAX_REWARD else None
 
 
-def _raised(name: str, error: Exception, given: Mapping[str, Any]) -> RewardError:
-    return RewardError(
+def _failed(name: str, function: RewardFunction, error: Exception, given: Mapping[str, Any]) -> list[Outcome]:
+    """Return a failure for every completion, if the function masks them; raise RewardError otherwise."""
+    problem = (
         f"reward function {name!r} raised {type(error).__name__}{_line(error)}: {error}; "
         f"it was given {describe_batch(given)}"
     )
+    if not masks_failures(function):
+        raise RewardError(f"{problem}; with the attribute on_failure = 'mask' such samples are left out") from error
+    return [Failed(problem)] * len(given["completions"])
 
 
 def _line(error: Exception) -> str:

@@ -22,7 +22,7 @@ import aiohttp
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.event_loop import EventLoop
-from lightning_realloc.rewards.failure_rule import Failed, FailureRule, OnFailure, Outcome
+from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import finite_number
 from lightning_realloc.rewards.retries import RETRYABLE_STATUSES, Retries, retry_after_s
 from lightning_realloc.rewards.signatures import without_services
@@ -67,7 +67,7 @@ class RemoteReward:
         headers: Mapping[str, str] | None = None,
         token_variable: str | None = None,
         on_failure: OnFailure = "fail",
-        give_up_after: int = 3,
+        give_up_after: int = GIVE_UP_AFTER,
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise RewardError(f"url={_without_password(url)!r} must be an address like http://localhost:8000/judge")
@@ -85,6 +85,7 @@ class RemoteReward:
         self.timeout_s = timeout_s
         self.retries = retries or Retries()
         self.on_failure = on_failure
+        self.give_up_after = give_up_after
         self._headers = {"Accept": "application/json", **(headers or {})}
         self._token_variable = token_variable
         self._rule = FailureRule(name, on_failure, give_up_after)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.failure_rule import Failed, OnFailure, Outcome
+from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import validated
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
@@ -93,6 +93,7 @@ class Shaped:
         self.function = resolved(function)
         self.__name__ = function_name(self.function)
         self.on_failure: OnFailure = getattr(self.function, "on_failure", "fail")
+        self.give_up_after: int = getattr(self.function, "give_up_after", GIVE_UP_AFTER)
         self.is_async = is_async(self.function)
         self.scale = scale
         self.low = low

@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerState
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards import Failed, RewardFunctions, Rewards, exact_match
+from lightning_realloc.rewards import Failed, RewardFunctions, Rewards, Shaped, exact_match
 
 PROMPTS = ["1+1=", "1+2="]
 COMPLETIONS = ["2", " 4\n"]
@@ -149,7 +149,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
     ) as info:
         _judge(failing)
     assert isinstance(info.value.__cause__, KeyError)
-    with pytest.raises(RewardError, match=r"it was given 3 completions of the prompt '1\+1='$"):  # one for a group
+    with pytest.raises(RewardError, match=r"it was given 3 completions of the prompt '1\+1=';"):  # a group shares it
         RewardFunctions(failing)(["1+1="] * 3, ["2", "3", "4"], [[1], [2], [3]], {})
 
 
@@ -268,6 +268,50 @@ def test_a_failed_sample_has_no_reward_if_failures_are_masked(caplog: pytest.Log
     with pytest.raises(RewardError, match=r"'Flaky' could not judge 1 of 2 completions; the wire was cut"):
         _judge(Flaky("fail"))
     assert _judge(length).failed == {}
+
+
+def raising(on_failure: str) -> Any:
+    """Return a plain function that raises."""
+
+    def broken(completions: list[str], **columns: Any) -> list[float]:
+        raise KeyError("unexpected answer")
+
+    broken.on_failure = on_failure  # type: ignore[attr-defined]
+    return broken
+
+
+def asynchronous(on_failure: str) -> Any:
+    """Return a coroutine function that raises."""
+
+    async def broken(completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        raise KeyError("unexpected answer")
+
+    broken.on_failure = on_failure  # type: ignore[attr-defined]
+    return broken
+
+
+@pytest.mark.parametrize("make", [raising, asynchronous, lambda on_failure: Shaped(raising(on_failure), scale=2.0)])
+def test_a_plain_function_may_leave_samples_out_that_it_fails_on(
+    make: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        rewards = _judge(make("mask"), length)
+    assert rewards.failed["broken"].tolist() == [True, True] == rewards.total.isnan().tolist()
+    assert "broken: 2 of 2 samples are left out of this iteration; reward function 'broken' raised" in caplog.text
+    with pytest.raises(RewardError, match=r"raised KeyError .* with the attribute on_failure = 'mask' such samples"):
+        _judge(make("fail"), length)
+
+
+def test_a_function_that_fails_on_everything_ends_the_run_after_some_batches() -> None:
+    function = raising("mask")
+    for limit in (3, 2):
+        functions = RewardFunctions([function, length])
+        for _ in range(limit - 1):
+            functions(PROMPTS, COMPLETIONS, IDS, {})
+        with pytest.raises(RewardError, match=rf"could be judged in {limit} consecutive batches; .*raised"):
+            functions(PROMPTS, COMPLETIONS, IDS, {})
+        function.give_up_after = 2
 
 
 def test_functions_with_start_and_close_are_started_and_closed() -> None:

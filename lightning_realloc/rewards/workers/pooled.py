@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.failure_rule import FailureRule, OnFailure, Outcome
+from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
     accepted,
@@ -50,7 +50,7 @@ class PooledReward:
         deadline_s: float = 30.0,
         chunk_size: int = 1,
         on_failure: OnFailure = "fail",
-        give_up_after: int = 3,
+        give_up_after: int = GIVE_UP_AFTER,
         start_s: float = 120.0,
     ) -> None:
         for name, value in {"workers": workers, "chunk_size": chunk_size}.items():
@@ -65,6 +65,7 @@ class PooledReward:
         self.deadline_s = deadline_s
         self.chunk_size = chunk_size
         self.on_failure = on_failure
+        self.give_up_after = give_up_after
         self.start_s = start_s
         self._rule = FailureRule(self.__name__, on_failure, give_up_after)
         self._prepared = prepare_function(self.function)
