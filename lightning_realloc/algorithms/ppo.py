@@ -30,6 +30,7 @@ from lightning_realloc.algorithms.losses.functional import (
 )
 from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
+from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     calls_of_further,
@@ -138,6 +139,7 @@ class PPO(RewardedModule):
         self.critic_warmup = critic_warmup
         self.critic_train_options = critic_train_options or replace(self.train_options, stop_above={})
         self.return_moments = RunningMoments()
+        self._signal = SignalWatch()
         self._check_loss()
         check_type(KLOptions, kl=kl)
         divergence = kl or KLOptions()
@@ -279,7 +281,9 @@ class PPO(RewardedModule):
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean scores, rewards, divergences (nats per response), lengths, and explained variance."""
-        summary = {"score": samples.tensor("scores").float().nanmean(), **reward_summary(samples)}
+        scores = samples.tensor("scores").float()
+        summary = {"score": scores.nanmean(), **reward_summary(samples)}
+        summary |= signal_summary(scores, None, name="score")
         names = {"reward": "rewards", "kl_k1": "kl_k1", "kl_k3": "kl_k3", "explained_variance": "explained_variance"}
         summary |= {name: samples.tensor(column).nanmean() for name, column in names.items() if column in samples}
         if "kl_k1" in samples:
@@ -287,8 +291,10 @@ class PPO(RewardedModule):
         return summary | response_summary(samples)
 
     def on_iteration_end(self, samples: Samples) -> None:
-        """Update the weight of the divergence, and the running moments of returns."""
-        judged = ~samples.tensor("scores").isnan().cpu()
+        """Update the weight of the divergence, and the running moments of returns; warn of scores without a signal."""
+        scores = samples.tensor("scores").cpu()
+        judged = ~scores.isnan()
+        self._signal.record(samples, scores, has_signal=len(scores[judged].unique()) > 1)
         if not bool(judged.any()):
             return
         if self.has_reference:

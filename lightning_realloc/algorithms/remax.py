@@ -101,6 +101,11 @@ class ReMax(PolicyGradient):
         """Return rewards less the greedy response's; NaN if either is missing."""
         return rewards - samples.tensor("greedy_rewards")
 
+    def has_signal(self, samples: Samples) -> bool:
+        """Return whether a reward differs from the greedy response's."""
+        compared = samples.tensor("rewards") - samples.tensor("greedy_rewards")
+        return bool((compared.nan_to_num() != 0).any())
+
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return also the mean reward of greedy responses."""
         made = "greedy_rewards" in samples

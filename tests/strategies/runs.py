@@ -82,7 +82,7 @@ class Record(Callback):
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as plain numbers, without those that depend on the clock."""
     clock = ("seconds/", "hidden_s/", "idle_share", "reallocation_", "tokens_per_s", "tokens_per_step/",
-             "moved_samples/")  # fmt: skip
+             "moved_samples/", "peak_memory_GiB")  # fmt: skip
     return {name: float(value) for name, value in metrics.items() if not name.startswith(clock)}
 
 

@@ -149,16 +149,19 @@ def reward_summary(samples: Samples) -> dict[str, Tensor]:
 
 
 def response_summary(samples: Samples) -> dict[str, Tensor]:
-    """Return the mean response length in tokens of the model, and the share that ended by themselves.
+    """Return mean, least and largest response length in tokens of the model, and shares that ended or were cut off.
 
     Conversations add the mean number of turns, and the shares that the environment or its failures ended. Carried
     responses add the mean age of tokens in iterations.
     """
-    reasons = samples.tensor("finish_reason")
+    reasons, lengths = samples.tensor("finish_reason"), num_model_tokens(samples).float()
     summary = {
-        "response_length": num_model_tokens(samples).float().mean(),
+        "response_length": lengths.mean(),
         "finished": (reasons == FINISH_REASONS.index("stop")).float().mean(),
+        "truncated": (reasons == FINISH_REASONS.index("length")).float().mean(),
     }
+    if len(lengths):
+        summary |= {"response_length/min": lengths.min(), "response_length/max": lengths.max()}
     if "num_turns" in samples:
         summary["turns"] = samples.tensor("num_turns").float().mean()
         summary["ended_by_environment"] = samples.tensor("ended_by_environment").float().mean()

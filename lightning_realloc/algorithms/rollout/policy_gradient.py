@@ -35,7 +35,8 @@ from lightning_realloc.algorithms.losses.proximal import (
     refuse_stale,
     with_proximal_call,
 )
-from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill
+from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill, differing
+from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
 from lightning_realloc.algorithms.settings import Unpack, check_choice, check_not_negative, check_type, given
@@ -152,6 +153,7 @@ class PolicyGradient(RewardedModule):
         check_type(bool, learn_truncated=learn_truncated)
         self.learn_truncated = learn_truncated
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
+        self._signal = SignalWatch()
         self._check_divergence(divergence)
         self._check_loss()
 
@@ -310,6 +312,7 @@ class PolicyGradient(RewardedModule):
         if self.has_reference and self.kl_place == "loss":
             measured["kl"] = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)
             values = values + self.kl_coef * measured["kl"]
+        measured["entropy"] = -logprobs.detach()  # its mean over sampled tokens estimates the entropy at no cost
         if statistics.entropy is not None:
             measured["entropy"] = statistics.entropy
             values = values - self.entropy_coef * statistics.entropy
@@ -327,9 +330,20 @@ class PolicyGradient(RewardedModule):
         return self.policy_loss(logprobs, before, advantages, batch)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return also the divergence in nats per response, if it is a penalty."""
+        """Return also the spread of rewards, and the divergence in nats per response, if it is a penalty."""
+        spread = signal_summary(samples.tensor("rewards"), samples.tensor("prompt_id"), name="reward")
         divergence = {"kl_k1": samples.tensor("kl_k1").nanmean()} if "kl_k1" in samples else {}
-        return super().summarize(samples) | divergence
+        return super().summarize(samples) | spread | divergence
+
+    def has_signal(self, samples: Samples) -> bool:
+        """Return whether rewards differ where the algorithm compares them: in a group, or in the batch."""
+        groups = samples.tensor("prompt_id")
+        whole = groups if self.learns_whole_groups else torch.zeros_like(groups)
+        return bool(differing(samples.tensor("rewards"), whole).any())
+
+    def on_iteration_end(self, samples: Samples) -> None:
+        """Warn if rewards give no signal for several iterations."""
+        self._signal.record(samples, samples.tensor("rewards"), has_signal=self.has_signal(samples))
 
     def check_batch(self, batch: Samples) -> None:
         """Raise also for proximal ratios of responses from older weights."""

@@ -7,6 +7,8 @@ until it is freed. Measuring is slow; leave it off when you measure time.
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _STORAGE_CLASS: Any = torch.UntypedStorage  # its resize_ is replaced: no dispatch mode sees it
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak bytes of this rank so far: allocated on its CUDA device, else resident in host memory.
+
+    Both are read at no cost. A `MemoryMeter` resets the count of a CUDA device.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class AllocatorMeter:

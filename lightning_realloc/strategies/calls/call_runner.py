@@ -21,6 +21,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.runtime.measure.memory_stats import peak_bytes
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
 from lightning_realloc.strategies.calls.generate_call import EnginePool, GenerateCalls, PeerFailure, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
@@ -284,6 +285,7 @@ class CallRunner:
             batch, routes, self._mailbox, rank=rank, run=self._run, version=version, num_shown=num_shown
         )
         self._metrics.idle.record(data.report)
+        data.report.maxima["peak_memory_GiB"] = peak_bytes(self._context.device) / 2**30
         if all(call.kind == "train" for call in calls):
             self._send_report(data)  # there is nothing to wait for
         return data

@@ -75,8 +75,8 @@ def test_a_rollout_records_model_tokens_turns_and_ends_by_the_environment() -> N
     assert samples.tensor("num_turns").tolist() == [2, 2, 3, 1]
     assert samples.tensor("ended_by_environment").tolist() == [True, False, False, False]
     assert {name: value.item() for name, value in response_summary(samples.lengths_only()).items()} == {
-        "response_length": 2.5, "finished": 0.5, "turns": 2.0, "ended_by_environment": 0.25,
-        "environment_failures": 0.25,
+        "response_length": 2.5, "response_length/min": 2.0, "response_length/max": 3.0, "finished": 0.5,
+        "truncated": 0.25, "turns": 2.0, "ended_by_environment": 0.25, "environment_failures": 0.25,
     }  # fmt: skip
 
 
