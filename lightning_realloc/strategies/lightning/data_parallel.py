@@ -41,7 +41,13 @@ from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
-from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, StartMethod, checked_start_method
+from lightning_realloc.strategies.lightning.launchers import (
+    FullStateLauncher,
+    StartMethod,
+    checked_start_method,
+    refuse_in_notebook,
+)
+from lightning_realloc.strategies.lightning.optimizer_hooks import refuse_gradient_settings
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.precision import for_samples
 
@@ -108,6 +114,7 @@ class DataParallelStrategy(ModelParallelStrategy):
             super()._configure_launcher()
         else:
             self._launcher = FullStateLauncher(self, start_method=self._start_method)
+        refuse_in_notebook(self._launcher)
 
     def connect(self, model: LightningModule) -> None:
         """Connect the module, and refuse Trainer settings that would have no effect or fail later.
@@ -124,12 +131,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         _refuse_foreign_data(trainer)
         if self.dataflow is not None:
             refuse_weight_averaging(trainer.callbacks, type(model).__name__)
-        if self.dataflow is not None and (trainer.gradient_clip_val or trainer.accumulate_grad_batches != 1):
-            raise MisconfigurationException(
-                f"gradient_clip_val={trainer.gradient_clip_val} and accumulate_grad_batches="
-                f"{trainer.accumulate_grad_batches} of the Trainer do not reach the calls of {type(model).__name__}; "
-                f"use its train_options=TrainOptions(max_grad_norm=..., micro_batch_tokens=...) instead"
-            )
+            refuse_gradient_settings(trainer, type(model).__name__)
 
     def setup_environment(self) -> None:
         """Start the process group; with an external launcher, also check the number of processes.
@@ -146,8 +148,8 @@ class DataParallelStrategy(ModelParallelStrategy):
         # Ranks may be seeded differently, but must draw, shuffle and build alike.
         self.run_seed = self.broadcast(global_seed())
         self.stop.handle_signals(self.connected_module.trainer)
+        failures.report_failures(rank=self.global_rank, launcher=self._launcher)
         if self.world_size > 1:
-            failures.report_failures(rank=self.global_rank, launcher=self._launcher)
             clear_failure(self.global_rank)
             if failures.is_started_by_launcher(self.cluster_environment, self.local_rank) and not self._is_watched:
                 self._is_watched = True

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -62,6 +64,17 @@ class FullStateLauncher(_MultiProcessingLauncher):
         except KeyboardInterrupt:  # torch would end the process without an error, and its parent would wait for results
             raise SIGTERMException(INTERRUPT_EXIT_CODE) from None
 
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        """Return metrics and the counts of steps, batches and epochs."""
+        progress = [counter.state_dict() for counter in _counters(trainer)]
+        return {**super().get_extra_results(trainer), "progress": progress}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        """Take over metrics and counts, as if training had run in the main process."""
+        super().update_main_process_results(trainer, extra)
+        for counter, state in zip(_counters(trainer), extra["progress"], strict=True):
+            counter.load_state_dict(state)
+
     def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> Any:
         module = trainer.lightning_module
         fitted = trainer.state.fn == TrainerFn.FITTING
@@ -79,4 +92,21 @@ class FullStateLauncher(_MultiProcessingLauncher):
         super()._recover_results_in_main_process(worker_output, trainer)
 
 
-__all__ = ["FullStateLauncher"]
+def _counters(trainer: Trainer) -> tuple[Any, ...]:
+    """Return the objects in which Lightning counts a fit's epochs, batches and steps."""
+    loop = trainer.fit_loop.epoch_loop
+    steps = (loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress)
+    return (trainer.fit_loop.epoch_progress, loop.batch_progress, loop.scheduler_progress, *steps)
+
+
+def refuse_in_notebook(launcher: object) -> None:
+    """Raise ConfigError in a notebook for a launcher that would run the notebook's code again as a script."""
+    if _IS_INTERACTIVE and isinstance(launcher, _Launcher) and not launcher.is_interactive_compatible:
+        raise ConfigError(
+            "several devices need processes, and a notebook's code cannot be run again in each of them; use "
+            "Trainer(strategy='realloc_fork'), or ReallocStrategy(start_method='fork'), which copies the notebook's "
+            "process, and create nothing on a GPU before fit; or run a script"
+        )
+
+
+__all__ = ["FullStateLauncher", "refuse_in_notebook"]

@@ -49,7 +49,8 @@ def main(folder: Path, *strategies: str) -> None:
         weights = trainer.strategy.full_weights("actor") if is_rank else module.actor.state_dict()
         if trainer.is_global_zero:
             sums = {key: float(value.abs().sum()) for key, value in weights.items()}
-            (folder / name / "caller.json").write_text(json.dumps({"process": os.getpid(), "sums": sums}))
+            seen = {"process": os.getpid(), "sums": sums, "steps": trainer.global_step, "epoch": trainer.current_epoch}
+            (folder / name / "caller.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

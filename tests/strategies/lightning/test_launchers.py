@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.strategies.lightning import launchers
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -97,9 +99,19 @@ def test_script_torchrun_spawn_and_fork_give_the_same_results(tmp_path: Path, wo
         ranks, caller = read(tmp_path / name)
         assert ranks[0]["launcher"] == launcher
         assert ranks[0]["logged"] == pytest.approx(logged, abs=1e-5)
-        # The caller has the trained weights, as a rank or after waiting for the ranks.
+        # Weights and counts come back, whether the caller is a rank or has waited for the ranks.
         assert (caller["process"] == ranks[0]["process"]) == (launcher != "FullStateLauncher")
         assert caller["sums"] == pytest.approx(sums, rel=1e-4)
+        assert (caller["steps"], caller["epoch"]) == (2, 1)
+
+
+def test_a_notebook_is_told_of_the_strategy_that_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "_IS_INTERACTIVE", True)
+    for name in ("realloc", "realloc_spawn"):
+        with pytest.raises(ConfigError, match=r"use Trainer\(strategy='realloc_fork'\)"):
+            runs.trainer(name, 2)
+    assert isinstance(runs.trainer("realloc_fork", 2).strategy.launcher, launchers.FullStateLauncher)
+    assert runs.trainer("realloc", 1).strategy.launcher is None
 
 
 def start_too_many() -> list[str]:
