@@ -47,6 +47,7 @@ from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOpti
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import check_precision
+from lightning_realloc.strategies.run_messages import log_summary
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
@@ -311,11 +312,12 @@ class ReallocStrategy(DataParallelStrategy):
             self.stop.end_run(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        """Collect garbage seldom: iterations leave none, and all ranks wait for the one that collects."""
+        """Log a summary, and collect garbage seldom: iterations leave none, and all ranks wait for a collection."""
         super().on_train_start()
         self.stop.handle_interrupts(self.connected_module.trainer)
         if self.dataflow is not None:
             self._checkpoints.check_callbacks()
+            log_summary(self, self._placed.builder())
             self._collection.start()
 
     def _record_failure(self, exception: BaseException) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -35,6 +36,8 @@ from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_not_negative, check_type, refuse_contradictions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.callbacks.phase import trainer_callbacks
+from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
@@ -79,7 +82,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     Args:
         learning_rate: Learning rate of AdamW without weight decay, the default optimizer. None:
-            ``default_learning_rate`` of the algorithm, ten times that for adapters.
+            ``default_learning_rate`` of the algorithm, ten times that for adapters: 2e-5 in SFT, 1e-5 in reward models,
+            5e-7 in OnlineDPO, else 1e-6.
         optimizer: Function of the parameters that makes an optimizer with its own learning rate.
         lr_scheduler: Function of an optimizer that makes a learning-rate schedule, which steps once per iteration.
         weight_decay: Weight decay of all but ``no_decay``; None leaves it to ``optimizer``.
@@ -333,6 +337,10 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
     # ---- Lightning's hooks
+    def configure_callbacks(self) -> list[Callback]:
+        """Return a `RunLog`, unless the Trainer has one."""
+        return [] if any(isinstance(one, RunLog) for one in trainer_callbacks(self.trainer)) else [RunLog()]
+
     def setup(self, stage: str) -> None:
         """Start reward functions, so that they fail before weights are loaded."""
         for functions in self._reward_functions_kept():

@@ -50,6 +50,7 @@ from lightning_realloc.strategies.lightning.launchers import (
 from lightning_realloc.strategies.lightning.optimizer_hooks import refuse_gradient_settings
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.precision import for_samples
+from lightning_realloc.strategies.run_messages import log_way_to_resume
 
 
 class DataParallelStrategy(ModelParallelStrategy):
@@ -225,8 +226,9 @@ class DataParallelStrategy(ModelParallelStrategy):
             return output
 
     def on_exception(self, exception: BaseException) -> None:
-        """Publish the error for other ranks; to a broken connection, add the errors of the ranks that caused it."""
+        """Log how to resume, and publish the error; to a broken connection, add those of the ranks that caused it."""
         super().on_exception(exception)
+        log_way_to_resume(self.connected_module._trainer)
         if isinstance(exception, SIGTERMException):  # on all ranks alike
             self.stop.set_exit_code(exception)
             self.stop.requeue(self.connected_module.trainer)

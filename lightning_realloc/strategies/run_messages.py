@@ -1,0 +1,182 @@
+"""Messages of rank 0 about a run: a summary before the first step, and how to resume after a failure."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.callbacks.phase import trainer_callbacks
+from lightning_realloc.errors import ReallocError
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.pool.memory_check import with_callbacks
+from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.parts import Workload
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.pool.builder import PoolBuilder
+    from lightning_realloc.strategies.realloc import ReallocStrategy
+
+log = logging.getLogger(__name__)
+TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "GRPO": {"kl_coef": 0.0, "loss_average": "token", "sampling.max_new_tokens": 512},
+    "RLOO": {"sampling.n": 2, "sampling.max_new_tokens": 512},
+    "SFT": {},
+    "DPO": {},
+    "KTO": {},
+    "RewardModel": {},
+}
+"""Algorithm -> its setting -> the default of TRL's trainer. TRL's learning rates decay linearly in all of them."""
+
+
+# ---- before the first step
+def log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
+    """Log models, plan, memory, batch, learning rates and checkpoints, unless ``enable_model_summary=False``."""
+    trainer = strategy.connected_module.trainer
+    if not trainer.is_global_zero or not any(isinstance(one, ModelSummary) for one in trainer_callbacks(trainer)):
+        return
+    try:
+        rank_zero_info("\n  ".join(_summary_lines(strategy, builder, trainer)))
+    except ReallocError as error:  # a model that can be trained, but not be described
+        log.debug("no summary of this run: %s", error)
+
+
+def _summary_lines(strategy: ReallocStrategy, builder: PoolBuilder, trainer: Trainer) -> Iterator[str]:
+    module, plan, trained = builder.module, strategy.plan, builder.dataflow.trained_roles
+    ranks = f"{builder.world_size} {builder.device.type} rank{'s' if builder.world_size > 1 else ''}"
+    steps = f"{trainer.global_step}" + (f" of {trainer.max_steps}" if trainer.max_steps > 0 else "")
+    yield f"{type(module).__name__} on {ranks}, precision {builder.precision}, from step {steps}"
+    sizes = (_size(name, role, is_trained=name in trained) for name, role in builder.describe_roles().items())
+    yield f"models: {', '.join(sizes)}"
+    offload = f"; offload {', '.join(plan.offload)}" if plan.offload else ""
+    yield f"plan: {', '.join(f'{name} {call.layout}' for name, call in plan.calls)}{offload}"
+    yield from _memory_line(builder, strategy, trainer)
+    yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"
+    rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in strategy.optimizers_by_role().items()]
+    schedule = "by schedule" if strategy.lr_scheduler_configs else "constant"
+    yield f"learning rate: {', '.join([*rates, schedule])}"
+    if differing := list(_differences(module, has_schedule=bool(strategy.lr_scheduler_configs))):
+        yield f"other than TRL's default (in brackets): {', '.join(differing)}"
+    yield f"checkpoints: {getattr(trainer.checkpoint_callback, 'dirpath', None) or 'none'}"
+
+
+def _size(name: str, role: RoleMemory, *, is_trained: bool) -> str:
+    if role.shares is not None:
+        return f"{name} (the base of {role.shares})"
+    trained = f" ({_count(role.model.num_elements - role.num_frozen)} trained)" if is_trained else ""
+    return f"{name} {_count(role.model.num_elements)}{trained}"
+
+
+def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Trainer) -> Iterator[str]:
+    """Yield the forecast peak of the fullest rank; nothing if there is no forecast."""
+    flow, workload = builder.dataflow, _workload(builder.module, trainer, builder.dataflow.trained_roles)
+    ranks, callbacks = range(builder.world_size), trainer_callbacks(trainer)
+    try:
+        plan, settings = with_callbacks(callbacks, flow, strategy.plan, builder.memory_settings())
+        forecast = forecast_memory(flow, plan, builder.describe_roles(), settings, workload, ranks=ranks)
+    except ReallocError as error:
+        log.debug("no forecast of memory: %s", error)
+        return
+    peak = max((one for one in forecast.phases if one.phase != SET_UP), key=lambda one: one.parts.total)
+    without = "" if workload is not None else ", without activations and caches"
+    yield (
+        f"memory: forecast peak of {_gib(peak.parts.total)} on rank {peak.rank} in {peak.phase}{without}; "
+        f"a device has {_gib(builder.memory_budget)}"
+    )
+
+
+def _workload(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, ...]) -> Workload | None:
+    """Return the largest workload that data and sampling allow; None if the data's lengths are unknown."""
+    table = getattr(getattr(trainer, "datamodule", None), "tables", {}).get("train")
+    num_rows, sampling = _rows_per_batch(trainer), getattr(module, "sampling", None)
+    if not isinstance(table, Samples) or num_rows is None or not trained:
+        return None
+    prompt = _longest(table, "prompt_ids")
+    response = _longest(table, "response_ids") if sampling is None else sampling.max_new_tokens
+    if prompt is None or response is None:
+        return None
+    options, num_responses = module.train_options_of(trained[0]), 1 if sampling is None else sampling.n
+    return Workload(
+        num_sequences=num_rows * num_responses,
+        prompt_tokens=max(1, prompt),
+        response_tokens=max(1, response),
+        micro_batch_tokens=options.micro_batch_tokens,
+        num_minibatches=options.num_minibatches,
+        num_epochs=options.num_epochs,
+        samples_per_prompt=num_responses,
+    )
+
+
+def _longest(table: Samples, column: str) -> int | None:
+    return int(table.ragged(column).lengths.max()) if column in table and len(table) else None
+
+
+def _rows_per_batch(trainer: Trainer) -> int | None:
+    """Return the samples of a loader's batch, with both sides of pairs; None for another library's loader."""
+    loader = trainer.train_dataloader
+    size, group_size = getattr(loader, "batch_size", None), getattr(loader, "group_size", None)
+    return size * group_size if isinstance(size, int) and isinstance(group_size, int) else None
+
+
+def _iteration(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, ...]) -> Iterator[str]:
+    """Yield the samples of an iteration, if they are known, and the optimizer steps."""
+    num_rows, sampling = _rows_per_batch(trainer), getattr(module, "sampling", None)
+    if num_rows is not None and sampling is not None:
+        yield f"{num_rows} prompts x {sampling.n} responses = {num_rows * sampling.n} samples"
+    elif num_rows is not None:
+        yield f"{num_rows} samples"
+    for role in trained:
+        options = module.train_options_of(role)
+        steps = options.num_epochs * options.num_minibatches
+        yield f"{steps} optimizer step{'s' if steps > 1 else ''} of {role}"
+
+
+def _differences(module: RunnableAlgorithm, *, has_schedule: bool) -> Iterator[str]:
+    """Yield settings that have another value than TRL's default, with both."""
+    names = (one.__name__ for one in type(module).__mro__)
+    defaults = next((TRL_DEFAULTS[name] for name in names if name in TRL_DEFAULTS), None)
+    for path, theirs in (defaults or {}).items():
+        ours = reduce(getattr, path.split("."), module)
+        if ours != theirs:
+            yield f"{path}={ours} ({theirs})"
+    if defaults is not None and not has_schedule:
+        yield "constant learning rate (linear decay)"
+
+
+def _count(num: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if num >= size:
+            return f"{num / size:.3g}{unit}"
+    return str(num)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{math.ceil(size / 2**20)} MiB"
+
+
+# ---- after a failure
+def log_way_to_resume(trainer: Trainer | None) -> None:
+    """Log how to resume training from the newest checkpoint, if there is one."""
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        return
+    if (newest := newest_checkpoint(trainer)) is not None:
+        rank_zero_info(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
+
+
+def newest_checkpoint(trainer: Trainer) -> Path | None:
+    """Return the newest of the checkpoints that this run wrote or resumed from; None without one."""
+    found = [trainer.ckpt_path]
+    for callback in trainer.checkpoint_callbacks:
+        found += [getattr(callback, name, None) for name in ("last_model_path", "best_model_path", "ckpt_path")]
+    paths = [Path(path) for path in found if path and Path(path).exists()]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
