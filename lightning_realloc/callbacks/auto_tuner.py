@@ -7,8 +7,9 @@ user. Each rank has its own tuner with the same inputs, so all ranks act alike w
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_realloc.tuning.candidates import PlanEvaluator, WorkUnit
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.tuner import Tuner
 from lightning_realloc.tuning.tuner_actions import (
+    MIN_BUDGET_S,
     Candidate,
     Commit,
     Measure,
@@ -52,8 +54,9 @@ class AutoTuner(Callback):
             slower iterations. The run's length follows from the Trainer's ``max_steps`` and ``max_epochs``.
         search_seconds: Maximum seconds of one search; ``max_overhead`` may reduce it.
         profile_seconds: Approximate maximum seconds for measuring passes on these ranks before the search;
-            ``max_overhead`` may reduce it. Runs that are too short for it search with data-sheet values.
-        save_to: File for the plan, written by rank 0 under the Trainer's ``default_root_dir``; None writes nothing.
+            ``max_overhead`` may reduce it. Runs that are too short for it search with data-sheet values, and those
+            whose budget pays for no trial are not tuned.
+        save_to: File for a faster plan, written by rank 0 under the Trainer's ``default_root_dir``; None writes none.
         drift_threshold: Tune again if the same work takes longer by this fraction, or if the work of iterations changes
             by it. None never tunes again.
         margin: Fraction of an iteration's time that a plan must save to replace the initial plan.
@@ -103,7 +106,7 @@ class AutoTuner(Callback):
         self._work_unit: WorkUnit | None = None
         self._evaluator: PlanEvaluator | None = None
         self._profile_s = 0.0
-        self._profiled_lengths: Sequence[Lengths] = ()
+        self._profiled_lengths: list[Lengths] = []
         self.has_profile = False
         """Whether predictions use measured passes, instead of data-sheet values only."""
         self._clock = IterationClock()
@@ -215,6 +218,7 @@ class AutoTuner(Callback):
     def _reset(self) -> None:
         self._work_unit = self._evaluator = self._previous = None
         self._iterations.clear()
+        self._profiled_lengths.clear()
         self._measured.clear()
         self._profile_s = 0.0
 
@@ -267,14 +271,14 @@ class AutoTuner(Callback):
         seconds, measured = gather_measurements(self._iterations, skip=action.skip, peak_bytes=cuda_peak_bytes(trainer))
         self._iterations.clear()
         if self.tuner.phase == "profile":
+            self._profiled_lengths = [*self._profiled_lengths, *lengths]
+        budget_s = self.settings.budget_s(self.tuner.num_iterations, median(seconds))
+        if self._work_unit is None and budget_s >= MIN_BUDGET_S:
             begin = time.perf_counter()
-            self._evaluator, self._profiled_lengths = strategy.plan_evaluator(lengths), lengths
-            if self._work_unit is None:
-                self._work_unit = WorkUnit(self._evaluator, strategy.plan, lengths)
+            self._work_unit = WorkUnit(strategy.plan_evaluator(lengths), strategy.plan, lengths)
             self._profile_s = max(gather_objects(time.perf_counter() - begin))
-        assert self._work_unit is not None, "made at the end of a profile"
         self._measured[self.tuner.current] = measured
-        works = [self._work_unit.work(made) for made in lengths]
+        works = [1.0 if self._work_unit is None else self._work_unit.work(made) for made in lengths]
         self.tuner.measured([Reading(duration, work) for duration, work in zip(seconds, works, strict=True)])
 
     def _search(self, trainer: Trainer, action: Search) -> None:
@@ -282,8 +286,8 @@ class AutoTuner(Callback):
         strategy: Any = trainer.strategy
         begin = time.perf_counter()
         profile = strategy.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
-        if profile is not None:
-            self._evaluator = strategy.plan_evaluator(self._profiled_lengths, profile)
+        self._evaluator = strategy.plan_evaluator(self._profiled_lengths, profile)
+        self._profiled_lengths.clear()
         self.has_profile = profile is not None
         answer: tuple[list[Candidate], float | None, str] | None = None
         if trainer.is_global_zero:
@@ -327,15 +331,18 @@ class AutoTuner(Callback):
         rank_zero_info(describe_outcome(self.tuner))
         if trainer.is_global_zero and self._evaluator is not None:
             rank_zero_info(self._table())
-            self._save(trainer)
+            if self.tuner.best is not self.tuner.start:
+                self._save(trainer)
         self.tuner.committed()
+        self._profiled_lengths.clear()
         self._previous = None
 
     def _watch(self, trainer: Trainer, timed: TimedIteration) -> None:
         """Report the previous iteration to the tuner. All ranks know its time already, so none waits."""
+        if self._work_unit is None:
+            return  # the run is too short to be tuned
         rate = trainer.callback_metrics.get("tokens_per_s")
         before, self._previous = self._previous, timed.lengths
-        assert self._work_unit is not None, "made at the end of a profile"
         if rate is None:  # no rate is shared: a single training call on all ranks
             self.tuner.watched(Reading(max(gather_objects(timed.seconds)), self._work_unit.work(timed.lengths)))
         elif before is not None and float(rate) > 0:

@@ -27,6 +27,8 @@ _COST_NAMES = {"search": "measuring and search", "switch": "changes of plans", "
 def describe_outcome(tuner: Tuner) -> str:
     """Return a line with the chosen plan, its speed-up, and the cost of the tuning."""
     best, start = tuner.best, tuner.start
+    if not tuner.spent_s and not tuner.num_tried:
+        return f"AutoTuner does not tune this run: {tuner.stopped}"
     tried = f"{tuner.num_tried} other plan{'' if tuner.num_tried == 1 else 's'} tried"
     parts = ", ".join(f"{_COST_NAMES[name]} {seconds:.2f} s" for name, seconds in tuner.costs.items())
     cost = f"{tried}; tuning has cost {tuner.spent_s:.2f} s: {parts}"

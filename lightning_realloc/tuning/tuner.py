@@ -10,14 +10,15 @@ response. By tokens, a plan would look slow because one of its iterations had a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.tuner_actions import (
+    MIN_BUDGET_S,
     Action,
+    Baseline,
     Candidate,
     Commit,
     Measure,
@@ -100,6 +101,11 @@ class Tuner:
         self._committed_at = 0
         self._window: list[Reading] = []
         self._usual: Reading | None = None
+        self._baseline = Baseline(COUNTED_ITERATIONS)
+        least = WARM_UP_ITERATIONS + COUNTED_ITERATIONS + MIN_REMAINING_ITERATIONS
+        if num_iterations is not None and num_iterations < least:
+            self.stopped = f"its {num_iterations} iterations are too few, {least} are the least"
+            self._end()
 
     # ---- results
     @property
@@ -121,9 +127,7 @@ class Tuner:
     @property
     def budget_s(self) -> float:
         """Most seconds that all tuning may cost."""
-        if self.num_iterations is None or math.isinf(self.best.score):
-            return math.inf
-        return self.settings.max_overhead * self.num_iterations * self.best.score * self._work
+        return self.settings.budget_s(self.num_iterations, self.best.score * self._work)
 
     @property
     def drift(self) -> float | None:
@@ -142,15 +146,15 @@ class Tuner:
         self.done += len(readings)
         trial = self._running()
         scores = [reading.seconds / reading.work for reading in readings[asked.skip :]]
+        if self.phase == "profile":
+            self._measure_baseline(readings[asked.skip :])
+            return
         if self.phase != "confirm":
             trial.scores += scores
         if trial is not self.start:
             usual = self.start.score
             self.costs["slower"] += sum(max(0.0, reading.seconds - usual * reading.work) for reading in readings)
-        if self.phase == "profile":
-            self._work = median(reading.work for reading in readings)
-            self._start_search()
-        elif self.phase == "confirm":
+        if self.phase == "confirm":
             trial.scores = min(scores, trial.scores, key=median)  # in doubt the start plan stays
             self._decide()
         elif len(trial.scores) == 1 and not self._is_clearly_slower(trial):
@@ -226,10 +230,20 @@ class Tuner:
             self._judge_drift(self._typical(), self._usual, 1 + self.settings.drift_threshold)
 
     # ---- phases
+    def _measure_baseline(self, counted: Sequence[Reading]) -> None:
+        """Record iterations of the start plan; search once they have settled."""
+        self._baseline.add(counted)
+        self.start.scores, self._work = self._baseline.scores, self._baseline.work
+        if self._baseline.has_settled:
+            self._baseline = Baseline(COUNTED_ITERATIONS)
+            self._start_search()
+        else:
+            self.action = Measure(0, 1)
+
     def _start_search(self) -> None:
         left = self.budget_s - self.spent_s
         seconds = min(self.settings.search_seconds, SEARCH_SHARE * left)
-        if seconds < MIN_SEARCH_S:
+        if seconds < MIN_SEARCH_S or self.budget_s < MIN_BUDGET_S:
             self.stopped = f"{max(0.0, left):.2f} s may be spent on tuning this run, too little for a search"
             self._end()
         elif self._is_almost_over():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -11,6 +11,10 @@ from typing import Any
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import is_count
+
+MIN_BUDGET_S = 2.0
+"""Seconds for all tuning below which a run is not tuned: measuring passes, a search and two changes of plans take as
+long even for tiny models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,10 @@ class TunerSettings:
     """Relative change of the seconds, or of the work, of an iteration that starts another tuning; None: never."""
     margin: float = 0.05
     """Fraction of the start plan's seconds that a plan must save to replace it."""
+
+    def budget_s(self, num_iterations: int | None, seconds: float) -> float:
+        """Return the seconds that all tuning may cost in a run of iterations of so many seconds each."""
+        return math.inf if num_iterations is None else self.max_overhead * num_iterations * seconds
 
     def __post_init__(self) -> None:
         for name in ("max_overhead", "search_seconds", "profile_seconds", "margin", "drift_threshold"):
@@ -96,6 +104,47 @@ class Trial:
     def from_mapping(cls, entry: Mapping[str, Any]) -> Trial:
         """Return the trial that :meth:`to_mapping` was called on."""
         return cls(ExecutionPlan.from_mapping(entry["plan"]), entry["predicted_s"], list(entry["scores"]))
+
+
+SETTLED_RATIO = 0.85
+"""Seconds of a baseline's last iteration over those of its first, below which the run is still warming up."""
+MAX_EXTRA_ITERATIONS = 10
+"""Most further iterations of a baseline. They cost nothing, but tuning begins later."""
+
+
+class Baseline:
+    """Iterations of the start plan until they have settled.
+
+    Libraries may load and caches may fill for longer than the iterations that are never counted. A baseline of such
+    iterations would hide slow candidates, and allow more seconds of tuning than the run has.
+
+    Args:
+        num_counted: Number of iterations that count, the last ones.
+    """
+
+    def __init__(self, num_counted: int) -> None:
+        self._num_counted = num_counted
+        self._readings: list[Reading] = []
+
+    def add(self, readings: Sequence[Reading]) -> None:
+        """Add iterations."""
+        self._readings += readings
+
+    @property
+    def scores(self) -> list[float]:
+        """Seconds over work of the iterations that count."""
+        return [reading.seconds / reading.work for reading in self._readings[-self._num_counted :]]
+
+    @property
+    def work(self) -> float:
+        """Median work of the iterations that count."""
+        return median(reading.work for reading in self._readings[-self._num_counted :])
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the last iteration took about as long as the first one that counts, or waiting has a limit."""
+        is_level = self.scores[-1] >= SETTLED_RATIO * self.scores[0]
+        return is_level or len(self._readings) >= self._num_counted + MAX_EXTRA_ITERATIONS
 
 
 # ---- actions

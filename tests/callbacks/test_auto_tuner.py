@@ -148,8 +148,25 @@ def test_a_tuned_run_gives_the_same_results_as_an_untuned_one(workers: WorkerPoo
     assert tuned.digest in (start, min(tuned.scores, key=tuned.scores.__getitem__))
     assert tuned.outcome.logged[-1]["tuner/trials"] == tuned.tried
     written = tmp_path / "execution_plan.yaml"
-    assert ExecutionPlan.load(written).digest == tuned.digest
-    assert written.read_text().startswith("# RecordedGRPO on 4 x cpu: ")
+    if tuned.digest == start:
+        assert not written.exists(), "nothing changed"
+    else:
+        assert ExecutionPlan.load(written).digest == tuned.digest
+        assert written.read_text().startswith("# RecordedGRPO on 4 x cpu: ")
+
+
+def too_short(folder: str) -> tuple[list[str], int, Any, list[str]]:
+    """Return the plans of a run that is too short to be tuned, its tunings, their cost, and the files written."""
+    os.chdir(folder)
+    tuner = Watching(max_overhead=1.0)
+    kept = train(tuner, START, 12)
+    return kept.plans, kept.tunings, tuner.tuner.costs, [path.name for path in Path(folder).iterdir()]
+
+
+def test_a_run_that_is_too_short_is_left_alone(workers: WorkerPool, tmp_path: Path) -> None:
+    for plans, tunings, costs, files in workers.run(too_short, str(tmp_path), world_size=4, init_process_group=False):
+        assert plans == [ExecutionPlan.from_mapping(START).digest] * 12
+        assert (tunings, files) == (1, []) and set(costs.values()) == {0.0}
 
 
 # ---- resuming from a checkpoint
@@ -406,6 +423,9 @@ def test_the_summary_line_names_the_speedup_its_cost_and_the_changed_calls() -> 
         "offload nothing -> reference",
     ]
     assert describe_outcome(tuned(2.0)).startswith("AutoTuner keeps the plan of 2 s an iteration: 1 other plan tried")
+    assert describe_outcome(Tuner(FSDP, TunerSettings(), 12)) == (
+        "AutoTuner does not tune this run: its 12 iterations are too few, 15 are the least"
+    )
 
 
 def test_the_table_has_predicted_and_measured_values_next_to_each_other() -> None:

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.strategies.measure.profiler import MAX_BASE_OVERRUN
 from lightning_realloc.tuning.tuner import (
     COOLDOWN_ITERATIONS,
     COUNTED_ITERATIONS,
     HOPELESS_RATIO,
+    MIN_REMAINING_ITERATIONS,
     PROFILE_SHARE,
     SEARCH_SHARE,
     SETTLING_ITERATIONS,
@@ -27,6 +29,7 @@ from lightning_realloc.tuning.tuner import (
     Tuner,
 )
 from lightning_realloc.tuning.tuner_actions import (
+    MIN_BUDGET_S,
     Candidate,
     Commit,
     Measure,
@@ -66,6 +69,10 @@ class World:
     """Slowdown of the first iteration after a switch."""
     switch_s: float = 0.01
     """Seconds of a switch."""
+    passes_s: float = 0.0
+    """Seconds of measuring passes, which end at `MAX_BASE_OVERRUN` times the allowed seconds."""
+    searches: int = 0
+    """Number of searches."""
     ran: list[ExecutionPlan] = field(default_factory=list)
     """The plan of every iteration."""
     asked: list[ExecutionPlan] = field(default_factory=list)
@@ -100,8 +107,10 @@ class World:
     def _act(self, tuner: Tuner) -> None:
         while isinstance(action := tuner.action, Search | Switch | Commit):
             if isinstance(action, Search):
+                self.searches += 1
                 found = [Candidate(plan, self.predicted.get(plan, self.seconds[plan])) for plan in self.seconds]
-                tuner.searched(found, predicted_start_s=self.seconds[START], seconds=action.seconds)
+                took = action.seconds + min(self.passes_s, MAX_BASE_OVERRUN * action.profile_seconds)
+                tuner.searched(found, predicted_start_s=self.seconds[START], seconds=took)
             elif isinstance(action, Commit):
                 self.committed.append(tuner.current)
                 tuner.committed()
@@ -165,6 +174,47 @@ def test_tuning_stays_within_its_share_if_predictions_hold(
     assert tuner.spent_s <= max(search_s, max_overhead * iterations * seconds[world.committed[0]]) + slack + 1e-6
     extra = sum(seconds[plan] - seconds[START] for plan in world.ran if seconds[plan] > seconds[START])
     assert extra <= tuner.spent_s + 1e-6
+
+
+def decay(first: float, ratio: float) -> Callable[[int], float]:
+    """Return the slowdown of a machine that warms up: 1 + first, and the excess shrinks by the ratio every time."""
+    return lambda number: 1.0 + first * ratio**number
+
+
+@hypothesis_settings(deadline=None, max_examples=150, derandomize=True)
+@given(st.floats(0.0, 10.0), st.floats(0.1, 0.6))
+def test_a_warm_up_is_not_the_baseline(first: float, ratio: float) -> None:
+    # It settles where 1 + x * ratio**2 >= 0.85 * (1 + x): x <= 0.31 for 0.6; the median is then at most 1 + 0.31 * 0.6.
+    world = World({START: 1.0}, slowdown=decay(first, ratio))
+    tuner = world.run(Tuner(START, GENEROUS, None), 40)
+    assert tuner.start.score <= 1.19
+
+
+@hypothesis_settings(deadline=None, max_examples=150, derandomize=True)
+@given(times, st.integers(1, 400), st.floats(0.01, 0.3), st.floats(0.0, 100.0), st.floats(0.0, 5.0))
+def test_the_budget_holds_whatever_warm_up_and_measuring_cost(
+    seconds: dict[ExecutionPlan, float], iterations: int, max_overhead: float, passes_s: float, first: float
+) -> None:
+    world = World(seconds, slowdown=decay(first, 0.5), first=1.0, passes_s=passes_s)
+    tuner = world.run(Tuner(START, TunerSettings(max_overhead=max_overhead, max_trials=6), iterations), iterations)
+    run_s = sum(seconds[plan] * world.slowdown(number) for number, plan in enumerate(world.ran))
+    # Once it is known that the run gets faster and shorter, its budget shrinks, and some of it is spent already.
+    spent_before = (SEARCH_SHARE + MAX_BASE_OVERRUN * PROFILE_SHARE) * 1.19 * max_overhead * iterations * seconds[START]
+    assert tuner.spent_s <= max(max_overhead * run_s, spent_before) + 2 * world.switch_s * (world.asked != []) + 1e-6
+
+
+@hypothesis_settings(deadline=None, max_examples=150, derandomize=True)
+@given(times, st.integers(1, 400), st.floats(0.005, 0.1), st.floats(0.0, 5.0))
+def test_a_run_whose_budget_pays_for_no_trial_pays_nothing(
+    seconds: dict[ExecutionPlan, float], iterations: int, max_overhead: float, first: float
+) -> None:
+    world = World(seconds, slowdown=decay(first, 0.5), passes_s=41.0)
+    tuner = world.run(Tuner(START, TunerSettings(max_overhead=max_overhead), iterations), iterations)
+    least = MEASURED_ITERATIONS + MIN_REMAINING_ITERATIONS
+    if iterations < least or 1.19 * max_overhead * iterations * seconds[START] < MIN_BUDGET_S:
+        assert tuner.spent_s == 0.0 and world.searches == 0 and set(world.ran) == {START}
+    if iterations < least:
+        assert tuner.stopped == f"its {iterations} iterations are too few, {least} are the least"
 
 
 def test_a_plan_within_the_margin_of_the_start_does_not_replace_it() -> None:

@@ -40,7 +40,11 @@ class GroupTimer:
     clock: Callable[[], float] = time.perf_counter
     elapsed_s: float = field(default=0.0, init=False)
     """Seconds from the start of this timer to the last `max_over_ranks`; the same on all ranks."""
+    limit_s: float = field(default=math.inf, init=False)
+    """Seconds after which no further work is run; its time is then 0."""
     _begin: float = field(default=0.0, init=False)
+    _timed_s: float = field(default=0.0, init=False)
+    """Seconds of work since the last `max_over_ranks`; the same on all ranks of the group that ran it."""
 
     def __post_init__(self) -> None:
         self._begin = self.clock()
@@ -66,15 +70,22 @@ class GroupTimer:
         if self.world_size > 1:
             dist.all_reduce(table, op=dist.ReduceOp.MAX)
         *seconds, self.elapsed_s = table.tolist()
+        self._timed_s = 0.0
         return seconds
 
+    @property
+    def has_passed_limit(self) -> bool:
+        """Whether `limit_s` has passed; the same on all ranks between two measurements."""
+        return self.elapsed_s + self._timed_s >= self.limit_s
+
     def _fastest(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> float:
-        """Return the seconds of the fastest run on the group's slowest rank."""
+        """Return the seconds of the fastest run on the group's slowest rank; 0 without a run, after `limit_s`."""
         runs: list[float] = []
-        while not has_settled(runs):
+        while not self.has_passed_limit and not has_settled(runs):
             self.max_over_group(group)
             runs.append(self.max_over_group(group, self._timed(work)))
-        return min(runs)
+            self._timed_s += runs[-1]
+        return min(runs, default=0.0)
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._synchronize()

@@ -55,9 +55,15 @@ MIN_CONTENTION_S = 0.01
 """Least seconds of a measurement with several busy ranks. A longer one hides that they start at different moments."""
 NUM_REALLOCATIONS = 2
 """Timed reallocations, after one for warm-up. The fastest is kept."""
+MAX_BASE_OVERRUN = 6.0
+"""Most seconds of the unsharded passes, as a multiple of those for measuring. Without them there is no profile."""
 MAX_BLOCKS, MAX_DECODE_BLOCKS = 3, 6
 """Most blocks of a measured model. More blocks divide the clock's noise by more, but take longer. Decoding reads all
 weights at each step, and those of few blocks would stay in the processor's cache."""
+
+
+class OutOfTimeError(Exception):
+    """The passes that a profile cannot do without took longer than `MAX_BASE_OVERRUN` allows. Equal on all ranks."""
 
 
 class Profiler:
@@ -65,7 +71,7 @@ class Profiler:
 
     Args:
         machine: This rank.
-        seconds: Time after which no more degrees are measured. The unsharded passes of every model are always measured.
+        seconds: Time after which no more degrees are measured. Unsharded passes may take `MAX_BASE_OVERRUN` times it.
     """
 
     def __init__(self, machine: Machine, *, seconds: float = math.inf) -> None:
@@ -98,9 +104,13 @@ class Profiler:
         Args:
             wanted: Model -> the degrees to measure.
             grid: Sizes of the passes.
+
+        Raises:
+            OutOfTimeError: if even the unsharded passes take too long.
         """
         tasks: list[tuple[tuple[int, int, int], Callable[[], None]]] = []
         representatives: dict[Subject | None, Subject] = {}
+        self._timer.limit_s = MAX_BASE_OVERRUN * self._seconds
         for number, (subject, dims) in enumerate(wanted.items()):
             self._measure_base(subject, 1, grid)
             for tp in sorted({one.tp for one in dims if one.tp > 1}):
@@ -108,6 +118,7 @@ class Profiler:
             if representatives.setdefault(subject.bare, subject) is subject:
                 for one in {without_tp(each) for each in dims} - {ParallelDims()}:
                     tasks.append(((0, one.size, one.fsdp), partial(self._measure_addition, subject, one, grid)))
+        self._timer.limit_s = math.inf
         for _, task in sorted(tasks, key=lambda task: task[0]):
             if not self.is_late:
                 task()
@@ -228,7 +239,10 @@ class Profiler:
             for work in self._work_items(subject, depth, layout, points):
                 yield work if in_a_row == 1 or isinstance(work, float) else partial(_repeat, work, in_a_row)
 
-        return self._timer.time_slowest(layout, works, count=len(points))
+        found = self._timer.time_slowest(layout, works, count=len(points))
+        if self._timer.has_passed_limit:
+            raise OutOfTimeError
+        return found
 
     def _work_items(
         self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]

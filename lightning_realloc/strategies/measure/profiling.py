@@ -28,7 +28,7 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, Profiler
+from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
 from lightning_realloc.strategies.pool.builder import PoolBuilder
 from lightning_realloc.strategies.pool.memory_check import require_free_memory, with_callbacks
@@ -80,10 +80,11 @@ def profile_models(
         machine: This rank.
         iterations: Lengths of some iterations.
         cache: Folder of cached profiles; None always measures.
-        seconds: Time after which no more layouts are measured. A profile that was cut short is not cached.
+        seconds: Time after which no more layouts are measured; unsharded ones may take `MAX_BASE_OVERRUN` times it. A
+            profile that was cut short is not cached.
 
     Returns:
-        The profile; None if it is not cached and the time or a device's memory is too little to measure.
+        The profile; None if it is not cached and the time or a device's memory is too little to measure one.
 
     Raises:
         PlanError: for a role whose model has no decoder's config.
@@ -95,7 +96,10 @@ def profile_models(
     if table is None and (seconds < MIN_PROFILE_S or not _has_memory(request, machine)):
         return None
     if table is None:
-        table = _measure(SubjectMaker(request, machine, names), properties, seconds)
+        try:
+            table = _measure(SubjectMaker(request, machine, names), properties, seconds)
+        except OutOfTimeError:  # on all ranks
+            return None
         table = replace(table, seconds=max(gather_objects(perf_counter() - begin)))
         if path is not None and machine.options.rank == 0 and table.seconds < seconds:
             _write_cache(path, table)

@@ -16,7 +16,7 @@ from pytest import MonkeyPatch
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.measure import profiling
+from lightning_realloc.strategies.measure import profiler, profiling
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.tuning.estimate.profile import ProfileTable
 from lightning_realloc.tuning.memory.parts import usable_bytes
@@ -47,6 +47,8 @@ class Profiles(Callback):
         self.found["no time"] = strategy.profile(LENGTHS, cache=None, seconds=1e-3)
         with MonkeyPatch.context() as patch:
             patch.setattr(profiling, "MIN_PROFILE_S", 0.0)
+            self.found["far too slow"] = strategy.profile(LENGTHS, cache=None, seconds=1e-3)
+            patch.setattr(profiler, "MAX_BASE_OVERRUN", 1e6)
             self.found["in a hurry"] = strategy.profile(LENGTHS, cache=None, seconds=1e-3)
         self._pretend_another_machine(trainer)
         with _LogMessages(self.warnings):
@@ -110,7 +112,7 @@ def test_a_run_measures_all_passes_of_plans_and_stores_them(workers: WorkerPool,
     hurried = ProfileTable.from_json(str(tables["in a hurry"]))
     assert {key.dims for key in hurried.passes} == {ParallelDims()}, "what is needed of every model"
     assert len(hurried.moves) == 1 and hurried.offload is None and len(first.moves) > 1
-    assert tables["no time"] is None
+    assert tables["no time"] is None and tables["far too slow"] is None
     assert tables["elsewhere"] != tables["first"]
     (warning,) = warnings
     assert "another machine (torch 1.0, now" in warning
