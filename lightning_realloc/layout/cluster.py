@@ -82,7 +82,8 @@ class ClusterSpec:
                 f'"PRESET:NODESxDEVICES", as in "{preset_name}:2x8", with a preset of {", ".join(PRESETS)}'
             )
         if match is None or match[1] not in PRESETS:
-            near = difflib.get_close_matches(preset_name, PRESETS, n=2)
+            begin_so = [name for name in PRESETS if preset_name and name.startswith(preset_name)]
+            near = begin_so or difflib.get_close_matches(preset_name, PRESETS, n=2)
             offer = f" (nearest: {', '.join(near)})" if near else ""
             raise LayoutError(
                 f'unknown cluster {text!r}{offer}; write "PRESET" or "PRESET:NODESxDEVICES", '
@@ -121,10 +122,59 @@ PRESETS: dict[str, ClusterSpec] = {
         devices_per_node=8, device_memory_bytes=141 * 10**9, device_flops=989e12, device_memory_bytes_per_s=4.8e12,
         intra_node_bytes_per_s=450e9, inter_node_bytes_per_s=50e9, host_bytes_per_s=50e9,
     ),
+    # HGX B200 data sheet; dense rates are half of those with sparsity. PCIe 5.0 x16, one 400 Gb/s adapter per device.
+    "b200": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=180 * 10**9, device_flops=2250e12, device_memory_bytes_per_s=7.7e12,
+        intra_node_bytes_per_s=900e9, inter_node_bytes_per_s=50e9, host_bytes_per_s=50e9,
+    ),
+    # GB200 NVL72 data sheet, a 72nd of the rack. A node is the rack, whose devices all share NVLink; two devices share
+    # the 450 GB/s of a Grace processor's NVLink-C2C.
+    "gb200": ClusterSpec(
+        devices_per_node=72, device_memory_bytes=186 * 10**9, device_flops=2500e12, device_memory_bytes_per_s=8e12,
+        intra_node_bytes_per_s=900e9, inter_node_bytes_per_s=50e9, host_bytes_per_s=225e9,
+    ),
+    # AMD Instinct MI300X data sheet: seven Infinity Fabric links of 64 GB/s in one direction, PCIe 5.0 x16.
+    "mi300x": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=192 * 10**9, device_flops=1307e12, device_memory_bytes_per_s=5.3e12,
+        intra_node_bytes_per_s=448e9, inter_node_bytes_per_s=50e9, host_bytes_per_s=50e9,
+    ),
+    # Tesla V100 SXM2 data sheet, the form with 32 GB. Volta has no bf16, so this is the rate of fp32. PCIe 3.0 x16; in
+    # AWS p3dn.24xlarge, eight devices share 100 Gb/s.
+    "v100": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=32 * GIB, device_flops=15.7e12, device_memory_bytes_per_s=900e9,
+        intra_node_bytes_per_s=150e9, inter_node_bytes_per_s=1.56e9, host_bytes_per_s=12e9,
+    ),
     # PCIe 4.0 x16 between devices, one 100 Gb/s share of an adapter.
     "l40s": ClusterSpec(
         devices_per_node=8, device_memory_bytes=48 * GIB, device_flops=362e12, device_memory_bytes_per_s=864e9,
         intra_node_bytes_per_s=25e9, inter_node_bytes_per_s=12.5e9, host_bytes_per_s=25e9,
+    ),
+    # NVIDIA L4 data sheet. PCIe 4.0 x16; in Google g2-standard-96, eight devices share 100 Gb/s.
+    "l4": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=24 * GIB, device_flops=121e12, device_memory_bytes_per_s=300e9,
+        intra_node_bytes_per_s=25e9, inter_node_bytes_per_s=1.56e9, host_bytes_per_s=25e9,
+    ),
+    # NVIDIA A10G data sheet, the variant of AWS. PCIe 4.0 x16; in g5.48xlarge, eight devices share 100 Gb/s.
+    "a10g": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=24 * GIB, device_flops=70e12, device_memory_bytes_per_s=600e9,
+        intra_node_bytes_per_s=25e9, inter_node_bytes_per_s=1.56e9, host_bytes_per_s=25e9,
+    ),
+    # NVIDIA T4 data sheet. Turing has no bf16, so this is the rate of fp32. PCIe 3.0 x16; in AWS g4dn.metal, eight
+    # devices share 100 Gb/s.
+    "t4": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=16 * GIB, device_flops=8.1e12, device_memory_bytes_per_s=320e9,
+        intra_node_bytes_per_s=12e9, inter_node_bytes_per_s=1.56e9, host_bytes_per_s=12e9,
+    ),
+    # NVIDIA Ada architecture white paper, bf16 with fp32 accumulation. PCIe 4.0 x16 without access from device to
+    # device: messages pass through host memory, at half the rate. 10 Gb/s between machines, nominal.
+    "rtx4090": ClusterSpec(
+        devices_per_node=2, device_memory_bytes=24 * GIB, device_flops=165e12, device_memory_bytes_per_s=1.008e12,
+        intra_node_bytes_per_s=12e9, inter_node_bytes_per_s=1.25e9, host_bytes_per_s=25e9,
+    ),
+    # NVIDIA Ampere GA102 architecture white paper, bf16 with fp32 accumulation. As above, without an NVLink bridge.
+    "rtx3090": ClusterSpec(
+        devices_per_node=2, device_memory_bytes=24 * GIB, device_flops=71e12, device_memory_bytes_per_s=936e9,
+        intra_node_bytes_per_s=12e9, inter_node_bytes_per_s=1.25e9, host_bytes_per_s=25e9,
     ),
 }  # fmt: skip
 """Nominal clusters of one node, by preset name."""

@@ -17,7 +17,8 @@ def test_ranks_fill_node_after_node() -> None:
 
 
 def test_every_preset_is_parsed_from_its_name() -> None:
-    assert {"cpu", "a100-80g", "a800-80g", "h100", "h200", "l40s"} <= set(PRESETS)
+    names = "cpu a100-80g a800-80g h100 h200 b200 gb200 mi300x v100 l40s l4 a10g t4 rtx4090 rtx3090"
+    assert set(names.split()) == set(PRESETS)
     for name, preset in PRESETS.items():
         assert ClusterSpec.parse(name) == preset
         assert ClusterSpec.local(3, name).num_devices == 3
