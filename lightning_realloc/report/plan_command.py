@@ -6,11 +6,13 @@ It works from configurations alone, without devices and weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_comparison import (
@@ -42,6 +44,7 @@ from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_me
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer, PricedPlan
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 Write = Callable[[str], object]
 """Output function, such as ``sys.stdout.write``."""
@@ -82,13 +85,10 @@ def _search(request: PlanRequest, write: Write) -> bool:
     try:
         best, found = _best(pricer, request)
     except NothingFitsError as error:
-        if error.enough_nodes is None:
+        if not error.shortage:
             raise PlanError(f"{error}{_headroom_hint(request)}") from None
-        nodes, each = _fewest_nodes(task, request, error.enough_nodes), task.cluster.devices_per_node
-        raise PlanError(
-            f"{error.shortage}; {nodes} x {each} such devices are the fewest tested on which a short search finds "
-            f"a plan, or use devices with that much more memory{_headroom_hint(request)}"
-        ) from None
+        ways_out = [*_lighter_that_fit(request), *_more_devices(task, request, error)]
+        raise PlanError(f"{error.shortage}; {'; or '.join(ways_out)}{_headroom_hint(request)}") from None
     if request.flags.save is not None:
         _save(best, request)
     subject = f"{request.flags.algorithm} on {request.flags.cluster}"
@@ -107,6 +107,28 @@ def _search(request: PlanRequest, write: Write) -> bool:
 
 def _best(pricer: PlanPricer, request: PlanRequest, seconds: float | None = None) -> tuple[PricedPlan, SearchResult]:
     return pricer.search(seed=request.flags.seed or 0, seconds=seconds or request.seconds, clock=time.process_time)
+
+
+def _lighter_that_fit(request: PlanRequest) -> Iterator[str]:
+    """Yield flags of cheaper training with which a short search finds a plan that can start, with its bytes."""
+    for text, other in request.lighter():
+        try:
+            best, _ = _best(_pricer(_task(other), other), other, FEASIBILITY_SEARCH_SECONDS)
+        except ReallocError:  # nothing fits, or adapters do not fit the model
+            continue
+        if best.can_start:
+            yield f"{text} fits with {gib(best.peak.parts.total)} a device"
+
+
+def _more_devices(task: PlanningTask, request: PlanRequest, error: NothingFitsError) -> Iterator[str]:
+    if error.enough_nodes is None:
+        yield "no number of nodes that was tried suffices, use devices with more memory"
+        return
+    nodes, each = _fewest_nodes(task, request, error.enough_nodes), task.cluster.devices_per_node
+    yield (
+        f"{nodes} x {each} such devices are the fewest tested on which a short search finds a plan, or use devices "
+        f"with that much more memory"
+    )
 
 
 def _fewest_nodes(task: PlanningTask, request: PlanRequest, enough: int) -> int:
@@ -206,30 +228,38 @@ def check_plan(request: PlanRequest, write: Write) -> None:
     plan = ExecutionPlan.load(request.flags.check).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
     plan.check(flow, world_size if request.cluster is None else request.cluster.num_devices)
-    roles = read_roles(request.sources, flow, is_priced=False, adapters=request.adapters, shares=request.shares)
+    roles = _roles(request, is_priced=False)
     plan.check_models(flow, {name: role.model for name, role in roles.items()})
-    settings = settings_of_precision(request.flags.precision)
 
-    def forecast(candidate: ExecutionPlan) -> MemoryForecast:
+    def forecast(wanted: PlanRequest, roles: Mapping[str, RoleMemory], candidate: ExecutionPlan) -> MemoryForecast:
+        settings = settings_of_precision(wanted.flags.precision)
         return forecast_memory(flow, candidate, roles, settings, workload, ranks=range(world_size))
 
-    write(f"{forecast(plan).summary()}\n")
-    budget = request.memory_budget
-    excess = None if budget is None else find_excess(flow, plan, forecast, budget_bytes=budget)
+    def lighter() -> Iterator[tuple[str, Callable[[ExecutionPlan], MemoryForecast]]]:
+        for text, other in request.lighter():
+            with suppress(ReallocError):  # adapters may not fit the model
+                yield text, partial(forecast, other, _roles(other, is_priced=False))
+
+    current, budget = partial(forecast, request, roles), request.memory_budget
+    write(f"{current(plan).summary()}\n")
+    excess = None if budget is None else find_excess(flow, plan, current, budget_bytes=budget, lighter=lighter)
     if excess is not None:
         raise PlanError(excess)
 
 
 # ---- shared by all modes
+def _roles(request: PlanRequest, *, is_priced: bool) -> dict[str, RoleMemory]:
+    sources, adapters, shares = request.sources, request.adapters, request.shares
+    return read_roles(sources, request.dataflow, is_priced=is_priced, adapters=adapters, shares=shares)
+
+
 def _task(request: PlanRequest) -> PlanningTask:
     cluster, budget = request.cluster, request.memory_budget
     assert cluster is not None and budget is not None, "only a check needs no cluster"
     settings = settings_of_precision(request.flags.precision)
     if request.is_cpu:
         settings = replace(settings, builds_on_device=True, shares_memory=cluster.num_nodes == 1)
-    roles = read_roles(
-        request.sources, request.dataflow, is_priced=True, adapters=request.adapters, shares=request.shares
-    )
+    roles = _roles(request, is_priced=True)
     return PlanningTask(
         dataflow=request.dataflow,
         roles=roles,

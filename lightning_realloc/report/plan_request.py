@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ PLAN_HELP = (
 )
 _LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
 """Options that distinguish a LoRA configuration from a mapping of roles."""
-_PEFT_EXAMPLE = "as in --peft '{r: 16, target_modules: all-linear}', or --peft '{critic: {r: 8}}' for single roles"
+_SUGGESTED_PEFT = "{r: 16, target_modules: all-linear}"
+_PEFT_EXAMPLE = f"as in --peft '{_SUGGESTED_PEFT}', or --peft '{{critic: {{r: 8}}}}' for single roles"
 NO_MODEL = "none"
 """Model name that leaves a role out."""
 DEFAULT_SEARCH_SECONDS = 10.0
@@ -161,6 +162,24 @@ class PlanRequest:
     def seconds(self) -> float:
         """CPU seconds of a search."""
         return DEFAULT_SEARCH_SECONDS if self.flags.seconds is None else float(self.flags.seconds)
+
+    def lighter(self) -> Iterator[tuple[str, PlanRequest]]:
+        """Yield flags for training that needs less memory, with the request under them."""
+        peft, half = f"--peft '{_SUGGESTED_PEFT}'", "--precision bf16-true"
+        can_halve = self.flags.precision != "bf16-true"
+        if not self.adapters:
+            yield peft, self._with_adapters()
+        if can_halve:
+            yield half, self._in_half_precision()
+        if can_halve and not self.adapters:
+            yield f"{peft} {half}", self._with_adapters()._in_half_precision()
+
+    def _with_adapters(self) -> PlanRequest:
+        adapters = _adapters(_SUGGESTED_PEFT, self.dataflow)
+        return replace(self, adapters=adapters, shares=_shares(self.flags, self.sources, adapters))
+
+    def _in_half_precision(self) -> PlanRequest:
+        return replace(self, flags=self.flags.clone().update("bf16-true", "precision"))
 
 
 def parse_request(arguments: Sequence[str]) -> PlanRequest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.pool.memory_check import (
     describe_roles,
+    describe_with_adapters,
     engine_memory,
     memory_settings,
     refuse_too_large,
@@ -178,7 +180,9 @@ class PoolBuilder:
         plan = self.plan(source, {name: role.model for name, role in roles.items()})
         settings = self.memory_settings()
         plan, settings = with_callbacks(callbacks, self.dataflow, plan, settings)
-        refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=self.memory_budget)
+        adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans)
+        budget = self.memory_budget
+        refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=budget, adapted=adapted)
         if running is not None and self.device.type != "cpu":
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
             require_free_memory(extra, self.device, what="moving to the new plan")

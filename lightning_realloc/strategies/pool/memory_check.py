@@ -7,9 +7,9 @@ allocator keeps the block, and the move's tensors come out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.forward.packed_linear import packs
 from lightning_realloc.generation.speculative.draft_model import describe_draft_model
@@ -29,7 +29,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
-from lightning_realloc.tuning.memory.advice import find_excess
+from lightning_realloc.tuning.memory.advice import SUGGESTED_ADAPTERS, find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
@@ -60,6 +60,27 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
             model=spec, shape=shape, frozen_params=role.frozen_parameters(model), average_of=role.average_of
         )
     return described
+
+
+def describe_with_adapters(
+    roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]
+) -> dict[str, RoleMemory] | None:
+    """Return the description of the roles with LoRA adapters in all trained ones; None if they cannot have any.
+
+    A reference from the actor's source then is the actor's base.
+    """
+    given = {role.name: role for role in roles}
+    if any(role.has_adapters for role in given.values()):
+        return None
+    changed, actor = [], given.get("actor")
+    for role in given.values():
+        is_base = role.name == "reference" and role.peft is None and actor is not None and role.source is actor.source
+        peft = dict(SUGGESTED_ADAPTERS) if role.trained else role.peft
+        changed.append(replace(role, peft=peft, shares="actor" if is_base else role.shares))
+    try:
+        return describe_roles(changed, tp_plans)
+    except ReallocError:  # a model that adapters do not fit
+        return None
 
 
 def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
@@ -160,19 +181,34 @@ def refuse_too_large(
     *,
     rank: int,
     budget_bytes: int,
+    adapted: Callable[[], Mapping[str, RoleMemory] | None] = lambda: None,
 ) -> None:
     """Refuse a plan that needs more than ``budget_bytes`` on some rank, however short its sequences are.
 
     Every rank forecasts its own bytes. Collective over all ranks.
 
+    Args:
+        adapted: Returns the roles with adapters in place of trained weights, for the message; None if they cannot have
+            any.
+
     Raises:
-        PlanError: on every rank, with phase, rank, bytes and a change that would fit.
+        PlanError: on every rank, with phase, rank, bytes and changes that would fit.
     """
 
-    def forecast(candidate: ExecutionPlan) -> Any:
+    def forecast(roles: Mapping[str, RoleMemory], settings: MemorySettings, candidate: ExecutionPlan) -> Any:
         return forecast_memory(dataflow, candidate, roles, settings, None, ranks=(rank,))
 
-    excess = find_excess(dataflow, plan, forecast, budget_bytes=budget_bytes)
+    def lighter() -> Iterator[tuple[str, Any]]:
+        others, half, precision = adapted(), in_half_precision(settings), "Trainer(precision='bf16-true')"
+        if others is not None:
+            yield f"peft_config={dict(SUGGESTED_ADAPTERS)}", partial(forecast, others, settings)
+        if half != settings:
+            yield precision, partial(forecast, roles, half)
+        if others is not None and half != settings:
+            yield f"both peft_config and {precision}", partial(forecast, others, half)
+
+    current = partial(forecast, roles, settings)
+    excess = find_excess(dataflow, plan, current, budget_bytes=budget_bytes, lighter=lighter)
     found = [text for text in gather_objects(excess) if text is not None]
     if found:
         raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top")

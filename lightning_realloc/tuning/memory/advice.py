@@ -1,9 +1,11 @@
-"""Explain why a plan does not fit into memory, and find single changes with which it would fit."""
+"""Explain why a plan does not fit into memory, and find changes of the plan and of settings with which it would fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import yaml
 
@@ -12,32 +14,57 @@ from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, CallPlan
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, PhaseMemory
-from lightning_realloc.tuning.memory.parts import MemoryParts
+from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings
 
 Forecast = Callable[[ExecutionPlan], MemoryForecast]
 """Plan -> its memory forecast."""
+SUGGESTED_ADAPTERS: Mapping[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+"""Adapters whose memory suggestions show."""
 DEFAULT_MICRO_BATCH_TOKENS = 8192
 """Limit of a micro-batch that suggestions start from if the plan sets none."""
 
 
-def find_excess(dataflow: Dataflow, plan: ExecutionPlan, forecast: Forecast, *, budget_bytes: int) -> str | None:
-    """Return a message about the largest excess over the budget, with changes that would fit; None if the plan fits."""
+def find_excess(
+    dataflow: Dataflow,
+    plan: ExecutionPlan,
+    forecast: Forecast,
+    *,
+    budget_bytes: int,
+    lighter: Callable[[], Iterable[tuple[str, Forecast]]] = tuple,
+) -> str | None:
+    """Return a message about the largest excess over the budget, with changes that would fit; None if the plan fits.
+
+    Args:
+        dataflow: Calls of the algorithm.
+        plan: The plan.
+        forecast: Its forecast under the current settings.
+        budget_bytes: Bytes of a device that a plan may fill.
+        lighter: Returns other settings, as text, with the forecast under each; called only if the plan does not fit.
+    """
     worst = forecast(plan).peak()
     if worst.parts.total <= budget_bytes:
         return None
-    fitting = [text for text, other in _alternatives(dataflow, plan) if _total(forecast, other) <= budget_bytes]
-    way_out = f"what would fit: {'; or '.join(fitting)}" if fitting else _without_alternative(worst)
+    changes = [(text, _total(forecast, other)) for text, other in _alternatives(dataflow, plan)]
+    changes += [(text, _total(changed, plan)) for text, changed in lighter()]
+    fitting = [f"{text} ({_gib(size)})" for text, size in changes if size <= budget_bytes]
+    way_out = f"one of these would fit: {'; or '.join(fitting)}" if fitting else _without_alternative(worst, changes)
     return (
         f"the plan needs {_gib(worst.parts.total)} on rank {worst.rank} in {worst.phase}, and a device has "
         f"{_gib(budget_bytes)} ({_largest(worst.parts)}); {way_out}"
     )
 
 
-def _total(forecast: Forecast, plan: ExecutionPlan) -> float:
+def in_half_precision(settings: MemorySettings) -> MemorySettings:
+    """Return the settings under ``precision="bf16-true"``."""
+    state = settings.optimizer_bytes * 2 // settings.master_bytes
+    return replace(settings, master_bytes=2, copy_bytes=2, gathered_bytes=2, optimizer_bytes=state)
+
+
+def _total(forecast: Forecast, plan: ExecutionPlan) -> int:
     try:
         return forecast(plan).peak().parts.total
     except LayoutError:  # the model does not allow the degree
-        return float("inf")
+        return sys.maxsize
 
 
 def _alternatives(dataflow: Dataflow, plan: ExecutionPlan) -> Iterator[tuple[str, ExecutionPlan]]:
@@ -69,10 +96,13 @@ def _other_call_plans(call: ModelFunctionCall, plan: CallPlan) -> Iterator[CallP
         yield replace(plan, layout=Layout(ParallelDims(tp=dims.size), plan.layout.ranks))
 
 
-def _without_alternative(worst: PhaseMemory) -> str:
+def _without_alternative(worst: PhaseMemory, changes: Sequence[tuple[str, int]]) -> str:
+    text, size = min(changes, key=lambda change: change[1], default=("", sys.maxsize))
+    nearest = f" (the nearest: {text}, {_gib(size)})" if size < worst.parts.total else ""
+    way_out = "smaller models, or devices with more memory"
     if worst.phase == "set-up":
-        return "whole models are built before they are divided; use smaller models, or devices with more memory"
-    return "no change of one call makes it fit; use more ranks, smaller models, or devices with more memory"
+        return f"whole models are built before they are divided{nearest}; use {way_out}"
+    return f"no change that was tried makes it fit{nearest}; use more ranks, {way_out}"
 
 
 def _largest(parts: MemoryParts) -> str:

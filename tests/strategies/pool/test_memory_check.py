@@ -275,7 +275,13 @@ def test_a_plan_over_the_budget_is_refused_on_every_rank_before_a_model_is_built
     found = workers.run(refused, "static", "500KB", world_size=2, init_process_group=False, deadline_s=60.0)
     assert found[0] == found[1]
     assert re.match(r"the plan needs [0-9.]+ MiB on rank 0 in actor.train, and a device has 0.48 MiB \(", found[0])
-    assert "no change of one call makes it fit; use more ranks" in found[0]
+    assert re.search(r"no change that was tried makes it fit \(the nearest: .*\); use more ranks", found[0])
+    (cheaper,) = workers.run(refused, "static", "1300KB", world_size=1, init_process_group=False, deadline_s=60.0)
+    assert re.search(
+        r"one of these would fit: .*peft_config=\{'peft_type': 'LORA', .*\} \([0-9.]+ MiB\); "
+        r"or Trainer\(precision='bf16-true'\) \([0-9.]+ MiB\); or both",
+        cheaper,
+    )
 
 
 def test_a_budget_that_cannot_be_read_is_refused() -> None:

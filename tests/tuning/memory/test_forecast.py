@@ -12,7 +12,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import ModelSpec, ParamSpec, TensorParallelCut
-from lightning_realloc.tuning.memory.advice import find_excess
+from lightning_realloc.tuning.memory.advice import find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload, parse_bytes
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
@@ -186,9 +186,30 @@ def test_the_error_for_an_excess_proposes_changes_that_fit() -> None:
     assert "actor.generate: {" not in text  # fewer slots do not change training
 
 
+def test_the_message_has_cheaper_settings_with_the_bytes_they_need() -> None:
+    chosen = plan("dp4", "dp4", "dp4")
+    frozen = {**ROLES, "actor": replace(ROLES["actor"], frozen_params=frozenset(p.name for p in SPEC.params))}
+    halves = {"master_bytes": 2, "copy_bytes": 2, "gathered_bytes": 2, "optimizer_bytes": 4}
+    assert in_half_precision(MemorySettings()) == MemorySettings(**halves)
+    adapted, half = forecast(chosen, LOAD, frozen), forecast(chosen, LOAD, **halves)
+    needed = max(one.peak().parts.total for one in (adapted, half))
+    assert needed < forecast(chosen, LOAD).peak().parts.total
+    text = find_excess(
+        FLOW, chosen, lambda p: forecast(p, LOAD), budget_bytes=needed,
+        lighter=lambda: [("LoRA", lambda p: forecast(p, LOAD, frozen)), ("bf16-true", lambda p: half)],
+    )  # fmt: skip
+    assert text is not None and "one of these would fit: " in text
+    for name, found in (("LoRA", adapted), ("bf16-true", half)):
+        assert f"{name} ({found.peak().parts.total / 2**20:.2f} MiB)" in text
+    text = find_excess(
+        FLOW, chosen, lambda p: forecast(p, LOAD), budget_bytes=1000, lighter=lambda: [("bf16-true", lambda p: half)]
+    )
+    assert text is not None and "(the nearest: " in text
+
+
 def test_an_alternative_is_proposed_only_if_it_fits() -> None:
     text = find_excess(FLOW, plan("dp4", "dp4", "dp4"), lambda p: forecast(p, LOAD), budget_bytes=1000)
-    assert text is not None and "no change of one call makes it fit" in text
+    assert text is not None and "no change that was tried makes it fit" in text
 
 
 @pytest.mark.parametrize(
