@@ -77,6 +77,11 @@ _UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: ([\w.]+)|"
     r"Problem with given class_path '([\w.]+)':\s+(?:module '.*' has no attribute|No module named)"
 )
+_UNION_LINE = re.compile(
+    r"\n *(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|- Expected a <class 'NoneType'>"
+    r"|Given value type: .*|Given value: .*)(?=\n|$)"
+)
+"""A line about how a value of an optional setting was tried. Between these, the sentence that helps is hard to find."""
 _UNKNOWN_OPTION = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
 _UNKNOWN_KEY = re.compile(r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'")
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
@@ -94,7 +99,7 @@ class Parser(LightningArgumentParser):
         """Print nothing; only errors call it."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Add hints for unknown names: our name for another library's setting, or a similar setting or class.
+        """Leave out lines about unions; add our names for other libraries' settings, and similar settings or classes.
 
         A nested parser's message, which contains its hints already, is part of this one; the hints move to its end.
         """
@@ -108,6 +113,7 @@ class Parser(LightningArgumentParser):
         hints = list(filter(None, dict.fromkeys(hints)))
         for hint in hints:
             message = message.replace(f"; {hint}", "")
+        message = _UNION_LINE.sub("", message)
         super().error("; ".join([message, *hints]), ex)
 
     def _option_hint(self, name: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -390,6 +391,7 @@ MISTAKES = [
     ("--model.speculation", '{"method": "ngram"}', "Speculation has no setting method; here it is drafter="),
     ("--trainer.callbacks+", '{"class_path": "tests.test_cli.make_callback", "init_args": {"evry": 1}}', "'evry'"),
     ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
+    ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
     ("--model.sampling.max_tokens", "7", "Option 'max_tokens' is not accepted"),
     ("--model.sampling.max_tokens", "7", "SamplingParams has no setting max_tokens; here it is max_new_tokens="),
     ("--model.num_generations", "7", "GRPO has no setting num_generations; here it is sampling=SamplingParams(n=...)"),
@@ -429,6 +431,7 @@ def test_a_mistake_is_reported_with_its_key_and_without_a_traceback(workers: Wor
         assert sum(map(outcome.errors.count, hints)) <= 1, outcome.errors
         assert "Traceback" not in outcome.errors
         assert "usage:" not in outcome.errors
+        assert not re.search(r"^ *(Subtypes|Given value)", outcome.errors, re.MULTILINE), outcome.errors
 
 
 # ---- in processes of their own
