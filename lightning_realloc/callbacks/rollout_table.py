@@ -84,19 +84,20 @@ class RolloutTable(Callback):
         for samples in realloc_strategy(trainer).shown:
             rows = pl_module.sample_rows(samples)  # type: ignore[operator]
             if rows:  # empty if all responses wait for the next iteration
-                self._write([{"step": trainer.global_step, **row} for row in rows], trainer)
+                step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as loggers count the metrics of an iteration
+                self._write([{"step": step, **row} for row in rows], trainer, step)
 
-    def _write(self, rows: Sequence[Row], trainer: Trainer) -> None:
+    def _write(self, rows: Sequence[Row], trainer: Trainer, step: int) -> None:
         if self.path is not None:
             self._append(self.path, rows)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 self._append(Path(logger.log_dir) / f"{_TABLE_NAME}.csv", rows)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text(_TABLE_NAME, markdown(rows), trainer.global_step)
+                logger.experiment.add_text(_TABLE_NAME, markdown(rows), step)
             elif isinstance(logger, WandbLogger):
                 cells = [[_text(value) for value in row.values()] for row in rows]
-                logger.log_text(_TABLE_NAME, columns=list(rows[0]), data=cells, step=trainer.global_step)
+                logger.log_text(_TABLE_NAME, columns=list(rows[0]), data=cells, step=step)
 
     def _append(self, path: Path, rows: Sequence[Row]) -> None:
         """Append rows below the file's header; columns that it lacks are dropped."""

@@ -147,17 +147,17 @@ def show_everywhere(folder: str) -> Any:
 def test_every_logger_shows_the_table_and_a_resumed_run_continues_it(workers: WorkerPool, tmp_path: Path) -> None:
     (tables,) = workers.run(show_everywhere, str(tmp_path), world_size=1, init_process_group=False)
     own = read(tmp_path / "own.csv")
-    assert [row["step"] for row in own] == ["1", "1", "2", "2"]
+    assert [row["step"] for row in own] == ["0", "0", "1", "1"]  # as in metrics.csv
     assert [row["prompt"] for row in own[:2]] == ["prompt 0", "prompt 1"]
     assert read(tmp_path / "csv" / "rollouts.csv") == own
-    assert [step for step, *_ in tables] == [1, 2]
+    assert [step for step, *_ in tables] == [0, 1]
     assert [dict(zip(columns, cells, strict=True)) for _, columns, rows in tables for cells in rows] == own
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("rollouts"))
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
     assert [text.count("\n") for text in texts] == [3, 3]
-    assert f"| 2 | {own[3]['prompt']} |" in texts[1]
+    assert f"| 1 | {own[3]['prompt']} |" in texts[1]
 
 
 def test_each_row_is_one_line_of_markdown() -> None:
