@@ -180,10 +180,11 @@ def test_a_model_without_a_language_model_head_is_refused(auto_class: Any) -> No
         GenerationEngine(auto_class.from_config(AutoConfig.for_model("llama", **SIZES)))
 
 
-def test_an_encoder_is_refused() -> None:
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_an_encoder_is_refused_by_every_engine(engine_class: Any) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **SIZES))
-    with pytest.raises(GenerationError, match="BertSelfAttention attends with tokens to later ones"):
-        GenerationEngine(model).generate([[5, 6]], GREEDY)
+    with pytest.raises(GenerationError, match="is an encoder, whose tokens see those after them; use a decoder-only"):
+        engine_class(model)
 
 
 @pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])

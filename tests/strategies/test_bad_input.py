@@ -27,6 +27,7 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.lightning.optimizer_hooks import refuse_gradient_settings
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
@@ -407,6 +408,23 @@ def test_misspelt_settings_are_refused_by_the_constructor() -> None:
         runs.grpo(max_cache_bytes=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gradient_clip_val": 1.0}, r"^gradient_clip_val=1\.0 of the .*TrainOptions\(max_grad_norm=\.\.\.\)"),
+        ({"accumulate_grad_batches": 2}, r"^accumulate_grad_batches=2 of .*TrainOptions\(micro_batch_tokens=\.\.\.\)"),
+        (
+            {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4},
+            r"^gradient_clip_val=0\.5 and accumulate_grad_batches=4 of .*max_grad_norm=\.\.\., micro_batch_tokens=",
+        ),
+    ],
+)  # fmt: skip
+def test_gradient_settings_of_the_trainer_are_refused_by_name(given: dict[str, Any], words: str) -> None:
+    trainer = L.Trainer(**given, logger=False, enable_checkpointing=False, accelerator="cpu")
+    with pytest.raises(MisconfigurationException, match=words):
+        refuse_gradient_settings(trainer, "GRPO")
+
+
 def too_many_minibatches() -> Any:
     """More optimizer steps than samples, which is known before generation."""
     return runs.grpo(train_options=runs.options(num_minibatches=100)), "heuristic", Batches(1)
@@ -429,8 +447,15 @@ def prompts_for_kto() -> Any:
     return KTO(tiny_model("llama"), tokenizer=byte_tokenizer()), "heuristic", Batches(1)
 
 
+def pairs_for_grpo() -> Any:
+    """Pairs for supervised training, whose responses GRPO would ignore."""
+    return runs.grpo(), "heuristic", Batches(1, responses=True)
+
+
 def test_the_error_of_a_wrong_batch_names_the_data_module_or_columns(workers: WorkerPool) -> None:
     expected = {
+        pairs_for_grpo: "RecordedGRPO generates the responses that it learns from, and this data brings its own; give "
+        "trainer.fit(model, PromptDataModule(data, batch_size=...))",
         rows_in_place_of_batches: "the loader gave a list; give trainer.fit(model, SFTDataModule(data, batch_size=",
         prompts_for_kto: "KTO needs response_ids, label, and the batch has prompt",
     }
