@@ -205,7 +205,7 @@ class ModelLayout:
             if self.model.param(owner).section != "block":
                 raise LayoutError(
                     f"pp={pp} would put {tied!r} and {owner!r}, which are tied, on different stages; "
-                    "untie them or use pp=1"
+                    "untie them, as docs/layouts-and-plans.md shows, or use pp=1"
                 )
 
 
