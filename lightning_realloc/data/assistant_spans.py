@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import Message, Text, conversation_text, with_eos
-from lightning_realloc.data.responses import ResponseText
+from lightning_realloc.data.chat import Message, Text, conversation_text, ended_answer
+from lightning_realloc.data.responses import ResponseText, rendered
 from lightning_realloc.errors import DataError
 
 
@@ -26,7 +26,7 @@ def split_at_first_answer(
     Each prefix holds all messages before an answer and the template's generation prompt.
 
     Raises:
-        DataError: if the conversation does not end with an answer.
+        DataError: if the conversation does not end with an answer, or the template renders a prefix differently.
     """
     turns = answer_positions(messages)
     if turns[-1:] != [len(messages) - 1]:
@@ -40,31 +40,31 @@ def split_at_first_answer(
         conversation_text(tokenizer, messages[:turn], place, add_generation_prompt=True, template=template)
         for turn in (first, *others)
     ]
-    return ResponseText(prefixes[0], whole, is_continuation=False), prefixes[1:]
+    if others and not all(whole.text.startswith(prefix.text) for prefix in prefixes):
+        raise DataError(
+            f"{place}: the chat template changes earlier messages when the conversation continues, so answers' tokens "
+            f"cannot be located; use a prefix-preserving template, or learn='last'"
+        )
+    return rendered(prefixes[0], whole), prefixes[1:]
 
 
 def tokens_and_assistant_mask(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], prefixes: Sequence[list[int]], place: str
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], starts: Sequence[int], place: str
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens after the first prefix, ended by end-of-sequence, and a mask of the assistant's tokens.
+    """Return the tokens from the first answer on, ended by end-of-sequence, and a mask of the assistant's tokens.
 
     An answer ends with its end-of-sequence token; the last answer ends with the conversation.
 
     Args:
         ids: Token ids of the whole conversation.
-        prefixes: Token ids of its prefixes, the shortest first.
+        starts: Index of the first token of every answer.
 
     Raises:
-        DataError: if the template renders a prefix differently, or ends an answer without the end-of-sequence token.
+        DataError: if the template ends an answer without the end-of-sequence token.
     """
-    if any(ids[: len(prefix)] != prefix for prefix in prefixes):
-        raise DataError(
-            f"{place}: the chat template changes earlier messages when the conversation continues, so answers' tokens "
-            f"cannot be located; use a prefix-preserving template, or learn='last'"
-        )
-    start, end = len(prefixes[0]), tokenizer.eos_token_id
-    mask = [False] * (len(ids) - start)
-    for first, following in pairwise(len(prefix) for prefix in prefixes):
+    begin, last, end = starts[0], starts[-1], tokenizer.eos_token_id
+    mask = [False] * (last - begin)
+    for first, following in pairwise(starts):
         answer = ids[first:following]
         if end not in answer:
             raise DataError(
@@ -73,8 +73,6 @@ def tokens_and_assistant_mask(
                 f"ends a turn, or learn='last'"
             )
         length = answer.index(end) + 1
-        mask[first - start : first - start + length] = [True] * length
-    last = len(prefixes[-1])
-    # Templates usually end a turn themselves, with line breaks after the end token.
-    final = ids[last:] if end in ids[last:] else with_eos(tokenizer, ids[last:])
-    return [*ids[start:last], *final], [*mask[: last - start], *([True] * len(final))]
+        mask[first - begin : first - begin + length] = [True] * length
+    final = ended_answer(tokenizer, ids[last:])
+    return [*ids[begin:last], *final], [*mask, *([True] * len(final))]

@@ -179,22 +179,36 @@ def prompt_token_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Text]
     return ids
 
 
-def answer_token_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], ids: list[int], place: str
-) -> list[int]:
-    """Return the tokens that a whole conversation adds after its prompt, ended by the end-of-sequence token.
+def response_start(prompt_ids: Sequence[int], ids: Sequence[int], place: str) -> int:
+    """Return the index in the ids of a whole text at which the tokens of its response start.
+
+    Prompt and response are encoded as one text, because a tokenizer may join their characters in one token, or add a
+    space before a response that it encodes alone. A token with characters of both belongs to the response.
+
+    Args:
+        prompt_ids: Token ids of the prompt alone.
+        ids: Token ids of the whole text, which starts with the prompt.
+        place: Location of the row, for error messages.
 
     Raises:
-        DataError: if the template renders the prompt differently once an answer follows.
+        DataError: if no token of the prompt is left before the response.
     """
-    if ids[: len(prompt_ids)] != prompt_ids:
+    start = len(prompt_ids)
+    if list(ids[:start]) != list(prompt_ids):
+        pairs = enumerate(zip(prompt_ids, ids, strict=False))
+        start = next((index for index, (a, b) in pairs if a != b), len(ids))
+    if start == 0:
         raise DataError(
-            f"{place}: the chat template must render a prompt the same way whether or not an answer follows, so that "
-            f"the answer's tokens can be located; use a prefix-preserving template"
+            f"{place}: the tokenizer joins the whole prompt with the start of the response, so no token of the prompt "
+            f"is left; end the prompt with a space or a line break, or use a tokenizer that adds a first token"
         )
-    answer = ids[len(prompt_ids) :]
+    return start
+
+
+def ended_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Return the ids of a rendered answer, ended by the end-of-sequence token unless the template has ended it."""
     # Templates usually end a turn themselves, with line breaks after the end token.
-    return answer if tokenizer.eos_token_id in answer else with_eos(tokenizer, answer)
+    return ids if tokenizer.eos_token_id in ids else with_eos(tokenizer, ids)
 
 
 def with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

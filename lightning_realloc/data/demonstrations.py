@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.assistant_spans import split_at_first_answer, tokens_and_assistant_mask
-from lightning_realloc.data.chat import Text, is_conversation, prompt_token_ids, token_ids
+from lightning_realloc.data.chat import Text, is_conversation, prompt_token_ids, response_start, token_ids
 from lightning_realloc.data.responses import (
     ResponseDataModule,
     ResponseText,
@@ -119,12 +119,13 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_SourceText]) ->
     single = iter(encoded(tokenizer, [row.text for row in rows if not row.prefixes]))
     several = [row.text for row in rows if row.prefixes]
     openings = iter(prompt_token_ids(tokenizer, [text.prompt for text in several if text.prompt is not None]))
-    wholes = iter(token_ids(tokenizer, [text.rest for text in several]))
+    wholes = iter(token_ids(tokenizer, [text.whole for text in several]))
     for row in rows:
         if row.prefixes:
-            prompt = next(openings)
-            later = [next(prefixes) for _ in row.prefixes]
-            yield (prompt, *tokens_and_assistant_mask(tokenizer, next(wholes), [prompt, *later], row.text.rest.place))
+            ids, place = next(wholes), row.text.whole.place
+            beginnings = [next(openings), *(next(prefixes) for _ in row.prefixes)]
+            starts = [response_start(beginning, ids, place) for beginning in beginnings]
+            yield (ids[: starts[0]], *tokens_and_assistant_mask(tokenizer, ids, starts, place))
         else:
             prompt, response = next(single)
             yield prompt, response, [bool(prompt), *([True] * (len(response) - 1))]

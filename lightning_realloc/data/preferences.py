@@ -68,7 +68,8 @@ class PreferenceDataModule(ResponseDataModule):
         kept: list[Row] = []
         prompts: list[list[int]] = []
         responses: list[list[int]] = []
-        for row, (prompt, chosen), (_, rejected) in zip(rows, pairs[0::2], pairs[1::2], strict=True):
+        for row, *sides in zip(rows, pairs[0::2], pairs[1::2], strict=True):
+            prompt, chosen, rejected = _with_one_prompt(*sides)
             if self.fits(row, len(prompt) + max(len(chosen), len(rejected)), limit):
                 kept.append(row)
                 prompts += [prompt, prompt]
@@ -146,6 +147,18 @@ def _texts(tokenizer: PreTrainedTokenizerBase, row: Row, template: Mapping[str, 
             f"or tool_calls, and chosen and rejected alike; got {kinds}"
         )
     return found
+
+
+def _with_one_prompt(
+    chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the tokens of the prompt that both sides have, and those of both responses.
+
+    A token of the prompt's end may be joined with a response on one side only; it is then part of both responses.
+    """
+    prompt = min(chosen[0], rejected[0], key=len)
+    responses = [own[len(prompt) :] + response for own, response in (chosen, rejected)]
+    return prompt, responses[0], responses[1]
 
 
 def _cut_pair(

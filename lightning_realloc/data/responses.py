@@ -14,11 +14,12 @@ from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import (
     Message,
     Text,
-    answer_token_ids,
     conversation_text,
+    ended_answer,
     is_conversation,
     prompt_text,
     prompt_token_ids,
+    response_start,
     token_ids,
     with_eos,
 )
@@ -95,11 +96,11 @@ class ResponseText:
     """Prompt and response before tokenization."""
 
     prompt: Text | None
-    """Prompt; None if the whole row is learnt."""
-    rest: Text
-    """Response, or whole conversation, see ``is_continuation``."""
-    is_continuation: bool
-    """Whether ``rest`` follows the prompt; False if it is the whole conversation, including the prompt."""
+    """Prompt; None if the whole text is learnt."""
+    whole: Text
+    """Prompt and response as one text."""
+    is_rendered: bool
+    """Whether the chat template rendered the text, and so may have ended the response."""
 
 
 def response_text(
@@ -110,9 +111,8 @@ def response_text(
     If only one of them is messages, the text becomes a user message (prompt) or an assistant message (response).
     """
     if isinstance(prompt, str) and isinstance(response, str):
-        return ResponseText(
-            prompt_text(tokenizer, prompt, place), Text(response, place, add_bos=False), is_continuation=True
-        )
+        whole = Text(prompt + response, place, add_bos=True)
+        return ResponseText(prompt_text(tokenizer, prompt, place), whole, is_rendered=False)
     if is_conversation(response) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if is_conversation(prompt) and isinstance(response, str):
@@ -124,7 +124,7 @@ def response_text(
 
 def learnt_text(text: str, place: str) -> ResponseText:
     """Return a text without a prompt, of which all tokens are learnt."""
-    return ResponseText(None, Text(text, place, add_bos=True), is_continuation=True)
+    return ResponseText(None, Text(text, place, add_bos=True), is_rendered=False)
 
 
 def conversation(
@@ -142,20 +142,31 @@ def conversation(
             f"its roles are {[message['role'] for message in [*prompt, *answer]]}"
         )
     whole = conversation_text(tokenizer, [*prompt, *answer], place, add_generation_prompt=False, template=template)
-    return ResponseText(prompt_text(tokenizer, prompt, place, template=template), whole, is_continuation=False)
+    return rendered(prompt_text(tokenizer, prompt, place, template=template), whole)
+
+
+def rendered(prompt: Text, whole: Text) -> ResponseText:
+    """Return a prompt and its response, both rendered by the chat template.
+
+    Raises:
+        DataError: if the template renders the prompt differently once a response follows.
+    """
+    if not whole.text.startswith(prompt.text):
+        raise DataError(
+            f"{whole.place}: the chat template must render a prompt the same way whether or not an answer follows, so "
+            f"that the answer's tokens can be located; use a prefix-preserving template"
+        )
+    return ResponseText(prompt, whole, is_rendered=True)
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[ResponseText]) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of every prompt and of its response, which ends with the end-of-sequence token."""
     prompts = iter(prompt_token_ids(tokenizer, [text.prompt for text in texts if text.prompt is not None]))
-    rests = token_ids(tokenizer, [text.rest for text in texts])
     pairs: list[tuple[list[int], list[int]]] = []
-    for text, rest in zip(texts, rests, strict=True):
-        prompt = [] if text.prompt is None else next(prompts)
-        if text.is_continuation:
-            pairs.append((prompt, with_eos(tokenizer, rest)))
-        else:
-            pairs.append((prompt, answer_token_ids(tokenizer, prompt, rest, text.rest.place)))
+    for text, ids in zip(texts, token_ids(tokenizer, [text.whole for text in texts]), strict=True):
+        start = 0 if text.prompt is None else response_start(next(prompts), ids, text.whole.place)
+        response = ended_answer(tokenizer, ids[start:]) if text.is_rendered else with_eos(tokenizer, ids[start:])
+        pairs.append((ids[:start], response))
     return pairs
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, token_ids
+from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, response_start
 from lightning_realloc.data.data_module import make_samples
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
+
+_ROWS_PER_BATCH = 100
+"""Rows per tokenizer call; raising it raises the host memory of their texts, one for each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,47 +70,56 @@ class StepDataModule(ResponseDataModule):
         """Return the rows that fit."""
         self.require(rows, "prompt", "completions", "labels")
         limit = self.limit()
-        prompts = prompt_token_ids(
-            tokenizer,
-            [prompt_text(tokenizer, row.values["prompt"], row.place, template=self.template_of(row)) for row in rows],
-        )
         kept: list[Row] = []
-        kept_prompts: list[list[int]] = []
+        prompts: list[list[int]] = []
         steps: list[_Steps] = []
-        for row, prompt, response in zip(rows, prompts, self._steps(tokenizer, rows), strict=True):
+        for row, (prompt, response) in zip(rows, self._encoded(tokenizer, rows), strict=True):
             if self.fits(row, len(prompt) + len(response.ids), limit):
                 kept.append(row)
-                kept_prompts.append(prompt)
+                prompts.append(prompt)
                 length = len(cut(row.place, prompt, response.ids, limit))
                 steps.append(_up_to_last_step_end(row, response.first_tokens(length)))
         if not kept:
             return make_samples({}, 0, "row")
         tokens = {
-            "prompt_ids": Ragged.from_list(kept_prompts),
+            "prompt_ids": Ragged.from_list(prompts),
             "response_ids": Ragged.from_list([step.ids for step in steps]),
             "step_ends": Ragged.from_list([step.ends for step in steps], dtype=torch.bool),
             "step_labels": Ragged.from_list([step.labels for step in steps], dtype=torch.float32),
         }
         return make_samples(tokens, len(kept), "row", self.data_of(kept, without=["completions", "labels"]))
 
-    def _steps(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[_Steps]:
-        """Return every row's steps. Each step is encoded separately, so that it ends with a token of its own."""
-        texts = [
-            Text(step + self.step_separator, row.place, add_bos=False) for row in rows for step in _checked_steps(row)
-        ]
-        encoded = iter(token_ids(tokenizer, texts))
-        found: list[_Steps] = []
-        for row in rows:
-            response = _Steps([], [], [])
-            for label in row.values["labels"]:
-                ids = next(encoded)
-                if not ids:
-                    raise DataError(f"{row.place}: a step has no token to carry its label; remove it")
-                response.ids.extend(ids)
-                response.ends.extend([False] * (len(ids) - 1) + [True])
-                response.labels.extend([0.0] * (len(ids) - 1) + [float(label)])
-            found.append(response)
-        return found
+    def _encoded(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterator[tuple[list[int], _Steps]]:
+        """Yield the token ids of every row's prompt, and its steps.
+
+        Where a step ends is known from the tokens of the text up to its end.
+        """
+        for begin in range(0, len(rows), _ROWS_PER_BATCH):
+            some = rows[begin : begin + _ROWS_PER_BATCH]
+            texts = [self._beginnings(tokenizer, row) for row in some]
+            ids = iter(prompt_token_ids(tokenizer, list(chain.from_iterable(texts))))
+            for row, beginnings in zip(some, texts, strict=True):
+                yield _split_at_steps(row, [next(ids) for _ in beginnings])
+
+    def _beginnings(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Text]:
+        """Return the prompt, the prompt with the first step, and so on up to the whole text."""
+        prompt = prompt_text(tokenizer, row.values["prompt"], row.place, template=self.template_of(row))
+        steps = (step + self.step_separator for step in _checked_steps(row))
+        return [replace(prompt, text=text) for text in accumulate(steps, initial=prompt.text)]
+
+
+def _split_at_steps(row: Row, beginnings: Sequence[list[int]]) -> tuple[list[int], _Steps]:
+    """Return the token ids of the prompt, and the steps, from the ids of the row's text up to each step's end."""
+    whole = beginnings[-1]
+    bounds = [response_start(ids, whole, row.place) for ids in beginnings]
+    response = _Steps([], [], [])
+    for (start, end), label in zip(pairwise(bounds), row.values["labels"], strict=True):
+        if end <= start:
+            raise DataError(f"{row.place}: a step has no token to carry its label; remove it")
+        response.ids.extend(whole[start:end])
+        response.ends.extend([False] * (end - start - 1) + [True])
+        response.labels.extend([0.0] * (end - start - 1) + [float(label)])
+    return whole[: bounds[0]], response
 
 
 def _checked_steps(row: Row) -> list[str]:
