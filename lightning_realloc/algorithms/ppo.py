@@ -95,6 +95,7 @@ class PPO(RewardedModule):
     """
 
     reward_column = "scores"
+    excluded_by = ("advantages", "returns")
 
     def __init__(
         self,

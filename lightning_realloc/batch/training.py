@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.batch.packing import PackedBatch, balanced_shares, micro_batches, pack
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.layout.dims import is_count
 from lightning_realloc.setting_hints import TRAIN_OPTIONS_HINTS, suggest_settings
@@ -49,7 +49,8 @@ class Totals:
     num_sequences: int
     """Number of sequences."""
     num_tokens: int
-    """Number of response tokens that the model chose; these count in the loss."""
+    """Number of response tokens that count in the loss: those that the model chose, in samples without a NaN in a
+    column of the algorithm's ``excluded_by``."""
     group_size: int = 1
     """Number of adjacent sequences that stay together; 2 for pairwise losses."""
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -66,6 +67,25 @@ class Totals:
     def num_groups(self) -> int:
         """Number of groups of sequences, the denominator of a pairwise loss."""
         return self.num_sequences // self.group_size
+
+
+def num_counted_tokens(samples: Samples, excluded_by: Sequence[str]) -> int:
+    """Return the number of response tokens that the model chose and that no column excludes by a NaN.
+
+    Args:
+        samples: Samples with responses.
+        excluded_by: Columns of one value per sample or per response token.
+    """
+    responses = samples.ragged("response_ids")
+    counted = torch.ones(responses.num_tokens, dtype=torch.bool)
+    if "model_mask" in samples:
+        counted &= samples.ragged("model_mask").values.cpu()
+    for name in excluded_by:
+        column = samples[name]
+        assert not isinstance(column, tuple), "python objects have no NaN"
+        missing = (column.values if isinstance(column, Ragged) else column).isnan().cpu()
+        counted &= ~(missing if isinstance(column, Ragged) else missing.repeat_interleave(responses.lengths))
+    return int(counted.sum())
 
 
 @suggest_settings(TRAIN_OPTIONS_HINTS)

@@ -24,6 +24,10 @@ class RunnableAlgorithm(Protocol):
         """Columns whose sums over a mini-batch the losses divide by."""
 
     @property
+    def excluded_by(self) -> tuple[str, ...]:
+        """Columns whose NaN excludes a sample from the losses that need them."""
+
+    @property
     def dropout(self) -> bool:
         """Whether dropout is active in training."""
 

@@ -14,6 +14,7 @@ from lightning_realloc.batch.training import (
     TrainOptions,
     micro_batch_plan,
     minibatch_positions,
+    num_counted_tokens,
     pack_columns,
     train_steps,
 )
@@ -184,3 +185,18 @@ def test_columns_of_numbers_are_packed_and_objects_are_left_out() -> None:
     assert packed.input_ids.tolist() == [[5, 8, 9, 6, 7, 10]]
     assert packed["behaviour_logprobs"].tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -3.0]
     assert packed.per_token(packed["advantages"]).tolist() == [0.5, 0.5, 0.5, -0.5, -0.5, -0.5]
+
+
+def test_tokens_of_samples_with_a_nan_are_not_counted() -> None:
+    nan = float("nan")
+    columns = {
+        "response_ids": Ragged.from_list([[1, 2], [3, 4, 5], [6]]),
+        "per_sample": torch.tensor([0.0, nan, 1.0]),
+        "per_token": Ragged.from_list([[0.0, 1.0], [0.0, 1.0, 2.0], [nan]], dtype=torch.float32),
+    }
+    samples = Samples(torch.arange(3), columns)
+    assert num_counted_tokens(samples, ()) == 6
+    assert num_counted_tokens(samples, ("per_sample",)) == 3
+    assert num_counted_tokens(samples, ("per_sample", "per_token")) == 2
+    heard = Ragged.from_list([[True, False], [True] * 3, [True]], dtype=torch.bool)
+    assert num_counted_tokens(samples.with_columns(model_mask=heard), ("per_sample",)) == 2

@@ -27,7 +27,7 @@ from lightning_realloc.algorithms.rollout import policy_gradient
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.batch.training import Totals
+from lightning_realloc.batch.training import Totals, num_counted_tokens
 from lightning_realloc.runtime.forward.divergence import TeacherHead
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics
 from tests.models import byte_tokenizer, tiny_model
@@ -116,7 +116,12 @@ def packed(**columns: Tensor) -> PackedBatch:
 
 
 def our_loss(
-    monkeypatch: pytest.MonkeyPatch, logprobs: Tensor, batch: PackedBatch, settings: Mapping[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    logprobs: Tensor,
+    batch: PackedBatch,
+    settings: Mapping[str, Any],
+    *,
+    num_tokens: int = sum(LENGTHS),
 ) -> Tensor:
     """Return our loss of given (B, T) log-probabilities, as a training call computes it."""
     places = batch.response_mask.nonzero().squeeze(1)
@@ -126,7 +131,7 @@ def our_loss(
     module = PolicyGradient(
         tiny_model("llama"), runs.low_tokens, sampling=sampling, tokenizer=byte_tokenizer(), **settings
     )
-    return module.actor_loss(module, batch, Totals(4, sum(LENGTHS))).value
+    return module.actor_loss(module, batch, Totals(4, num_tokens)).value
 
 
 def assert_equal(ours: Tensor, theirs: Tensor, our_input: Tensor, their_input: Tensor) -> None:
@@ -147,6 +152,22 @@ def test_policy_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     batch = packed(behaviour_logprobs=rows["old"], ref_logprobs=rows["ref"], advantages=ADVANTAGES)
     assert_equal(our_loss(monkeypatch, ours, batch, case.ours), expected, ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+def test_truncated_responses_are_masked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rows = CASES[name], drawn("logprobs", "old", "ref")
+    theirs, ours = (rows["logprobs"].clone().requires_grad_() for _ in range(2))
+    is_cut = torch.tensor([False, True, False, False])
+    kept = MASK & ~is_cut[:, None]  # what mask_truncated_completions makes of the mask
+    inputs = {**trl_inputs(rows), "completion_mask": kept.long(), "num_items_in_batch": kept.sum()}
+    expected = trl.policy_loss(theirs, inputs, epsilon_high=0.28, max_completion_length=LONGEST, **case.theirs)
+    advantages = ADVANTAGES.masked_fill(is_cut, torch.nan)
+    responses = {"response_ids": Ragged.from_list([[1] * length for length in LENGTHS])}
+    samples = Samples(torch.arange(4), {**responses, "advantages": advantages})
+    batch = packed(behaviour_logprobs=rows["old"], ref_logprobs=rows["ref"], advantages=advantages)
+    counted = num_counted_tokens(samples, PolicyGradient.excluded_by)
+    assert_equal(our_loss(monkeypatch, ours, batch, case.ours, num_tokens=counted), expected, ours, theirs)
 
 
 def test_every_loss_of_trl_is_compared() -> None:

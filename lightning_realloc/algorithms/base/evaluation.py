@@ -26,6 +26,9 @@ class EvaluatedModule(L.LightningModule):
     """Calls that ``validate`` and ``test`` run on held-out prompts."""
     batch_columns: tuple[str, ...] = ()
     """Columns that a batch must have."""
+    excluded_by: tuple[str, ...] = ()
+    """Columns whose NaN excludes a sample from a loss that needs them; its tokens are then not in
+    ``totals.num_tokens``."""
     data_module: str = "one of its data modules"
     """Data module of such batches, for error messages."""
 

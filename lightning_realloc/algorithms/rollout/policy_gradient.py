@@ -107,6 +107,8 @@ class PolicyGradient(RewardedModule):
             training options, seed).
     """
 
+    excluded_by = ("advantages",)
+
     def __init__(
         self,
         actor: ModelSource,

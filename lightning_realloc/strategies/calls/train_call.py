@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from lightning_realloc.batch.training import (
     MicroBatch,
     Totals,
     TrainOptions,
+    num_counted_tokens,
 )
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError, ReallocError
@@ -87,12 +88,30 @@ class TrainCalls:
         with self._dropout_masks(replica), compiled_blocks(replica.model, options.compile):
             for step in data.routes.train_steps(call, table):
                 totals = table.totals(step.positions, group_size=algorithm.group_size, sums_of=algorithm.totals_of)
+                totals = self._without_excluded(job, call, step.shares[share], totals)
                 if not self._step(job, step.shares[share], totals, sums):
                     break
         means = self._means(replica, sums) | {"skipped_steps": float(sums.num_skipped)}
         if options.stop_above:
             means["steps"] = float(sums.num_steps)
         data.training_metrics[call.name] = {f"{role}/{name}": value for name, value in means.items()}
+
+    def _without_excluded(
+        self, job: _Job, call: ModelFunctionCall, micro_batches: Sequence[MicroBatch], totals: Totals
+    ) -> Totals:
+        """Return totals without the tokens of excluded samples, which only the rank that trains on a sample knows.
+
+        Collective over data-parallel ranks. Earlier pipeline stages hold no such columns, and compute no loss.
+        """
+        rows = job.rows.select([position for micro in micro_batches if micro.counts for position in micro.positions])
+        names = [name for name in self._context.algorithm.excluded_by if name in call.needs and name in rows]
+        if not names:
+            return totals
+        counted = torch.tensor(num_counted_tokens(rows, names), device=self._context.device)
+        group = self._context.pool.meshes.group(job.replica.layout, "dp", "fsdp")
+        if group is not None:
+            dist.all_reduce(counted, group=group)
+        return replace(totals, num_tokens=max(1, int(counted)))  # without any token, the loss is zero
 
     @contextmanager
     def _dropout_masks(self, replica: Replica) -> Iterator[None]:
