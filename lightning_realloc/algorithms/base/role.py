@@ -36,6 +36,7 @@ from lightning_realloc.runtime.model.adapter_layers import (
     merge_permanently,
     use_trained_copies,
 )
+from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
 from lightning_realloc.runtime.model.structure import (
     copy_model,
     copy_without_weights,
@@ -160,10 +161,11 @@ class Role:
 
         Raises:
             ConfigError: for a source that cannot be loaded, weights that are missing or have no place in the model, a
-                language model without its head, a frozen classifier whose head was never trained, a quantized base, and
-                adapters that do not fit.
+                language model without its head or with an encoder's attention, a frozen classifier whose head was never
+                trained, a quantized base, a trained model whose config asks for a router's loss, and adapters that do
+                not fit.
         """
-        self._refuse_quantised()
+        self._check_config()
         adapters = self._adapters()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -179,6 +181,12 @@ class Role:
             else:
                 model = self._load(self.source, adapters, allow_missing=allow_missing)
             self._adapt(model, adapters)
+        if self.task == "causal_lm" and attends_to_later_tokens(model):
+            raise ConfigError(
+                f"{self.name} is a {type(model).__name__} whose tokens attend to later ones, as in an encoder, so it "
+                f"would read the tokens that it predicts; give a decoder such as Llama, or set is_decoder=True in its "
+                f"config"
+            )
         record_untied_weights(model)
         # Lightning warns about modules in eval mode; every call sets its own mode.
         return model.train()
@@ -188,7 +196,7 @@ class Role:
 
         A given module with the required head is returned unchanged.
         """
-        self._refuse_quantised()
+        self._check_config()
         source, adapters = self.source, self._adapters()
         if isinstance(source, nn.Module) and not (
             isinstance(source, PreTrainedModel) and self._has_another_head(source)
@@ -258,14 +266,19 @@ class Role:
             return str(self.source)
         return getattr(getattr(model, "config", None), "_name_or_path", None) or None
 
-    def _refuse_quantised(self) -> None:
-        settings = getattr(self.config(), "quantization_config", None)
-        if settings:
+    def _check_config(self) -> None:
+        config = self.config()
+        if settings := getattr(config, "quantization_config", None):
             method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
             raise ConfigError(
                 f"{self.name} is quantised ({getattr(method, 'value', method)}): weights that are packed into integers "
                 f"can neither be cut over ranks nor cast; give a base in bfloat16 or float32, as model.dequantize() "
                 f"makes one, and save memory by fsdp or tp; under precision='bf16-mixed' a frozen base is in bfloat16"
+            )
+        if self.trained and (asked := router_loss_of(config)):
+            raise ConfigError(
+                f"{self.name} has {asked} in its config, which asks for a loss that balances experts, and no algorithm "
+                f"adds it; set output_router_logits=False in the config to train without that loss"
             )
 
     def _from_config(self, config: PreTrainedConfig) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Find properties of a transformers model that prevent packing, batching or generation.
+"""Find properties of a transformers model that prevent packing, batching, generation or training.
 
 Sequences can share a row only if each result depends on the sequence's own tokens and positions.
 """
@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies change beyond a length."""
+_ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
 _GROUPED_DTYPES = (float32, bfloat16, float16)
 
 
@@ -42,6 +43,22 @@ def counts_positions_by_padding(model: nn.Module) -> bool:
     return any(all(hasattr(module, name) for name in names) for module in model.modules())
 
 
+def router_loss_of(config: Any) -> str:
+    """Return the settings by which a config asks for a loss that balances experts; empty if it asks for none."""
+    text = None if config is None else config.get_text_config()
+    weights = {name: value for name in _ROUTER_LOSS_WEIGHTS if (value := getattr(text, name, None))}
+    if not weights or not getattr(text, "output_router_logits", False):
+        return ""
+    return ", ".join(["output_router_logits=True", *(f"{name}={value}" for name, value in weights.items())])
+
+
+def attends_to_later_tokens(model: nn.Module) -> bool:
+    """Return whether a model is an encoder: none of its attention layers is causal, as far as they say."""
+    layers = (vars(module) for module in model.modules() if hasattr(module, "layer_idx"))
+    causal = {layer["is_causal"] for layer in layers if isinstance(layer.get("is_causal"), bool)}
+    return causal == {False}
+
+
 def generation_obstacle(model: nn.Module) -> str | None:
     """Return the reason why no engine can generate with a model; None if there is none."""
     config = getattr(model, "config", None)
@@ -51,6 +68,8 @@ def generation_obstacle(model: nn.Module) -> str | None:
         return "it is an encoder, whose tokens see those after them"
     if counts_positions_by_padding(model):
         return "its forward counts positions from the one after its padding token, and generation counts from 0"
+    if attends_to_later_tokens(model):
+        return "its tokens attend to later ones, as in an encoder"
     return None
 
 

@@ -1,0 +1,47 @@
+"""Models that cannot do what a role asks of them are refused before a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens
+from tests.models import EXPERT_FAMILIES, FAMILIES, SCORING_FAMILIES, SIZES, tiny_model
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_router_s_loss_is_refused_where_it_would_be_left_out(family: str) -> None:
+    def role(**settings: Any) -> Role:
+        trained = settings.pop("trained", True)
+        return Role(name="actor", source=tiny_model(family, **settings), trained=trained)
+
+    asked = role(output_router_logits=True, router_aux_loss_coef=10.0)
+    for attempt in (asked.describe, lambda: asked.build(seed=0)):
+        with pytest.raises(ConfigError, match=r"actor has output_router_logits=True, router_aux_loss_coef=10.0 .*set"):
+            attempt()
+    for settings in ({"router_aux_loss_coef": 0.0}, {"output_router_logits": False}, {"trained": False}):
+        role(**{"output_router_logits": True, "router_aux_loss_coef": 10.0, **settings}).build(seed=0)
+
+
+def test_an_encoder_is_no_language_model_unless_it_is_a_decoder() -> None:
+    config = AutoConfig.for_model("bert", **SIZES)
+    for source in (config, AutoModelForCausalLM.from_config(config)):
+        with pytest.raises(ConfigError, match="actor is a BertLMHeadModel whose tokens attend to later ones"):
+            Role(name="actor", source=source, trained=True).build(seed=0)
+    Role(name="reward", source=config, trained=True, task="sequence_classification").build(seed=0)
+    Role(name="actor", source=AutoConfig.for_model("bert", **SIZES, is_decoder=True), trained=True).build(seed=0)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES, *SCORING_FAMILIES])
+def test_decoders_are_no_encoders(family: str) -> None:
+    assert not attends_to_later_tokens(tiny_model(family))
+
+
+def test_a_decoder_that_may_read_an_encoder_is_none() -> None:
+    sizes = {"vocab_size": 128, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bart", **sizes, is_encoder_decoder=False))
+    assert not attends_to_later_tokens(model)
