@@ -27,8 +27,7 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.lightning.optimizer_hooks import refuse_gradient_settings
-from tests.models import byte_tokenizer, tiny_model, tiny_scorer
+from tests.models import SIZES, byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
@@ -238,10 +237,17 @@ def strange_prompt_in_lockstep() -> Any:
 
 def model_that_cannot_be_generated_from() -> Any:
     """An error of the engine on the only rank that generates."""
+    twice = AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", **SIZES))
+    module = GRPO(twice, runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0)
+    return module, calls(actor_generate="dp1@0", actor_train="dp2"), Batches(1)
+
+
+def model_that_cannot_be_trained_on_packs() -> Any:
+    """A model that no engine makes trainable."""
     sizes = {"vocab_size": 128, "n_layer": 1, "hidden_size": 16, "n_head": 2}
     bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **sizes))
-    module = GRPO(bloom, runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0)
-    return module, calls(actor_generate="dp1@0", actor_train="dp2"), Batches(1)
+    module = GRPO(bloom, runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0, engine="hf")
+    return module, calls(actor_generate="dp2", actor_train="dp2"), Batches(1)
 
 
 class NotFinite(runs.RecordedGRPO):
@@ -314,7 +320,8 @@ def test_a_failure_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number per completion",
             undefined_reward: "RewardError: reward function 'undefined' must return finite numbers (of at most",
             long_prompt: "GenerationError: the prompt of sample 5 has 200 tokens, and actor's context of 128 leaves no",
-            model_that_cannot_be_generated_from: "GenerationError: BloomForCausalLM cannot be generated from in",
+            model_that_cannot_be_generated_from: "GenerationError: DiffLlamaAttention attends with the same layer twi",
+            model_that_cannot_be_trained_on_packs: "ConfigError: BloomForCausalLM cannot run packed sequences: its at",
             strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             strange_prompt_in_lockstep: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             failing_after_lockstep: "PlanError: too late",

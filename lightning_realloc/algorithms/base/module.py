@@ -45,6 +45,7 @@ from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
+from lightning_realloc.runtime.forward.packed_attention import check_packable
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import ALGORITHM_HINTS, SuggestsSettings
 
@@ -397,12 +398,25 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return made if made else None
 
     def on_fit_start(self) -> None:
-        """Check the data's token ids, and silence warnings about modes, which every call sets for itself."""
+        """Check models and the data's token ids, and silence Lightning's warnings about what calls set themselves."""
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
+        self._check_packable()
         data = getattr(self.trainer, "datamodule", None)
         for table in data.tables.values() if isinstance(data, RowDataModule) else ():
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
+
+    def _check_packable(self) -> None:
+        """Raise ConfigError for a model that a method of this package cannot run on packed sequences.
+
+        The engine would refuse some of these models with the advice to use another engine, which helps nothing.
+        """
+        models = self.models()
+        for call in self.dataflow.model_calls:
+            method = getattr(self, call.method)
+            is_own = getattr(method, "func", method).__module__.startswith("lightning_realloc.")
+            if call.kind != "generate" and is_own and call.role in models:
+                check_packable(models[call.role])
 
     def require_batch(self, batch: object) -> None:
         """Raise DataError for missing columns, and for token ids outside a model's embeddings."""

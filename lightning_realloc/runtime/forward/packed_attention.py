@@ -69,6 +69,13 @@ class Segments:
         return [Run(len(list(members)), length, shared) for (length, shared), members in kinds]
 
 
+def check_packable(model: nn.Module) -> None:
+    """Raise ConfigError for a transformers model that cannot run packed sequences; other modules pass."""
+    hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if hf_model is not None and hf_model.config._attn_implementation != ATTENTION:
+        _refuse_unpackable(hf_model)
+
+
 def install_packed_attention(model: nn.Module) -> None:
     """Make ``model`` keep packed sequences apart; other forward passes work as with sdpa.
 
@@ -121,13 +128,14 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_unpackable(model: PreTrainedModel) -> None:
-    name = type(model).__name__
+    name = type(model).__name__.removeprefix("FSDP")  # which sharding adds
     failing = experts_obstacle(model)
     if failing is not None:
         raise ConfigError(f"{name} cannot run: {'; '.join(failing)}")
     # Position ids and keyword arguments reach the layers through the base model in most classes' heads.
     parameters = inspect.signature(type(model.base_model).forward).parameters
-    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    text = model.config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or ())
     reason = None
     if not model._supports_attention_backend:
         reason = "its attention cannot be replaced (no _supports_attention_backend)"
@@ -141,6 +149,10 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
         reason = "it carries a recurrent state from token to token, past the end of a sequence"
     elif model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
+    elif getattr(text, "attn_logit_softcapping", None) is not None:
+        reason = f"its attention caps scores (attn_logit_softcapping={text.attn_logit_softcapping})"
+    elif any(hasattr(module, "sinks") for module in model.modules()):
+        reason = "its attention has sinks, which packed attention does not support"
     elif counts_positions_by_padding(model):
         reason = "it counts positions from the one after its padding token, and packs count from 0"
     if reason is not None:

@@ -233,7 +233,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused(kind:
 def test_attention_with_capped_scores_is_refused() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     model = _model("gemma2", num_attention_heads=2, num_key_value_heads=1, **sizes)
-    with pytest.raises(ConfigError, match=r"\['softcap'\], which Gemma2Attention passes"):
+    with pytest.raises(ConfigError, match=r"its attention caps scores \(attn_logit_softcapping=50\.0\)"):
         packed_logits(model, _packed())
 
 
