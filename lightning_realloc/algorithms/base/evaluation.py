@@ -1,4 +1,4 @@
-"""Evaluate all held-out samples together after the last batch.
+"""Evaluate all held-out samples of a loader together after the last batch.
 
 Every rank has all samples and computes the same numbers, so nothing is merged. Means are over all samples, tokens or
 steps, whatever the batches are. Metrics that are not means, such as the area under a curve, are exact as well.
@@ -34,8 +34,8 @@ class EvaluatedModule(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held_out: list[Samples] = []
-        """Results of the current evaluation: columns of one value per sample, and lengths."""
+        self._held_out: dict[int, list[Samples]] = {}
+        """Loader -> results of the current evaluation: columns of one value per sample, and lengths."""
 
     # ---- what a subclass says about itself
     def check_batch(self, batch: Samples) -> None:
@@ -80,15 +80,15 @@ class EvaluatedModule(L.LightningModule):
         return self.evaluation_calls
 
     # ---- Lightning's hooks
-    def validation_step(self, batch: Samples, batch_idx: int) -> None:
+    def validation_step(self, batch: Samples, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run the evaluation calls on held-out samples; ``val/...`` is logged after the last batch."""
-        self._evaluate(batch)
+        self._evaluate(batch, dataloader_idx)
 
-    def test_step(self, batch: Samples, batch_idx: int) -> None:
+    def test_step(self, batch: Samples, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run the evaluation calls on held-out samples; ``test/...`` is logged after the last batch."""
-        self._evaluate(batch)
+        self._evaluate(batch, dataloader_idx)
 
-    def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
+    def predict_step(self, batch: Samples, batch_idx: int, dataloader_idx: int = 0) -> Samples:
         """Return the samples with the results of the evaluation calls."""
         self.require_batch(batch)
         names = self.prediction_calls(batch)
@@ -111,21 +111,22 @@ class EvaluatedModule(L.LightningModule):
         """Log ``test/...`` for all held-out samples."""
         self._log_evaluation("test")
 
-    def _evaluate(self, batch: Samples) -> None:
+    def _evaluate(self, batch: Samples, loader: int) -> None:
         if not self.evaluation_calls:
             raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
         self.require_batch(batch)
         self.check_batch(batch)
         made = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
-        self._held_out.append(made.lengths_only())
+        self._held_out.setdefault(loader, []).append(made.lengths_only())
 
     def _log_evaluation(self, prefix: str) -> None:
-        if not self._held_out:
-            return
-        samples = all_samples(self._held_out)
-        self._held_out.clear()
-        metrics = {f"{prefix}/{name}": value for name, value in self.summarize_evaluation(samples).items()}
-        self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
+        by_loader, self._held_out = self._held_out, {}
+        for loader, batches in by_loader.items():
+            samples = all_samples(batches)
+            suffix = f"/dataloader_idx_{loader}" if len(by_loader) > 1 else ""  # as Lightning names them
+            metrics = {f"{prefix}/{name}{suffix}": value for name, value in self.summarize_evaluation(samples).items()}
+            # Lightning would add the index of the last loader, and refuses names that have one.
+            self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True, add_dataloader_idx=False)
 
     @property
     def _strategy(self) -> Any:

@@ -13,6 +13,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
 from tests.strategies.algorithms import preferences
+from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
 DATA = {"reward_model": "pairs", "dpo": "pairs", "kto": "judged", "process_reward": "steps", "sft": "judged"}
@@ -130,3 +131,21 @@ def test_losses_are_means_over_tokens_or_steps(workers: WorkerPool) -> None:
         },
         abs=1e-5,
     )
+
+
+def apart_and_together() -> tuple[dict[str, float], dict[str, float], dict[str, float], list[int]]:
+    """Return the metrics of two loaders one after the other and in one run, and how many batches each predicts."""
+    module = runs.sft()
+    trainer = runs.trainer(ReallocStrategy("heuristic"), runs.world_size())
+    loaders = [Batches(2, responses=True, seed=seed) for seed in (1, 2)]
+    first, second = (trainer.validate(module, loader, verbose=False)[0] for loader in loaders)
+    both = trainer.validate(module, loaders, verbose=False)[0]
+    predicted: Any = trainer.predict(module, loaders)
+    return first, second, both, [len(batches) for batches in predicted]
+
+
+def test_several_loaders_are_measured_each_by_itself(workers: WorkerPool) -> None:
+    for first, second, both, counts in workers.run(apart_and_together, world_size=2, init_process_group=False):
+        assert first["val/loss"] != second["val/loss"]
+        assert both == {"val/loss/dataloader_idx_0": first["val/loss"], "val/loss/dataloader_idx_1": second["val/loss"]}
+        assert counts == [2, 2]
