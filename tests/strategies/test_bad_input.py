@@ -454,9 +454,10 @@ def prompts_for_kto() -> Any:
     return KTO(tiny_model("llama"), tokenizer=byte_tokenizer()), "heuristic", Batches(1)
 
 
-def pairs_for_grpo() -> Any:
-    """Pairs for supervised training, whose responses GRPO would ignore."""
-    return runs.grpo(), "heuristic", Batches(1, responses=True)
+def demonstrations_for_grpo() -> Any:
+    """Prompts with responses, for an algorithm that makes its own."""
+    rows = [{"prompt": "a", "completion": "b"}] * 6
+    return runs.grpo(), "heuristic", SFTDataModule(rows, batch_size=6)
 
 
 def test_the_error_of_a_wrong_batch_names_the_data_module_or_columns(workers: WorkerPool) -> None:
@@ -464,6 +465,7 @@ def test_the_error_of_a_wrong_batch_names_the_data_module_or_columns(workers: Wo
         pairs_for_grpo: "RecordedGRPO generates the responses that it learns from, and this data brings its own; give "
         "trainer.fit(model, PromptDataModule(data, batch_size=...))",
         rows_in_place_of_batches: "the loader gave a list; give trainer.fit(model, SFTDataModule(data, batch_size=",
+        demonstrations_for_grpo: "generates its responses, and the batch holds some already, as those of SFTDataModul",
         prompts_for_kto: "KTO needs response_ids, label, and the batch has prompt",
     }
     expect(workers, expected)

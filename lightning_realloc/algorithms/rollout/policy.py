@@ -20,7 +20,7 @@ from lightning_realloc.algorithms.settings import Unpack, check_minibatches, che
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
-from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError, DataError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
 from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
@@ -182,6 +182,16 @@ class PolicyModule(MultiModelModule):
         if self.accuracy is None or self.reward_column is None:
             return found
         return found | self.accuracy.summary(samples, self.reward_column)
+
+    def require_batch(self, batch: object) -> None:
+        """Raise DataError also for a batch that holds responses, since this algorithm makes its own."""
+        super().require_batch(batch)
+        if isinstance(batch, Samples) and "response_ids" in batch:
+            raise DataError(
+                f"{type(self).__name__} generates its responses, and the batch holds some already, as those of "
+                f"SFTDataModule do; give trainer.fit(model, {self.data_module}(data, batch_size=...)), which hands "
+                f"columns such as 'completion' to reward functions"
+            )
 
     def check_batch(self, batch: Samples) -> None:
         """Raise for fewer samples than mini-batches of a trained role."""
