@@ -20,7 +20,6 @@ from lightning_realloc.algorithms.base.rollout_columns import (
     reward_columns,
     reward_summary,
 )
-from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.losses.controllers import KLController, RunningMoments
 from lightning_realloc.algorithms.losses.functional import (
     KLEstimator,
@@ -204,15 +203,6 @@ class PPO(RewardedModule):
     def train_options_of(self, role: str) -> TrainOptions:
         """Return the critic's options, or the actor's."""
         return self.critic_train_options if role == "critic" else self.train_options
-
-    def _check_vocabularies(self) -> None:
-        # Rewards first: a critic may be a copy of one, and the error should name the setting that was given.
-        super()._check_vocabularies()
-        actor, *others = self.roles()
-        for role in others:
-            if role.name in ("critic", "reference"):
-                way_out = f"give {role.name}= a model with the actor's tokenizer"
-                require_same_vocabulary(role, actor, self.tokenizer, way_out=way_out)
 
     # ---- the calls
     @compute(needs=("rollout", "reward_scores"), produces="scores")

@@ -240,6 +240,12 @@ def test_invalid_settings_are_refused() -> None:
             runs.grpo(**settings)
 
 
+def test_a_reference_that_reads_other_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reference has another vocabulary than the actor: 256 tokens, the actor has"):
+        runs.grpo(kl_coef=0.1, reference=tiny_model("llama", vocab_size=256)).configure_model()
+    runs.grpo(kl_coef=0.0, reference=tiny_model("llama", vocab_size=256)).configure_model()  # it is not used
+
+
 def test_held_out_prompts_get_one_greedy_response_by_default() -> None:
     assert runs.grpo().evaluation_sampling == replace(runs.SAMPLING, n=1, temperature=0.0)
     chosen = runs.SamplingParams(n=3)

@@ -20,7 +20,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Loss, Totals, TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError, DataError
-from tests.models import tiny_model
+from tests.models import byte_tokenizer, tiny_model
 from tests.strategies.algorithms import preferences
 
 CPU = torch.device("cpu")
@@ -309,3 +309,10 @@ TWICE = TrainOptions(num_epochs=2)
 def test_invalid_settings_are_refused(algorithm: Any, settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         algorithm(tiny_model("llama"), **settings)
+
+
+@pytest.mark.parametrize("algorithm", [DPO, KTO])
+def test_a_reference_that_reads_other_tokens_is_refused(algorithm: Any) -> None:
+    module = algorithm(tiny_model("llama"), reference=tiny_model("llama", vocab_size=256), tokenizer=byte_tokenizer())
+    with pytest.raises(ConfigError, match="reference has another vocabulary than the actor: 256 tokens, the actor has"):
+        module.configure_model()

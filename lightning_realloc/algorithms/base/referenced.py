@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_realloc.algorithms.base.calls import infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.vocabulary import own_tokenizer, require_same_vocabulary
 from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
@@ -63,6 +64,15 @@ class ReferencedModule(MultiModelModule):
         """Return the actor and the reference."""
         actor = self.make_role("actor", trained=True)
         return actor, self.reference_of(actor, self.sources.get("reference"))
+
+    def configure_model(self) -> None:
+        """Build the models, after a check that a given reference reads the actor's tokens."""
+        if not self.models() and "reference" in self.sources:
+            actor, reference = self.roles()[:2]
+            tokenizer = own_tokenizer(actor) if self._tokenizer is None else self._tokenizer
+            way_out = "give reference= a model with the actor's tokenizer"
+            require_same_vocabulary(reference, actor, tokenizer, way_out=way_out)
+        super().configure_model()
 
     @infer("reference", needs="batch", produces=_COLUMN)
     def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_realloc.algorithms.base.calls import compute, infer
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
+from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
@@ -129,8 +130,14 @@ class RewardedModule(PolicyModule):
         super().configure_model()
 
     def _check_vocabularies(self) -> None:
+        # Rewards first: a critic may be a copy of one, and the error should name the setting that was given.
+        actor, *others = self.roles()
         if self._judges.models:
-            self._judges.check_vocabularies(self.roles(), self.tokenizer)
+            self._judges.check_vocabularies((actor, *others), self.tokenizer)
+        for role in others:
+            if role.name in ("critic", "reference") and role.name in self.sources:
+                way_out = f"give {role.name}= a model with the actor's tokenizer"
+                require_same_vocabulary(role, actor, self.tokenizer, way_out=way_out)
 
     @infer("reward", needs="rollout", produces="reward_scores")
     def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
