@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
@@ -490,6 +494,45 @@ def test_callbacks_of_transformers_are_refused_and_a_single_role_needs_no_name(
     ((said, files),) = workers.run(other_callbacks, str(tmp_path), world_size=1, init_process_group=False)
     assert "and a TrainerCallback is one of transformers.trainer_callback without their hooks; write a light" in said
     assert {"config.json", "model.safetensors"} <= set(files)
+
+
+TRAINER_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"gradient_clip_val": 0.5}, "gradient_clip_val=0.5 of the Trainer does not .*TrainOptions(max_grad_norm=0.5) of"),
+    ({"accumulate_grad_batches": 4}, "accumulate_grad_batches=4 of the Trainer does not .*(micro_batch_tokens=...) of"),
+    (
+        {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4},
+        "gradient_clip_val=0.5 and accumulate_grad_batches=4 of the Trainer do not .*5, micro_batch_tokens=...) of R",
+    ),
+    ({"callbacks": [LearningRateFinder()]}, "the learning-rate finder reads the loss .* RecordedGRPO returns none"),
+    ({"callbacks": [BatchSizeFinder()]}, "the batch-size finder cannot change a batch of RecordedGRPO"),
+    (
+        {"callbacks": [ModelCheckpoint(train_time_interval=timedelta(minutes=5))], "enable_checkpointing": True},
+        "ModelCheckpoint(train_time_interval=0:05:00) would never save",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "rule"), TRAINER_SETTINGS, ids=[str(n) for n in range(len(TRAINER_SETTINGS))])
+def test_settings_of_the_trainer_that_do_nothing_are_refused(settings: dict[str, Any], rule: str) -> None:
+    module, strategy = runs.grpo(), ReallocStrategy()
+    module.trainer = runs.trainer(strategy, 1, **settings)
+    pattern = ".*".join(map(re.escape, rule.split(".*")))
+    with pytest.raises((ConfigError, MisconfigurationException), match=pattern):
+        strategy.connect(module)
+
+
+def found_learning_rate() -> str:
+    """Return the error of Lightning's learning-rate finder."""
+    try:
+        Tuner(runs.trainer(ReallocStrategy(), 1)).lr_find(runs.sft(), Batches(1, responses=True))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_the_learning_rate_finder_is_refused(workers: WorkerPool) -> None:
+    (said,) = workers.run(found_learning_rate, world_size=1, init_process_group=False)
+    assert "the learning-rate finder reads the loss that training_step returns, and SFT returns none" in said
 
 
 def loader_as_datamodule() -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.dataflow.dataflow import Dataflow
-from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
@@ -47,8 +46,13 @@ from lightning_realloc.strategies.lightning.launchers import (
     checked_start_method,
     refuse_in_notebook,
 )
-from lightning_realloc.strategies.lightning.optimizer_hooks import refuse_gradient_settings
 from lightning_realloc.strategies.lightning.signals import StopRequest
+from lightning_realloc.strategies.lightning.trainer_checks import (
+    refuse_foreign_callbacks,
+    refuse_foreign_data,
+    refuse_gradient_settings,
+    refuse_ineffective_callbacks,
+)
 from lightning_realloc.strategies.pool.precision import for_samples
 from lightning_realloc.strategies.run_messages import log_way_to_resume
 
@@ -121,17 +125,18 @@ class DataParallelStrategy(ModelParallelStrategy):
         """Connect the module, and refuse Trainer settings that would have no effect or fail later.
 
         Raises:
-            ConfigError: for callbacks or data of other libraries, and for weight averaging of an algorithm.
+            ConfigError: for callbacks or data of other libraries, and for callbacks that do nothing for an algorithm.
             MisconfigurationException: for gradient clipping or accumulation by the Trainer of an algorithm.
         """
         super().connect(model)
         trainer: Any = model._trainer
         if trainer is None:
             return
-        _refuse_foreign_callbacks(trainer)
-        _refuse_foreign_data(trainer)
+        refuse_foreign_callbacks(trainer)
+        refuse_foreign_data(trainer)
         if self.dataflow is not None:
             refuse_weight_averaging(trainer.callbacks, type(model).__name__)
+            refuse_ineffective_callbacks(trainer.callbacks, type(model).__name__)
             refuse_gradient_settings(trainer, type(model).__name__)
 
     def setup_environment(self) -> None:
@@ -377,32 +382,3 @@ def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> Clu
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // base.devices_per_node
     return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)
-
-
-def _refuse_foreign_callbacks(trainer: Trainer) -> None:
-    """Raise ConfigError for callbacks of another library's trainer."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    foreign = [callback for callback in callbacks if not isinstance(callback, Callback)]
-    if not foreign:
-        return
-    # Lightning calls hooks of all callbacks on an error; on these that would raise another error and hide this one.
-    trainer.callbacks = [callback for callback in callbacks if callback not in foreign]  # type: ignore[attr-defined]
-    kind = type(foreign[0])
-    raise ConfigError(
-        f"Trainer(callbacks=[...]) takes callbacks of Lightning, and a {kind.__name__} is one of {kind.__module__} "
-        f"without their hooks; write a lightning.pytorch.Callback, whose on_train_batch_end(trainer, pl_module, "
-        f"outputs, batch, batch_idx) runs after every step, or leave it out"
-    )
-
-
-def _refuse_foreign_data(trainer: Any) -> None:
-    """Raise ConfigError for a datamodule= that is not a data module. Lightning itself refuses a list."""
-    given = trainer.datamodule
-    if given is None or isinstance(given, LightningDataModule):
-        return
-    trainer.datamodule = None  # else Lightning calls its on_exception, and fails
-    raise ConfigError(
-        f"datamodule= takes a LightningDataModule, and this is a {type(given).__name__}; give rows as "
-        f"PromptDataModule(rows, batch_size=...), or another data module of lightning_realloc, and a loader as "
-        f"train_dataloaders="
-    )
