@@ -401,6 +401,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         """Check models and the data's token ids, and silence Lightning's warnings about what calls set themselves."""
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
+        # It advises to save weights from before the step. Checkpoints of an iteration hold those after it.
+        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train")
         self._check_packable()
         data = getattr(self.trainer, "datamodule", None)
         for table in data.tables.values() if isinstance(data, RowDataModule) else ():

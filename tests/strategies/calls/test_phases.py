@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,22 @@ def run_every_loop(folder: str) -> dict[str, Any]:
     trainer.fit(module, Batches(2), held_out)
     found["steps after more"] = trainer.global_step
     return found
+
+
+def warnings_of_saving(folder: str) -> list[str]:
+    """Return warnings about manual optimization in a run that saves after each of two steps."""
+    checkpoint = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        runs.trainer("realloc", 1, callbacks=[checkpoint], enable_checkpointing=True).fit(
+            runs.sft(), Batches(2, responses=True)
+        )
+    assert len(list(Path(folder).glob("*.ckpt"))) == 2
+    return [str(warning.message) for warning in seen if "manual optimization" in str(warning.message)]
+
+
+def test_saving_after_steps_brings_no_advice_about_manual_optimization(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(warnings_of_saving, str(tmp_path), world_size=1, init_process_group=False) == [[]]
 
 
 @pytest.fixture(scope="module")
