@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.callbacks.model_card import make_model_card
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import (
@@ -74,7 +74,7 @@ class FileCheckpoints:
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None:
         """Write a checkpoint on rank 0."""
         if self._strategy.is_global_zero:
-            self._strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+            self._strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def remove(self, filepath: str | Path) -> None:
         """Remove a checkpoint on rank 0."""
@@ -92,8 +92,18 @@ class FileCheckpoints:
         return self._strategy.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of all optimizers."""
-        for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+        """Load the state of all optimizers.
+
+        Raises:
+            CheckpointError: for another number of optimizers than the checkpoint holds.
+        """
+        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
+        if len(optimizers) != len(states):
+            raise CheckpointError(
+                f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers() returned "
+                f"{len(optimizers)}; resume with the optimizers of the run that saved it"
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_realloc import ConfigError, ReallocStrategy
+from lightning_realloc.errors import CheckpointError
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -142,3 +144,48 @@ def test_a_strategy_can_be_connected_without_a_trainer() -> None:
     algorithm.trainer = refused
     with pytest.raises(ConfigError, match="StochasticWeightAveraging"):
         refused.strategy.connect(algorithm)
+
+
+class KeywordIO(TorchCheckpointIO):
+    """A CheckpointIO that takes storage options by name only, as some libraries' do."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, *, storage_options: Any = None) -> None:  # type: ignore[override]
+        """Write the checkpoint with its options in it."""
+        super().save_checkpoint({**checkpoint, "options": storage_options}, path)
+
+
+class TwoOptimizers(Regression):
+    """The network with an optimizer for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Step both optimizers."""
+        self.manual_backward(self.loss(batch[0]))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        """Return two optimizers."""
+        return [torch.optim.SGD(self.net[layer].parameters(), lr=0.1) for layer in (0, 2)]
+
+
+def saved_and_resumed(folder: str) -> tuple[Any, str]:
+    """Return the storage options of a checkpoint, and the error of resuming it with fewer optimizers."""
+    trainer = runs.trainer("realloc", 1, plugins=[KeywordIO()], max_steps=1)
+    trainer.fit(TwoOptimizers(), rows(8))
+    trainer.save_checkpoint(f"{folder}/two.ckpt", storage_options={"key": 1})
+    stored = torch.load(f"{folder}/two.ckpt", weights_only=False)["options"]
+    try:
+        runs.trainer("realloc", 1, max_epochs=2).fit(Regression(manual=True), rows(8), ckpt_path=f"{folder}/two.ckpt")
+    except CheckpointError as error:
+        return stored, str(error)
+    return stored, "not refused"
+
+
+def test_checkpoints_keep_options_by_name_and_name_other_optimizers(workers: WorkerPool, tmp_path: Any) -> None:
+    ((stored, said),) = workers.run(saved_and_resumed, str(tmp_path), world_size=1, init_process_group=False)
+    assert stored == {"key": 1}
+    assert "holds the states of 2 optimizers, and configure_optimizers() returned 1; resume with the optimizers" in said
