@@ -52,6 +52,7 @@ from lightning_realloc.strategies.lightning.trainer_checks import (
     refuse_foreign_data,
     refuse_gradient_settings,
     refuse_ineffective_callbacks,
+    refuse_sharded_module,
 )
 from lightning_realloc.strategies.pool.precision import for_samples
 from lightning_realloc.strategies.run_messages import log_way_to_resume
@@ -92,6 +93,7 @@ class DataParallelStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Move the module to its device, with the weights of rank 0."""
         assert self.model is not None
+        refuse_sharded_module(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         broadcast_module(self.model)

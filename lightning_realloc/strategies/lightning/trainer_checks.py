@@ -8,6 +8,8 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_realloc.errors import ConfigError
 
@@ -77,3 +79,15 @@ def refuse_foreign_data(trainer: Any) -> None:
         f"PromptDataModule(rows, batch_size=...), or another data module of lightning_realloc, and a loader as "
         f"train_dataloaders="
     )
+
+
+def refuse_sharded_module(module: nn.Module) -> None:
+    """Raise ConfigError for a module without calls that shards itself, since every rank would train all of it."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) or parameter.is_meta:
+            state = "divided over ranks" if isinstance(parameter, DTensor) else "on the meta device"
+            raise ConfigError(
+                f"{name} is {state} after configure_model() of {type(module).__name__}, and strategy='realloc' keeps a "
+                f"module without calls whole on every rank; train it with Lightning's ModelParallelStrategy(), or make "
+                f"whole weights in configure_model()"
+            )

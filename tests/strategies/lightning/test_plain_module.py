@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_realloc import ConfigError, ReallocStrategy
@@ -189,3 +190,33 @@ def test_checkpoints_keep_options_by_name_and_name_other_optimizers(workers: Wor
     ((stored, said),) = workers.run(saved_and_resumed, str(tmp_path), world_size=1, init_process_group=False)
     assert stored == {"key": 1}
     assert "holds the states of 2 optimizers, and configure_optimizers() returned 1; resume with the optimizers" in said
+
+
+class SelfSharded(Regression):
+    """A module that divides its weights over the ranks by itself, or makes them on the meta device."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        """Shard the network."""
+        if self.how == "fsdp":
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        else:
+            self.net.to("meta")
+
+
+def refused_sharding(how: str) -> str:
+    """Return the error of training a module that shards itself."""
+    try:
+        runs.trainer("realloc", runs.world_size()).fit(SelfSharded(how), rows(8))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(("how", "state"), [("fsdp", "divided over ranks"), ("meta", "on the meta device")])
+def test_a_module_that_shards_itself_is_refused_on_every_rank(how: str, state: str, workers: WorkerPool) -> None:
+    for said in workers.run(refused_sharding, how, world_size=2, init_process_group=False):
+        assert said.startswith(f"net.0.weight is {state} after configure_model() of SelfSharded")
