@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
+import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -43,6 +45,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
         Raises:
             SIGTERMException: if the processes ended because of a signal, with their exit code.
         """
+        _leave_process_group()
         with signals_forwarded(self):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -90,6 +93,16 @@ class FullStateLauncher(_MultiProcessingLauncher):
         if worker_output.weights_path is not None:
             trainer.lightning_module.configure_model()
         super()._recover_results_in_main_process(worker_output, trainer)
+
+
+def _leave_process_group() -> None:
+    """Destroy the process group of an earlier fit on one device in this process, and give up its port.
+
+    Started processes would otherwise find the port in use, or inherit the group by a fork and train alone.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        os.environ.pop("MASTER_PORT", None)
 
 
 def _counters(trainer: Trainer) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """User script for the tests of launchers: fit SFT on two devices, under each strategy named on the command line.
 
+A strategy named ``alone`` fits on one device in this process, as a trial before the others.
 Every rank writes its results to a folder. The process that called ``fit`` writes sums of its final weights.
 """
 
@@ -40,6 +41,9 @@ class Witness(Callback):
 def main(folder: Path, *strategies: str) -> None:
     """Fit once under each strategy."""
     for name in strategies:
+        if name == "alone":
+            runs.trainer("realloc", 1).fit(runs.sft(), Batches(2, responses=True))
+            continue
         (folder / name).mkdir(exist_ok=True, parents=True)
         module: Any = runs.sft()
         trainer = runs.trainer(name, 2, callbacks=[Witness(folder / name)])

@@ -86,7 +86,7 @@ def test_script_torchrun_spawn_and_fork_give_the_same_results(tmp_path: Path, wo
         tmp_path,
         (SCRIPT, "script", "realloc"),
         (*torchrun, SCRIPT, "torchrun", "realloc"),
-        (SCRIPT, "processes", "realloc_spawn", "realloc_fork"),
+        (SCRIPT, "processes", "realloc_fork", "alone", "realloc_spawn"),
     )
     logged, sums = workers.run(fit_here, world_size=1, init_process_group=False)[0]
     expected = {
