@@ -230,18 +230,21 @@ def _in_place_of_own(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
-    """Return whether ``model`` predicts the same after a prompt that is padded to ``width``, up to rounding."""
+    """Return whether ``model`` predicts the same after a prompt that is padded to ``width``, up to rounding.
+
+    Two tokens are compared: the first follows from reading the prompt, the second from the cache.
+    """
     config = GenerationConfig(
-        max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+        max_new_tokens=2, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     logits: list[Tensor] = []
     for length in (len(prompt), width):
         ids, mask = _padded([prompt], length, next(model.parameters()).device)
         with _in_place_of_own(model, config):
-            logits.append(model.generate(ids, attention_mask=mask).logits[0][0].float())
+            logits.append(torch.cat(model.generate(ids, attention_mask=mask).logits).float())
     expected, padded = logits
-    differs = (expected - padded).square().mean().sqrt() > _ROUNDING * expected.std()  # False if not finite
-    return not bool(differs)
+    differs = (expected - padded).square().mean(-1).sqrt() > _ROUNDING * expected.std(-1)  # False if not finite
+    return not bool(differs.any())
 
 
 def _padded(prompts: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -63,18 +63,27 @@ class ReadsPadding(LlamaForCausalLM):
         return super().forward(*args, **settings)
 
 
+class ReadsCachedPadding(LlamaForCausalLM):
+    """A model that ignores the mask once it has read the prompt, as MiniMax does."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **settings: Any) -> Any:
+        is_prompt = input_ids.shape[1] > 1
+        return super().forward(input_ids, attention_mask=attention_mask if is_prompt else None, **settings)
+
+
+@pytest.mark.parametrize("kind", [ReadsPadding, ReadsCachedPadding])
 def test_prompts_of_unequal_lengths_share_no_batch_if_the_model_ignores_the_mask(
-    caplog: pytest.LogCaptureFixture,
+    kind: type[LlamaForCausalLM], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama")
-    reads_padding = ReadsPadding(model.config).eval()
+    reads_padding = kind(model.config).eval()
     reads_padding.load_state_dict(model.state_dict())
     prompts, params = draw_prompts(6), SamplingParams(max_new_tokens=8, temperature=0, n=2)
     expected = HFEngine(model).generate(prompts, params)
     assert not caplog.records
     completions = HFEngine(reads_padding).generate(prompts, params)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
-    assert "ReadsPadding predicts other tokens after a padded prompt" in caplog.text
+    assert f"{kind.__name__} predicts other tokens after a padded prompt" in caplog.text
 
 
 def test_draws_follow_the_models_distribution_and_the_seed() -> None:
