@@ -133,6 +133,14 @@ def no_tensor_parallel_plan() -> Any:
     return runs.sft(actor=tiny_model("gpt2")), calls(actor_train="tp2"), Batches(1, responses=True)
 
 
+def style_that_leaves_out_gradients() -> Any:
+    """A learned activation between cut layers, as one that reads all features."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("apertus", **SIZES)).float()
+    plan = {"actor": {"model.layers.*.mlp.act_fn": "replicate"}}
+    strategy = ReallocStrategy(calls(actor_train="tp2", actor_infer="tp2"), tp_plans=plan)
+    return runs.sft(actor=model), strategy, Batches(1, responses=True)
+
+
 class WithoutModel(SFT):
     """An algorithm that does not build its model."""
 
@@ -159,6 +167,7 @@ def test_invalid_plans_are_refused(workers: WorkerPool) -> None:
             unknown_option: "calls.actor.train has no option 'microbatch'; it has gradient_checkpointing",
             missing_plan_file: "PlanError: plan file no/such/plan.yaml: ",
             no_tensor_parallel_plan: "LayoutError: ",
+            style_that_leaves_out_gradients: "LayoutError: actor: the gradient of model.layers.0.mlp.act_fn.alpha_",
             different_plans: "PlanError: ranks hold different execution plans; give every process the same file",
             role_without_model: "PlanError: role 'actor' has no model; configure_model() built none",
         },

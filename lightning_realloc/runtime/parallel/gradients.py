@@ -15,6 +15,11 @@ from lightning_realloc.layout import AXES, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.shards import local_tensor
 
+MAX_UNEVENNESS = 0.01
+"""Largest difference between gradient norms of equal parameters, over the norm. Raising it tolerates more rounding."""
+MIN_COMPARED_SHARE = 1e-4
+"""Smallest compared gradient norm, over the largest of a parameter. Raising it leaves out more rounding errors."""
+
 
 def clip_gradients(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry, max_norm: float | None) -> Tensor:
     """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before scaling.
@@ -70,6 +75,35 @@ def first_bad_gradient(model: nn.Module, model_layout: ModelLayout, meshes: Mesh
     group = meshes.group(model_layout.layout, *AXES)
     if group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    return names[int(found)] if int(found) < len(names) else None
+
+
+def uneven_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> str | None:
+    """Return the first parameter, whole on every tensor-parallel rank, whose gradients differ between these ranks.
+
+    Each rank steps by its own gradient, so copies with different ones drift apart. A gradient differs if it lacks the
+    contributions of other ranks: the parameter reads only this rank's features, and its style does not say so.
+    Returns None if all agree. Collective over the layout's ranks, with the same result on each.
+    """
+    names = [param.name for param in model_layout.model.params]
+    found = torch.tensor(len(names), device=meshes.device_type)
+    group = meshes.group(model_layout.layout, "tp")
+    whole = {
+        model_layout.model.param(name).name: _exact_norms([local_tensor(parameter.grad)])[0].double()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and model_layout.model.param(name).tp is None
+    }
+    if group is not None and whole:
+        norms = torch.stack(list(whole.values()))
+        largest, smallest = norms.clone(), norms.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+        is_noise = largest < MIN_COMPARED_SHARE * largest.max()
+        differs = ((largest - smallest > MAX_UNEVENNESS * largest) & ~is_noise).tolist()
+        found.fill_(min((names.index(n) for n, bad in zip(whole, differs, strict=True) if bad), default=len(names)))
+    everyone = meshes.group(model_layout.layout, *AXES)
+    if everyone is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=everyone)
     return names[int(found)] if int(found) < len(names) else None
 
 

@@ -24,6 +24,7 @@ ROWWISE = ("rowwise", "rowwise_split_input", "packed_rowwise")
 EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 REPLICATE = "replicate"
+UNCUT = (PARTIAL_GRADIENT, REPLICATE)
 STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, PARTIAL_GRADIENT, REPLICATE)
 """Supported styles, by transformers' names."""
 
@@ -295,22 +296,39 @@ def _check_tied_cuts(model: nn.Module, cuts: Mapping[str, TensorParallelCut]) ->
 
 
 def _check_between_cuts(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raise LayoutError for parameters next to a column-cut layer that the plan does not name.
+    """Raise LayoutError for parameters next to a column-cut layer that the plan does not name, or cannot divide.
 
     Parameters of a learned activation, for example, read only this rank's features. Their gradient would silently
-    lack the contributions of the other ranks.
+    lack the contributions of the other ranks. Parameters with a row per head, as norms of Cohere's queries, would have
+    to be cut, and no style does it.
     """
     repeated = {name for name, _ in find_blocks(model)}
     cut_names = [name for name, style in styles.items() if style in ("colwise", "packed_colwise")]
     divided = {name.removesuffix(_PEFT_SUFFIX).rpartition(".")[0] for name in cut_names}
     divided |= {name.removesuffix(_PEFT_SUFFIX) for name in styles if name.endswith(_PEFT_SUFFIX)}
     divided = {name for name in divided - repeated if not any(block.startswith(f"{name}.") for block in repeated)}
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
         names = module.split(".")
         prefixes = {".".join(names[:length]) for length in range(1, len(names) + 1)}
-        if module not in styles and not divided.isdisjoint(prefixes):
+        if divided.isdisjoint(prefixes):
+            continue
+        if _has_row_per_head(model, module, parameter) and styles.get(module, REPLICATE) in UNCUT:
+            raise LayoutError(
+                f"{name}: it has a row for each attention head ({parameter.shape[0]}), and no tensor-parallel style "
+                f"divides such a parameter"
+            )
+        if module not in styles:
             raise LayoutError(
                 f"{name}: the plan cuts its neighbours and does not say whether its gradient is whole on every rank; "
-                f"pass a tp_plan that names {with_wildcards(module)!r} as {REPLICATE!r} or {PARTIAL_GRADIENT!r}"
+                f"pass a tp_plan that names {with_wildcards(module)!r} as {PARTIAL_GRADIENT!r} if it reads a rank's "
+                f"own features, or as {REPLICATE!r} if it reads all of them"
             )
+
+
+def _has_row_per_head(model: nn.Module, module: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter inside attention, of another module than a projection, has one row per head."""
+    if parameter.ndim < 2 or isinstance(model.get_submodule(module), nn.Linear):
+        return False
+    found = _find_attention(model, module)
+    return found is not None and parameter.shape[0] in (found[1].query, found[1].key_value)

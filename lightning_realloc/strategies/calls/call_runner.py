@@ -250,7 +250,7 @@ class CallRunner:
     def plan_changed(self) -> None:
         """Forget the models of the plan before: the pool serves another plan from now on."""
         self._engines.forget()
-        self._train.forget_skipped_steps()
+        self._train.forget_layouts()
 
     def finish(self) -> None:
         """Receive all pending messages. Collective over all ranks, after the last iteration.

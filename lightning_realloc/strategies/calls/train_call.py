@@ -23,12 +23,13 @@ from lightning_realloc.batch.training import (
     num_counted_tokens,
 )
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import PlanError, ReallocError
+from lightning_realloc.errors import LayoutError, PlanError, ReallocError
 from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
-from lightning_realloc.runtime.parallel.gradients import clip_gradients, first_bad_gradient
+from lightning_realloc.runtime.parallel.gradients import clip_gradients, first_bad_gradient, uneven_gradient
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
+from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wildcards
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
@@ -67,10 +68,12 @@ class TrainCalls:
     def __init__(self, context: CallContext, hooks: LightningOptimizers) -> None:
         self._context, self._hooks = context, hooks
         self._skipped = SkippedSteps()
+        self._checked: set[str] = set()
+        """Roles whose gradients agree between tensor-parallel ranks in their layout."""
 
-    def forget_skipped_steps(self) -> None:
-        """Count skipped steps anew, since a role's next layout may have ranks that saw none of them."""
-        self._skipped = SkippedSteps()
+    def forget_layouts(self) -> None:
+        """Count skipped steps and check gradients anew, since a role's next layout may have other ranks and cuts."""
+        self._skipped, self._checked = SkippedSteps(), set()
 
     def order_seeds(self, role: str, iteration: int) -> list[int]:
         """Return a seed per epoch of a role's training call, for the order of its mini-batches."""
@@ -145,6 +148,8 @@ class TrainCalls:
         is_finite = bool(norm.isfinite())  # the one wait for the device per step
         if options.max_grad_norm is not None:
             sums.add_shared("grad_norm", norm if is_finite else norm.new_full((), torch.nan))
+        if is_finite and float(norm) > 0:
+            self._require_even_gradients(replica)
         if is_finite:
             self._hooks.step(optimizer)
             self._skipped.record_step(replica.role)
@@ -208,6 +213,20 @@ class TrainCalls:
         anywhere = torch.tensor(above, dtype=torch.uint8, device=self._context.device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
         return bool(anywhere)
+
+    def _require_even_gradients(self, replica: Replica) -> None:
+        """Raise LayoutError before a role's first step if gradients of tensor-parallel ranks differ. Collective."""
+        if replica.layout.dims.tp == 1 or replica.role in self._checked:
+            return
+        self._checked.add(replica.role)
+        uneven = uneven_gradient(replica.model, replica.model_layout, self._context.pool.meshes)
+        if uneven is not None:
+            module = with_wildcards(uneven.rpartition(".")[0])
+            raise LayoutError(
+                f"{replica.role}: the gradient of {uneven} differs between the tensor-parallel ranks of "
+                f"{replica.layout}, because it reads only a rank's own features; set tp_plans={{{replica.role!r}: "
+                f"{{{module!r}: {PARTIAL_GRADIENT!r}}}}} of ReallocStrategy, or give {replica.role} a layout with tp=1"
+            )
 
     def _record_skip(self, job: _Job, norm: float, minibatch: int) -> None:
         """Log a skipped mini-batch, and stop the run after too many. Collective over the layout."""

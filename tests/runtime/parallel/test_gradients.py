@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
@@ -13,12 +15,13 @@ from lightning_realloc.runtime.parallel.gradients import (
     first_bad_gradient,
     global_grad_norm,
     num_holders,
+    uneven_gradient,
 )
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensor
-from tests.models import tiny_model
+from tests.models import SIZES, tiny_model
 from tests.runtime.reference import local_part
 from tests.workers import WorkerPool
 
@@ -121,3 +124,47 @@ def _clip_to_nothing() -> str:
 
 def test_a_limit_that_is_not_positive_is_refused(workers: WorkerPool) -> None:
     assert "max_norm=0.0 must be positive" in workers.run(_clip_to_nothing, world_size=1)[0]
+
+
+def _uneven(style: str) -> dict[str, tuple[str | None, bool]]:
+    """Return the uneven gradient under each layout, and whether the gradients are those of one process."""
+    found = {}
+    meshes, rank = MeshRegistry("cpu"), dist.get_rank()
+    layouts = [Layout.parse(text) for text in ("tp2@0-1", "dp2@0-1")]
+    meshes.create(layouts)
+    for layout in layouts:
+        whole, model = (_apertus() for _ in range(2))
+        plan = {"model.layers.*.mlp.act_fn": style}
+        model_layout = ModelLayout(describe_model(model, tp_plan=plan), layout)
+        parallelize(model, model_layout, meshes, tp_plan=plan)
+        for each in (whole, model):
+            each(input_ids=IDS, labels=IDS).loss.backward()
+        equal = all(
+            torch.allclose(
+                local_tensor(parameter.grad),
+                local_part(whole.get_parameter(name).grad, model_layout, name, rank),
+                rtol=1e-3,
+                atol=1e-6,
+            )
+            for name, parameter in model.named_parameters()
+        )
+        found[str(layout)] = (uneven_gradient(model, model_layout, meshes), equal)
+    return found
+
+
+def _apertus() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("apertus", **SIZES)).float()
+
+
+@pytest.mark.parametrize("style", ["replicate", "replicated_with_grad_allreduce"])
+def test_a_parameter_that_reads_a_part_of_the_features_shows_by_uneven_gradients(
+    workers: WorkerPool, style: str
+) -> None:
+    is_wrong = style == "replicate"
+    for found in workers.run(_uneven, style, world_size=2):
+        name, equal = found["tp2@0-1"]
+        assert (name is not None and ".mlp.act_fn." in name) is is_wrong
+        assert equal is not is_wrong
+        assert found["dp2@0-1"] == (None, True)

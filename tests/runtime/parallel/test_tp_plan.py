@@ -100,9 +100,23 @@ def test_parameters_between_sharded_layers_need_a_plan_that_names_them() -> None
 
     assert refusal is not None
     assert f"pass a tp_plan that names '{activation}'" in refusal
+    assert "as 'replicated_with_grad_allreduce' if it reads a rank's own features" in refusal
     plan = read_tp_plan(apertus, {activation: "replicated_with_grad_allreduce"})
     assert plan.refusal is None
     assert plan.styles["model.layers.1.mlp.act_fn"] == "replicated_with_grad_allreduce"
+
+
+def test_norms_with_a_row_per_head_are_refused_whatever_the_plan_calls_them() -> None:
+    cohere, norms = _on_meta("cohere", use_qk_norm=True), ("q_norm", "k_norm")
+    for style in ("replicate", "replicated_with_grad_allreduce", None):
+        plan = {} if style is None else {f"model.layers.*.self_attn.{norm}": style for norm in norms}
+        refusal = read_tp_plan(cohere, plan).refusal
+        assert refusal is not None
+        assert refusal == (
+            "model.layers.0.self_attn.q_norm.weight: it has a row for each attention head (4), and no tensor-parallel "
+            "style divides such a parameter"
+        )
+    assert read_tp_plan(_on_meta("cohere", use_qk_norm=False)).refusal is None
 
 
 @pytest.mark.parametrize(
