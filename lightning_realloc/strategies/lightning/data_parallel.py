@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -172,6 +173,17 @@ class DataParallelStrategy(ModelParallelStrategy):
     def is_running(self) -> bool:
         """Whether calls are under way."""
         return False
+
+    def on_train_start(self) -> None:
+        """Begin a new epoch if the run resumes between two. With ``max_steps``, Lightning counts an empty one first."""
+        super().on_train_start()
+        loop: Any = self.connected_module.trainer.fit_loop
+        epochs = loop.epoch_progress
+        if loop.restarting and epochs.current.ready == epochs.current.processed:
+            if epochs.current.completed < epochs.current.processed:
+                epochs.increment_completed()
+            _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+            loop.reset_restart_stage()
 
     def _check_external_processes(self) -> None:
         started = int(os.environ.get("WORLD_SIZE", self.num_processes * self.num_nodes))

@@ -112,19 +112,3 @@ def step_schedules(configs: Sequence[LRSchedulerConfig], *, iteration: int, epoc
         count = iteration if config.interval == "step" else epoch if is_last_batch else None
         if count is not None and count % config.frequency == 0:
             config.scheduler.step()  # type: ignore[call-arg]
-
-
-def refuse_gradient_settings(trainer: Trainer, algorithm: str) -> None:
-    """Refuse gradient clipping and accumulation by the Trainer, which reach no training call of an algorithm.
-
-    Raises:
-        MisconfigurationException: with the setting of the algorithm to use instead.
-    """
-    off = {"gradient_clip_val": (None, 0), "accumulate_grad_batches": (1,)}
-    ours = {"gradient_clip_val": "max_grad_norm=...", "accumulate_grad_batches": "micro_batch_tokens=..."}
-    used = {name: getattr(trainer, name) for name, values in off.items() if getattr(trainer, name) not in values}
-    if used:
-        raise MisconfigurationException(
-            f"{' and '.join(f'{name}={value}' for name, value in used.items())} of the Trainer cannot reach the calls "
-            f"of {algorithm}; use its train_options=TrainOptions({', '.join(ours[name] for name in used)}) instead"
-        )
