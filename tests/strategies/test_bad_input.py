@@ -31,6 +31,7 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.lightning.trainer_checks import refuse_gradient_settings
 from tests.models import SIZES, byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
@@ -431,11 +432,11 @@ def test_misspelt_settings_are_refused_by_the_constructor() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"gradient_clip_val": 1.0}, r"^gradient_clip_val=1\.0 of the .*TrainOptions\(max_grad_norm=\.\.\.\)"),
+        ({"gradient_clip_val": 1.0}, r"^gradient_clip_val=1\.0 of the .*TrainOptions\(max_grad_norm=1\.0\)"),
         ({"accumulate_grad_batches": 2}, r"^accumulate_grad_batches=2 of .*TrainOptions\(micro_batch_tokens=\.\.\.\)"),
         (
             {"gradient_clip_val": 0.5, "accumulate_grad_batches": 4},
-            r"^gradient_clip_val=0\.5 and accumulate_grad_batches=4 of .*max_grad_norm=\.\.\., micro_batch_tokens=",
+            r"^gradient_clip_val=0\.5 and accumulate_grad_batches=4 of .*max_grad_norm=0\.5, micro_batch_tokens=",
         ),
     ],
 )  # fmt: skip
@@ -475,8 +476,6 @@ def demonstrations_for_grpo() -> Any:
 
 def test_the_error_of_a_wrong_batch_names_the_data_module_or_columns(workers: WorkerPool) -> None:
     expected = {
-        pairs_for_grpo: "RecordedGRPO generates the responses that it learns from, and this data brings its own; give "
-        "trainer.fit(model, PromptDataModule(data, batch_size=...))",
         rows_in_place_of_batches: "the loader gave a list; give trainer.fit(model, SFTDataModule(data, batch_size=",
         demonstrations_for_grpo: "generates its responses, and the batch holds some already, as those of SFTDataModul",
         prompts_for_kto: "KTO needs response_ids, label, and the batch has prompt",

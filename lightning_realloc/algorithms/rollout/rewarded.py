@@ -29,7 +29,7 @@ from lightning_realloc.algorithms.settings import Unpack, check_positive
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 
 
@@ -212,12 +212,7 @@ class RewardedModule(PolicyModule):
         return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
 
     def check_batch(self, batch: Samples) -> None:
-        """Raise for data with responses or without a column of a function, and for fewer samples than mini-batches."""
-        if "response_ids" in batch:
-            raise DataError(
-                f"{type(self).__name__} generates the responses that it learns from, and this data brings its own; "
-                f"give trainer.fit(model, {self.data_module}(data, batch_size=...)), or train SFT on the responses"
-            )
+        """Raise for data without a column of a function, and for fewer samples than mini-batches."""
         super().check_batch(batch)
         if self._reward_functions is not None:
             self._reward_functions.check_columns(batch.data)

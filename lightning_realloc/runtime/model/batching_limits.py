@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import bfloat16, float16, float32, nn
-from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies change beyond a length."""
@@ -64,8 +63,6 @@ def generation_obstacle(model: nn.Module) -> str | None:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, which does not continue a prompt"
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        return "it is an encoder, whose tokens see those after them"
     if counts_positions_by_padding(model):
         return "its forward counts positions from the one after its padding token, and generation counts from 0"
     if attends_to_later_tokens(model):

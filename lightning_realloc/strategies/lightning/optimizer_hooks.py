@@ -7,8 +7,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
