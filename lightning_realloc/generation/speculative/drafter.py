@@ -59,7 +59,8 @@ class Drafter:
     """Base class of drafters: this one proposes nothing, others override the methods that they need."""
 
     anticipates: bool = False
-    """Whether the drafter may drop tokens because of their values. Adaptive ``"reject"`` refuses such a drafter."""
+    """Whether the drafter may drop tokens because of their values. Adaptive ``"reject"`` refuses such a drafter.
+    A draft that ends early because no continuation is known does not count."""
     costs_a_forward: bool = False
     """Whether each depth of the drafts costs one forward of a model, for all samples together."""
     exchanges: bool = False
@@ -119,7 +120,10 @@ class Drafter:
         return 0
 
     def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
-        """Return a draft for each running sample, in the order of slots, of at most ``limits`` tokens."""
+        """Return a draft for each running sample, in the order of slots.
+
+        ``limits`` holds the most tokens of each draft; 0: the sample gets `NO_DRAFT`.
+        """
         return [NO_DRAFT] * len(running)
 
     def finished(self, sample: Sample) -> None:

@@ -36,21 +36,21 @@ class NgramIndex:
         """Start without a text."""
         self._tokens = [NO_TOKEN] * ORDERS[0]  # before the first token, so that there are contexts of every length
         # Only numbers and tuples of numbers, which the garbage collector does not visit; 0: no such place.
-        self._behind_stem: dict[tuple[int, ...], int] = {}
+        self._after_stem: dict[tuple[int, ...], int] = {}
         """Three tokens -> the last place after them."""
-        self._before_stem = [0] * ORDERS[0]
+        self._previous_after_stem = [0] * ORDERS[0]
         """Place -> the previous place after the same three tokens."""
-        self._behind_token: dict[int, int] = {}
+        self._after_token: dict[int, int] = {}
         """Token -> the last place after it."""
-        self._before_token = [0] * ORDERS[0]
+        self._previous_after_token = [0] * ORDERS[0]
         """Place -> the previous place after the same token."""
 
     def copy(self) -> NgramIndex:
         """Return a copy, to continue with another text."""
         other = NgramIndex()
         other._tokens = self._tokens.copy()
-        other._behind_stem, other._before_stem = self._behind_stem.copy(), self._before_stem.copy()
-        other._behind_token, other._before_token = self._behind_token.copy(), self._before_token.copy()
+        other._after_stem, other._previous_after_stem = self._after_stem.copy(), self._previous_after_stem.copy()
+        other._after_token, other._previous_after_token = self._after_token.copy(), self._previous_after_token.copy()
         return other
 
     @property
@@ -62,20 +62,20 @@ class NgramIndex:
         """Begin another text, which follows a context of its own."""
         self._tokens += (NO_TOKEN, *context)
         places = [0] * (1 + len(context))
-        self._before_stem += places
-        self._before_token += places
+        self._previous_after_stem += places
+        self._previous_after_token += places
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the last text."""
-        behind_stem, before_stem = self._behind_stem, self._before_stem
-        behind_token, before_token = self._behind_token, self._before_token
+        after_stem, previous_after_stem = self._after_stem, self._previous_after_stem
+        after_token, previous_after_token = self._after_token, self._previous_after_token
         first, second, third = self._tokens[-_STEM:]
         for place, token in enumerate(tokens, start=len(self._tokens)):
             stem = first, second, third
-            before_stem.append(behind_stem.get(stem, 0))
-            behind_stem[stem] = place
-            before_token.append(behind_token.get(third, 0))
-            behind_token[third] = place
+            previous_after_stem.append(after_stem.get(stem, 0))
+            after_stem[stem] = place
+            previous_after_token.append(after_token.get(third, 0))
+            after_token[third] = place
             first, second, third = second, third, token
         self._tokens += tokens
 
@@ -85,19 +85,19 @@ class NgramIndex:
         Return 0 and None if no end is known. ``context`` has as many tokens as the largest of `ORDERS`.
         """
         own = self._tokens
-        if place := self._behind_stem.get(tuple(context[-_STEM:]), 0):
-            order, places = _STEM, _chain(place, self._before_stem)
+        if place := self._after_stem.get(tuple(context[-_STEM:]), 0):
+            order, places = _STEM, _chain(place, self._previous_after_stem)
             for longer in (4, 8):
                 end = context[-longer:]
-                behind = [place for place in places if own[place - longer : place] == end]
-                if not behind:
+                matching = [place for place in places if own[place - longer : place] == end]
+                if not matching:
                     break
-                order, places = longer, behind
+                order, places = longer, matching
             return order, Branch(own, places)
-        if place := self._behind_token.get(context[-1], 0):
-            places = _chain(place, self._before_token)
-            behind = [place for place in places if own[place - 2] == context[-2]]
-            return (2, Branch(own, behind)) if behind else (1, Branch(own, places))
+        if place := self._after_token.get(context[-1], 0):
+            places = _chain(place, self._previous_after_token)
+            matching = [place for place in places if own[place - 2] == context[-2]]
+            return (2, Branch(own, matching)) if matching else (1, Branch(own, places))
         return 0, None
 
 
@@ -116,7 +116,7 @@ class Branch:
         )
         """The tokens at these places, sorted."""
 
-    def behind(self, token: int) -> Branch | None:
+    def after(self, token: int) -> Branch | None:
         """Return the places after ``token`` at these places, without ends of texts; None if there are none.
 
         They are cached, since samples with the same context mostly continue alike.
@@ -181,7 +181,10 @@ class _Lookup(Drafter, ABC):
 
     @abstractmethod
     def _find(self, sample: Sample, context: list[int]) -> Branch | None:
-        """Return the places after earlier occurrences of a sample's ``context``; None if there are none."""
+        """Return the places after earlier occurrences of ``context``; None if there are none.
+
+        ``context`` ends with the sample's last tokens, followed by those that the draft holds already.
+        """
 
     def _draft(self, sample: Sample, limit: int) -> Draft:
         assert self._verification is not None, "propose() before begin()"
@@ -199,7 +202,7 @@ class _Lookup(Drafter, ABC):
                 laws.append(followers)
             if len(tokens) == limit:
                 break
-            branch = branch.behind(token)
+            branch = branch.after(token)
             if branch is None:
                 branch = self._find(sample, [*context, *tokens][-ORDERS[0] :])
         return Draft(tokens, laws=laws) if tokens else NO_DRAFT

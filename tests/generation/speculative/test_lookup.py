@@ -73,7 +73,7 @@ def test_results_kept_for_other_samples_equal_those_of_a_new_search(
             (order, branch), (own_order, own_branch) = shared.find(context), alone.find(context)
             assert (order, followers_of(branch)) == (own_order, followers_of(own_branch))
             if branch is not None and own_branch is not None:
-                assert followers_of(branch.behind(token)) == followers_of(own_branch.behind(token))
+                assert followers_of(branch.after(token)) == followers_of(own_branch.after(token))
 
 
 def test_the_number_of_kept_contexts_is_bounded() -> None:
@@ -105,7 +105,7 @@ def test_a_branch_after_a_token_equals_a_search_with_that_token_appended(
     context = [9] * (LONGEST - 1) + [last]
     _, branch = recurrences_in(texts).find(context)
     order, followers = found_by_reading(texts, [*context[1:], token])
-    assert followers_of(branch and branch.behind(token)) == (followers if order == 2 else [])
+    assert followers_of(branch and branch.after(token)) == (followers if order == 2 else [])
 
 
 def test_common_tokens_use_their_latest_places() -> None:
