@@ -33,8 +33,8 @@ def tiny_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_recipes: None) -> None:
     report = BenchmarkReport("speculative")
     cells = run(SETTINGS, report)
-    assert [cell.name for cell in cells] == [f"tiny B=2 {name}" for name in ("ngram", "history", "model", "blocks")]
-    assert [row["arm"] for row in report.rows] == 4 * ["0", "2", "adaptive"]
+    assert [cell.name for cell in cells] == [f"tiny B=2 {name}" for name in speculative.DRAFTERS]
+    assert [row["arm"] for row in report.rows] == len(cells) * ["0", "2", "adaptive"]
     assert all(row["turns"] == 2 and row["differing"] == 0 and row["cpu_s"] > 0 for row in report.rows)
     by_arm = {(row["drafter"], row["arm"]): row for row in report.rows}
     assert by_arm["model", "2"]["drafting_share"] > 0.1

@@ -29,7 +29,7 @@ class RandomDrafter(Drafter):
             length = self._rng.randint(0, max(limit, 0))
             tokens = [self._rng.choice((0, self._vocabulary - 1, 5, 9)) for _ in range(length)]
             laws = [(token,) for token in tokens]
-            drafts.append(Draft(tokens, [("random",)] * length, laws))
+            drafts.append(Draft(tokens, laws=laws))
         return drafts
 
 

@@ -142,9 +142,13 @@ def drawn(
 
 @pytest.mark.parametrize(
     ("verification", "drafter"),
-    [("match", "model"), ("match", "history"), ("gumbel", "model"), ("reject", "model"), ("reject", "history"),
-     ("reject", "random")],
-)  # fmt: skip
+    [
+        ("match", "model"),
+        ("match", "history"),
+        ("gumbel", "model"),
+        *(("reject", name) for name in DRAFTERS if name != "none"),
+    ],
+)
 def test_responses_follow_the_distribution_of_the_target(verification: str, drafter: str) -> None:
     prompt = prompts_of(1, seed=1)[0]
     law = joint_law(target(), prompt, HOT.temperature)
@@ -167,7 +171,7 @@ class KeepsTheTarget(Rejection):
     """A wrong rule: the token after a rejected draft is drawn from the target, not from the residual distribution."""
 
     def _finals(self, weights: Any, starts: Any, samples: Any, drafts: Any, standing: Any) -> list[int]:
-        bare = [Draft(draft.tokens, draft.kinds, [torch.zeros(VOCABULARY)] * len(draft)) for draft in drafts]
+        bare = [Draft(draft.tokens, laws=[torch.zeros(VOCABULARY)] * len(draft)) for draft in drafts]
         return super()._finals(weights, starts, samples, bare, standing)
 
 
@@ -195,7 +199,7 @@ def test_rejection_is_biased_if_a_draft_is_dropped_because_of_its_own_token() ->
     law, count = torch.tensor([0.9, 0.1]), 20_000
     samples = [Sample(i, 0, [0], 4, sample_key(0, i)) for i in range(count)]
     tokens = rule.draw_drafts(law.log().expand(count, 2), samples, 0).tokens
-    whole = [Draft([token], ["kind"], [law]) for token in tokens]
+    whole = [Draft([token], laws=[law]) for token in tokens]
     for drafts, expected in ((whole, 0.5), ([d if d.tokens == [0] else d.cut(0) for d in whole], 0.55)):
         logits = torch.zeros(sum(len(draft) + 1 for draft in drafts), 2)
         firsts = [own[0] for own, _ in rule.emit(logits, samples, drafts, None)]
