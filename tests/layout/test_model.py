@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import (
+    AXES,
     Layout,
     ModelLayout,
     ModelSpec,
@@ -19,9 +20,25 @@ from lightning_realloc.layout import (
 )
 from tests.layout.examples import SMALL, layout_pairs
 
+AXES_THAT_RUN = ("pp", "dp", "fsdp", "tp")
+"""Axes along which models run. All others exist in texts alone."""
+
 
 def lay(text: str, model: ModelSpec = SMALL) -> ModelLayout:
     return ModelLayout(model, Layout.parse(text))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_an_axis_runs_or_is_refused(axis: str) -> None:
+    try:
+        lay(f"{axis}2")
+    except LayoutError:
+        assert axis not in AXES_THAT_RUN
+    else:
+        assert axis in AXES_THAT_RUN, (
+            f"ModelLayout must refuse {axis}=2 until models run along {axis}; see 'Add an axis to layouts' in "
+            f"CONTRIBUTING.md"
+        )
 
 
 def test_stages_are_contiguous_runs_of_blocks_and_not_empty() -> None:

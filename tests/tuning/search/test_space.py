@@ -11,7 +11,7 @@ import pytest
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.search.space import (
@@ -70,9 +70,7 @@ def test_degrees_are_those_that_model_kind_and_nodes_allow(model: ModelSpec, kin
         return iter(Layout(dims, tuple(range(num_ranks))).groups("tp"))
 
     degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
-    products = (
-        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp) for pp, dp, fsdp, tp in itertools.product(degrees, repeat=4)
-    )
+    products = (ParallelDims(*chosen) for chosen in itertools.product(degrees, repeat=len(AXES)))
     expected = {dims for dims in products if dims.size == num_ranks and is_legal(dims)}
     found = legal_dims(model, kind, num_ranks, cluster(3, 8))
     assert set(found) == expected
