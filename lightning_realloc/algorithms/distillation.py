@@ -49,10 +49,9 @@ class OnPolicyDistillation(PolicyModule):
         teacher: The model to match. It reads the student's tokens, so both need the same vocabulary.
         sampling: Sampling of the rollout.
         divergence: ``"sampled"``: the reverse KL as a policy gradient of the sampled tokens; the teacher sends one
-            number
-            per token. ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole vocabulary; the teacher sends its
-                last
-            hidden states, and every training rank keeps a copy of its head, under tensor parallelism a share of it.
+            number per token. ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole vocabulary; the teacher
+            sends its last hidden states, and every training rank keeps a copy of its head, under tensor parallelism a
+            share of it.
         mix: For ``"js"``: weight of the teacher in the mixture; near 0 like the forward KL, near 1 like the reverse KL.
         clip_low: For ``"sampled"``: distance below 1 at which a ratio is clipped.
         clip_high: For ``"sampled"``: distance above 1 at which a ratio is clipped.

@@ -71,8 +71,8 @@ class PPO(RewardedModule):
         kl_estimator: k1, k2 or k3, in the loss.
         kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef`` fixed.
         kl_gain: Relative change of ``kl_coef`` per relative error of the divergence (at most 20 %), in one iteration.
-        clip_low: Clip ratios at 1 - this.
-        clip_high: Clip ratios at 1 + this.
+        clip_low: Distance below 1 at which a ratio is clipped.
+        clip_high: Distance above 1 at which a ratio is clipped.
         value_clip: Distance from the value at the rollout at which a value is clipped; None never clips.
         discount: Discount of a reward per token.
         gae_lambda: Weight of later rewards over the critic's values: 0 uses one token, 1 the whole response.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from typing import Any, get_type_hints
 
@@ -31,6 +32,14 @@ def own_settings(cls: type) -> dict[str, Any]:
     parameters = inspect.signature(vars(cls)["__init__"]).parameters
     hints = get_type_hints(vars(cls)["__init__"])
     return {name: hints[name] for name, p in parameters.items() if name in hints and p.kind is not p.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_setting_of_an_algorithm_has_a_line_below_args(algorithm: type) -> None:
+    for base in (cls for cls in algorithm.__mro__ if "__init__" in vars(cls) and issubclass(cls, MultiModelModule)):
+        lines = inspect.getdoc(base).partition("\nArgs:\n")[2]  # type: ignore[union-attr]
+        undocumented = own_settings(base).keys() - set(re.findall(r"(?m)^ {4}(\w+): ", lines))
+        assert not undocumented, f"add {', '.join(sorted(undocumented))} below Args: of {base.__name__}'s docstring"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -25,7 +25,8 @@ class ClippedLoss:
     values: Tensor
     """(N,) losses."""
     clipped: Tensor
-    """(N,) bool: True where clipping removed the gradient, or bounded its weight. All False for a smooth loss."""
+    """(N,) bool: True where clipping removed the gradient, or bounded the weight of a token with a positive advantage.
+    All False for a smooth loss."""
 
 
 def cross_entropy(logprobs: Tensor, response_mask: Tensor) -> Tensor:

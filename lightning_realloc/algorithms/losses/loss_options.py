@@ -63,11 +63,11 @@ class PolicyLossOptions:
     engine_correction: EngineCorrection | None = None
     """Importance weights for the engine's distribution, with ``ratio_to="proximal"``; None: no weights."""
     clip_low: float | None = None
-    """``"clip"``: how far a ratio may fall below 1 and still be pushed down."""
+    """For losses that clip low ratios: distance below 1 at which a ratio is clipped."""
     clip_high: float | None = None
-    """``"clip"`` and ``"cispo"``: how far a ratio may rise above 1 and still be pushed up."""
+    """For losses that clip high ratios: distance above 1 at which a ratio is clipped."""
     clip_most: float | None = None
-    """``"clip"``: largest ratio that a bad response is pushed down by; None: no bound."""
+    """``"clip"``: largest ratio of a token with a negative advantage; None: no bound."""
     sapo_temperatures: tuple[float, float] | None = None
     """``"sapo"``: temperature for positive advantages, and for the others."""
     vespo_shapes: tuple[float, float, float, float] | None = None

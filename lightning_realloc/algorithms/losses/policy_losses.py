@@ -47,9 +47,9 @@ class PolicyLoss:
     ratio_level: RatioLevel = "token"
     """Level of the probability ratios. ``vespo`` always uses the response's ratio."""
     clip_low: float = 0.2
-    """``clip``: distance below 1 at which a ratio is clipped."""
+    """For losses that clip low ratios: distance below 1 at which a ratio is clipped."""
     clip_high: float = 0.2
-    """``clip``: distance above 1 at which a ratio is clipped; ``cispo``: the largest weight, less 1."""
+    """For losses that clip high ratios: distance above 1 at which a ratio is clipped."""
     clip_most: float | None = None
     """``clip``: largest ratio of a token with a negative advantage; None: no bound."""
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
@@ -133,6 +133,7 @@ def _cispo(settings: PolicyLoss, tokens: _Tokens) -> ClippedLoss:
     There is no lower bound, as in the authors' training. Source: MiniMax, arXiv:2506.13585, eq. 4 and 5.
     """
     ratio, bound = tokens.log_ratios.detach().exp(), 1.0 + settings.clip_high
+    # Weights of negative advantages are bounded, too, but "clip" would not clip these ratios; TRL counts the same.
     clipped = (ratio > bound) & (tokens.advantages > 0)
     return ClippedLoss(-ratio.clamp(max=bound) * tokens.advantages * tokens.logprobs, clipped)
 

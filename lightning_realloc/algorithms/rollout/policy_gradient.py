@@ -87,8 +87,8 @@ class PolicyGradient(RewardedModule):
         kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
         loss: Name of the policy loss, from the table in docs/policy-loss.md.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
-        clip_low: Clip ratios at 1 - this.
-        clip_high: Clip ratios at 1 + this.
+        clip_low: For losses that clip low ratios: distance below 1 at which a ratio is clipped.
+        clip_high: For losses that clip high ratios: distance above 1 at which a ratio is clipped.
         clip_most: Largest ratio of a token with a negative advantage; None: no bound.
         sapo_temperatures: For ``"sapo"``: temperature for positive advantages, and for the others.
         vespo_shapes: For ``"vespo"``: k and lambda for advantages from 0 on, and for the others.
