@@ -146,7 +146,7 @@ class TrainOptions:
             if metric not in metrics:
                 raise ConfigError(
                     f"stop_above names {metric!r}, which this loss does not measure; it measures "
-                    f"{', '.join(sorted(metrics))}"
+                    f"{', '.join(sorted(metrics)) or 'nothing'}: name one of its metrics, or leave {metric!r} out"
                 )
             if not metrics[metric] <= limit:
                 return metric

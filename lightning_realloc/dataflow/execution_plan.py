@@ -222,6 +222,8 @@ class ExecutionPlan:
     def check(self, dataflow: Dataflow, world_size: int) -> None:
         """Check that the plan fits the algorithm and the number of ranks.
 
+        Rules that need no model are here; rules on parameters are in :class:`ModelLayout`, see :meth:`check_models`.
+
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, an unused
                 rank, an option that does not apply to its call, a generating call with ``pp > 1``, or an entry of
@@ -270,7 +272,9 @@ class ExecutionPlan:
         self._check_offload(dataflow)
 
     def check_models(self, dataflow: Dataflow, models: Mapping[str, ModelSpec]) -> None:
-        """Check that every call's layout fits its model.
+        """Check that every call's layout fits its model, by the rules of :class:`ModelLayout`.
+
+        A rule that depends on the kind of a call belongs in :meth:`check`.
 
         Args:
             models: Role -> parameters of its model.

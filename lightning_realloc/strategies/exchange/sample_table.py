@@ -50,12 +50,12 @@ class SampleTable:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample: its prompt, and its response if it has one."""
+        """All tokens of each sample, prompt and response together: the size of its forward pass."""
         return sequence_lengths(self.known)
 
     @property
     def token_counts(self) -> list[int]:
-        """Response tokens of each sample that the model chose: those that a loss counts."""
+        """Response tokens of each sample that the model chose, without an environment's: those that a loss counts."""
         if "num_model_tokens" in self.known:
             return [int(count) for count in self.known.tensor("num_model_tokens").tolist()]
         return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
