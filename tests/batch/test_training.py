@@ -116,6 +116,8 @@ def test_a_limit_is_exceeded_by_larger_values_and_nan_and_refused_if_not_measure
         ConfigError, match="stop_above names 'kl', which this loss does not measure; it measures loss, "
     ):
         options.exceeded({"ratio": 1.0, "loss": 9.0})
+    with pytest.raises(ConfigError, match="it measures nothing: name one of its metrics, or leave 'ratio' out"):
+        options.exceeded({})
     with pytest.raises(ConfigError, match=r"stop_above\['kl'\]=nan must be a finite number; leave it out to never"):
         TrainOptions(stop_above={"kl": float("nan")})
 
