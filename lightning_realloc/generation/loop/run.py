@@ -38,8 +38,8 @@ class GenerationStats:
     row_steps: int = 0
     """Sum of running samples over all steps."""
     prefill_tokens: int = 0
-    """Tokens read of prompts, environments and resumed responses, without each prompt's last token in this engine: the
-    step that reads it counts in ``row_steps``."""
+    """Tokens read of prompts, environments and resumed responses, without each prompt's last token, which the first
+    decoding step reads. The engine ``"hf"`` counts that one, too."""
     generated_tokens: int = 0
     """Tokens that the model chose."""
     cache_bytes: int = 0
