@@ -43,7 +43,8 @@ class SaveHuggingFace(Callback):
     """Write folders for ``from_pretrained``: ``dirpath`` at the end of training, ``dirpath/step-…`` before.
 
     Args:
-        dirpath: Output folder; every rank takes part, the first one writes.
+        dirpath: Output folder; every rank takes part, the first one writes. Not a folder that a role is loaded
+            from.
         role: Role to write; by default the only trained role, or else the actor.
         every_n_steps: Iterations between writes; None writes at the end only.
         every_n_epochs: Epochs between writes; None writes at the end only.
@@ -106,6 +107,8 @@ class SaveHuggingFace(Callback):
             raise ConfigError(
                 f"SaveHuggingFace needs Trainer(strategy='realloc'); this Trainer has {type(trainer.strategy).__name__}"
             )
+        if stage == "fit":
+            self._refuse_source(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before the first step that the role and the repository can be written."""
@@ -156,6 +159,23 @@ class SaveHuggingFace(Callback):
                 f"SaveHuggingFace({str(self.dirpath)!r}, role={(trained or roles)[0]!r})"
             )
         return role
+
+    def _refuse_source(self, module: Any) -> None:
+        """Raise ConfigError if this callback would overwrite a model or adapters that a role is loaded from."""
+        for role in module.roles():
+            for source in (role.source, role.peft):
+                if isinstance(source, str | Path) and self._overwrites(Path(source)):
+                    raise ConfigError(
+                        f"SaveHuggingFace({str(self.dirpath)!r}) would overwrite {str(source)!r}, the source of role "
+                        f"{role.name!r}, and a resumed run would load the trained weights from there; give another "
+                        f"dirpath"
+                    )
+
+    def _overwrites(self, folder: Path) -> bool:
+        mine, theirs = self.dirpath.expanduser().resolve(), folder.expanduser().resolve()
+        at_steps = self.every_n_steps is not None or self.every_n_epochs is not None
+        is_of_step = theirs.parent == mine and theirs.name.startswith("step-")
+        return (self.at_end and theirs == mine) or (at_steps and is_of_step)
 
     def _write(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
         strategy: Any = trainer.strategy

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.errors import CheckpointError, ConfigError
@@ -267,3 +269,27 @@ def test_impossible_intervals_and_dtypes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="dtype='int8' is no floating-point dtype"):
         parse_dtype("int8")
     assert parse_dtype("bfloat16") is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "source", "refused"),
+    [
+        ("base", {}, "base", True),
+        ("link", {}, "base", True),
+        ("base", {"at_end": False, "every_n_steps": 1}, "base", False),
+        ("out", {"every_n_steps": 1}, "out/step-1", True),
+        ("out", {}, "out/step-1", False),
+        ("out", {}, "base", False),
+    ],
+)
+def test_a_folder_that_a_role_is_loaded_from_is_not_overwritten(
+    tmp_path: Path, written: str, options: dict[str, Any], source: str, refused: bool
+) -> None:
+    for folder in ("base", "out/step-1"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    module = GRPO(tiny_model("llama"), runs.low_tokens, reference=str(tmp_path / source))
+    trainer = runs.trainer(ReallocStrategy("static"), 1)
+    expected = pytest.raises(ConfigError, match=r"the source of role 'reference'.*give another dirpath")
+    with expected if refused else nullcontext():
+        SaveHuggingFace(tmp_path / written, **options).setup(trainer, module, "fit")
