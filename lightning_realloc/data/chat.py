@@ -36,7 +36,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a Hugging Face name or folder.
 
     Raises:
-        ConfigError: if no tokenizer can be loaded from there.
+        ConfigError: if no tokenizer can be loaded from there, or it has only special tokens.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
@@ -45,6 +45,13 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             f"no tokenizer could be loaded from {str(source)!r} ({describe_load_error(source, error)}); give "
             f"tokenizer= a Hugging Face name, or a folder with tokenizer.json"
         ) from error
+    # From a folder without a tokenizer's files, transformers makes an empty one for some families.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ConfigError(
+            f"{str(source)!r} has no files of a tokenizer: the {type(tokenizer).__name__} loaded from there knows "
+            f"{len(tokenizer)} tokens, all of them special; give tokenizer= a Hugging Face name, or a folder with "
+            f"tokenizer.json"
+        )
     return tokenizer
 
 

@@ -138,6 +138,14 @@ def test_a_model_is_loaded_from_its_folder_with_its_tokenizer(tmp_path: Path) ->
     assert runs.largest_difference(module.actor.state_dict(), model.state_dict()) == 0.0
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])  # transformers makes an empty tokenizer for one of them
+def test_a_folder_without_a_tokenizer_is_named_in_the_error(tmp_path: Path, family: str) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"tokenizer.*'{tmp_path}'|'{tmp_path}' has no files of a tokenizer.*give "):
+        _ = SFT(tmp_path).tokenizer
+    assert SFT(tmp_path, tokenizer=byte_tokenizer()).tokenizer("ab").input_ids
+
+
 def test_missing_parts_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="SFT was given no tokenizer, and no model is loaded from a folder or name"):
         _ = SFT(tiny_model("llama")).tokenizer
