@@ -119,7 +119,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     """Number of adjacent samples that stay together, such as 2 for a chosen and a rejected response: in one
     micro-batch, in this order, and in one mini-batch. Batches hold whole groups."""
     totals_of: tuple[str, ...] = ()
-    """Columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
+    """Columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``: those of
+    the batch or, if responses are generated, of the generating call. Other calls' are not known on all ranks."""
     answered_ahead: tuple[str, ...] = ()
     """Calls that no longer run, because the batch brings their results."""
     default_learning_rate: float = 1e-6

@@ -15,7 +15,7 @@ import torch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import DataError, PlanError
 
 Holders = Sequence[tuple[int, ...]]
 """For each position the ranks that hold a call's results for that sample; the first one sends them."""
@@ -74,7 +74,19 @@ class SampleTable:
         return [position // group_size for position in range(len(self))]
 
     def totals(self, positions: Sequence[int], *, group_size: int, sums_of: Sequence[str]) -> Totals:
-        """Return the totals that losses of a mini-batch of these positions divide by."""
+        """Return the totals that losses of a mini-batch of these positions divide by.
+
+        Raises:
+            DataError: for a column of ``sums_of`` that only the ranks that computed it have.
+        """
+        if missing := [name for name in sums_of if not isinstance(self.known.columns.get(name), torch.Tensor)]:
+            counted = [name for name, column in self.known.columns.items() if isinstance(column, torch.Tensor)]
+            raise DataError(
+                f"totals_of={tuple(sums_of)!r} sums columns of one number per sample of the batch or, if responses are "
+                f"generated, of the generating call ({', '.join(counted) or 'none here'}); {missing[0]!r} is none of "
+                f"them. Columns of @infer and @compute calls are not known on all ranks: have a @compute(..., "
+                f"whole_batch=True) method divide its values by their sum"
+            )
         rows, counts = torch.tensor(positions), self.token_counts
         return Totals(
             num_sequences=len(positions),

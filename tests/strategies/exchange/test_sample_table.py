@@ -55,5 +55,8 @@ def test_totals_count_groups_tokens_and_named_columns() -> None:
     totals = table(weight=torch.arange(6.0)).totals([0, 1, 4, 5], group_size=2, sums_of=("weight",))
     # 1 + 2 + 5 + 6 response tokens, 0 + 1 + 4 + 5
     assert (totals.num_sequences, totals.num_groups, totals.num_tokens, dict(totals.sums)) == (4, 2, 14, {"weight": 10})
-    with pytest.raises(DataError, match="no column 'steps' in these samples"):
-        table().totals([0], group_size=1, sums_of=("steps",))
+    expected = r"totals_of=\('steps',\) sums .* generating call \(weight\); 'steps' is none .* @compute calls .* have a"
+    with pytest.raises(DataError, match=expected):
+        table(weight=torch.arange(6.0)).totals([0], group_size=1, sums_of=("steps",))
+    with pytest.raises(DataError, match=r"'response_ids' is none of them"):
+        table().totals([0], group_size=1, sums_of=("response_ids",))
