@@ -14,7 +14,7 @@ from lightning_realloc.algorithms.losses.functional import KLEstimator
 from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
-from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings
+from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings, require_shape
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.settings import Unpack
 from lightning_realloc.batch.samples import Column, Samples
@@ -95,7 +95,9 @@ class ReMax(PolicyGradient):
     @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages")
     def compare(self, samples: Samples) -> Mapping[str, Column]:
         """Return the return of every token, less the greedy reward; NaN for excluded responses."""
-        return self.token_advantages(samples, self.advantages(samples.tensor("rewards"), samples))
+        rewards = samples.tensor("rewards")
+        advantages = require_shape("advantages()", self.advantages(rewards, samples), rewards, "response")
+        return self.token_advantages(samples, advantages)
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
         """Return rewards less the greedy response's; NaN if either is missing."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.losses.functional import ClippedLoss
+from lightning_realloc.algorithms.remax import ReMax
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, TrainOptions, pack_columns
-from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.errors import ConfigError, PlanError, RewardError
 from lightning_realloc.generation import RolloutBudget
 from tests.models import tiny_model
 from tests.strategies import runs
@@ -111,6 +112,29 @@ def test_a_subclass_replaces_the_formula_of_the_policy_loss() -> None:
     ours, theirs = (module.actor_loss(model, batch, Totals(4, 9)) for module in (own, unclipped))
     assert ours.value.item() == pytest.approx(theirs.value.item(), rel=1e-5)
     assert ours.metrics.keys() == theirs.metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("advantages", "found"),
+    [(torch.zeros(2), r"shape \(2,\)"), (torch.zeros(4, 1), r"shape \(4, 1\)"), ([0.0] * 4, "a list")],
+)
+def test_advantages_of_another_shape_are_refused(advantages: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (runs.grpo(reward=fixed), ReMax(tiny_model("llama"), fixed)):
+        monkeypatch.setattr(module, "advantages", lambda rewards, samples: advantages)
+        samples = rollout().with_columns(rewards=torch.tensor(REWARDS))
+        with pytest.raises(PlanError, match=rf"one value per response, of shape \(4,\); it returned .*{found}"):
+            module.compare(samples)
+
+
+def test_token_losses_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = runs.grpo(), pack_columns(rollout(), CPU)
+    for made, message in (
+        (torch.zeros(batch.num_tokens), "must return a ClippedLoss .* it returned a Tensor: write ClippedLoss"),
+        (ClippedLoss(torch.zeros(()), torch.zeros(())), r"one value per token, of shape \(\d+,\); .* of shape \(\)"),
+    ):
+        monkeypatch.setattr(module, "token_losses", lambda *args, made=made: made)
+        with pytest.raises(PlanError, match=message):
+            module.actor_loss(tiny_model("llama"), batch, Totals(4, 9))
 
 
 def test_in_one_step_proximal_ratios_are_1_for_any_recorded_logprobs() -> None:

@@ -311,6 +311,19 @@ def limit_of_nothing() -> Any:
     return runs.ppo(train_options=runs.options(stop_above={"surprise": 1.0})), "static", Batches(1)
 
 
+class TensorLoss(SFT):
+    """An algorithm whose training call returns the loss alone."""
+
+    def actor_loss(self, *args: Any) -> Any:
+        """Return a tensor."""
+        return super().actor_loss(*args).value
+
+
+def loss_without_metrics() -> Any:
+    """A training call that returns another type."""
+    return TensorLoss(tiny_model("llama")), "heuristic", Batches(1, responses=True)
+
+
 def nothing_to_learn() -> Any:
     """Responses without a token."""
     return runs.sft(), "heuristic", Batches(1, responses=True, silent=6)
@@ -341,6 +354,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             failing_after_lockstep: "PlanError: too late",
             reward_with_another_vocabulary: "ConfigError: reward has another vocabulary than the actor: 64 tokens, the",
             limit_of_nothing: "ConfigError: stop_above names 'surprise', which this loss does not measure; it measures",
+            loss_without_metrics: "@train method must return a Loss; actor_loss of actor returned a Tensor: write",
             nothing_to_learn: "DataError: a mini-batch needs at least one response token; its 6 sequences have none",
             no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
             sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",

@@ -44,7 +44,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
@@ -227,7 +227,7 @@ class PolicyGradient(RewardedModule):
         if self.has_reference and self.kl_place == "reward":
             columns["kl_k1"] = sequence_sums(self.divergences(samples))
             rewards = rewards - self.kl_coef * columns["kl_k1"].to(rewards)
-        advantages = self.advantages(rewards, samples)
+        advantages = require_shape("advantages()", self.advantages(rewards, samples), rewards, "response")
         advantages = advantages.masked_fill(self.left_out(samples), torch.nan)
         # A divergence that is not finite must not look like a missing reward; see never_missing.
         broken = ~rewards.isfinite() & ~samples.tensor("rewards").isnan()
@@ -303,7 +303,13 @@ class PolicyGradient(RewardedModule):
         batch = drop_unscored(batch, "advantages")
         advantages, mask = of_tokens(batch["advantages"], batch), batch.response_mask
         loss = self.token_losses(logprobs, before, advantages, batch)
-        values = loss.values
+        if not isinstance(loss, ClippedLoss):
+            raise PlanError(
+                f"token_losses() must return a ClippedLoss of losses and a mask of clipped tokens; it returned a "
+                f"{type(loss).__name__}: write ClippedLoss(losses, torch.zeros_like(losses, dtype=torch.bool)) if "
+                f"nothing is clipped"
+            )
+        values = require_shape("token_losses()", loss.values, logprobs, "token")
         measured = {"clip_fraction": loss.clipped.float()}
         metrics: dict[str, Average] = {}
         if self.ratio_to == "proximal":
@@ -373,3 +379,11 @@ class PolicyGradient(RewardedModule):
 def of_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
     """Return the (N,) values of tokens, from values per token or per response."""
     return values if values.shape[0] == batch.num_tokens else batch.per_token(values)
+
+
+def require_shape(method: str, made: object, like: Tensor, unit: str) -> Tensor:
+    """Return the values that a subclass's method made; PlanError unless there is one for each of ``like``."""
+    if not isinstance(made, Tensor) or made.shape != like.shape:
+        found = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise PlanError(f"{method} must return one value per {unit}, of shape {tuple(like.shape)}; it returned {found}")
+    return made

@@ -187,6 +187,11 @@ class TrainCalls:
         """Return the scalar that backward starts from for one micro-batch, and add its loss to ``sums``."""
         replica = job.replica
         loss = job.method(replica.model, batch, totals)
+        if not isinstance(loss, Loss):
+            raise PlanError(
+                f"a @train method must return a Loss; {getattr(job.method, '__name__', 'that')} of {replica.role} "
+                f"returned a {type(loss).__name__}: write Loss(value, metrics)"
+            )
         if not loss.value.requires_grad:
             raise PlanError(
                 f"the loss of {replica.role} does not depend on its weights; is a role frozen that is trained?"
