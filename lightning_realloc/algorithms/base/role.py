@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,15 @@ def is_model_source(source: object) -> TypeGuard[ModelSource]:
     return isinstance(source, nn.Module | PreTrainedConfig | Path)
 
 
+def check_source(role: str, source: object, *, way_out: str = "") -> None:
+    """Raise ConfigError, with a further ``way_out``, for anything but a name, folder, config or module."""
+    if not isinstance(source, str | Path | PreTrainedConfig | nn.Module):
+        kind = "function" if inspect.isroutine(source) else type(source).__name__
+        raise ConfigError(
+            f"{role} is a {kind}; give a model: a Hugging Face name or folder, a config, or a module{way_out}"
+        )
+
+
 def without_weights(source: ModelSource) -> ModelSource:
     """Return a source of the same model; a module becomes a copy whose parameters have no storage."""
     return copy_without_weights(source) if isinstance(source, nn.Module) and not _is_empty(source) else source
@@ -127,6 +137,7 @@ class Role:
         return config
 
     def __post_init__(self) -> None:
+        check_source(self.name, self.source)
         if self.average_of is not None and (self.trained or not 0 < self.average_rate <= 1):
             raise ConfigError(
                 f"{self.name} has average_of={self.average_of!r}, average_rate={self.average_rate} and "

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer
-from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.role import ModelSource, Role, check_source
 from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
@@ -78,6 +78,7 @@ class RewardedModule(PolicyModule):
         reference: ModelSource | None = None,
         **settings: Unpack[PolicySettings],
     ) -> None:
+        check_source("actor", actor, way_out=f", as in {type(self).__name__}(model, reward)")
         super().__init__(sampling=sampling, **settings)
         if self.sampling.temperature == 0:
             raise ConfigError(

@@ -146,6 +146,13 @@ def test_a_folder_without_a_tokenizer_is_named_in_the_error(tmp_path: Path, fami
     assert SFT(tmp_path, tokenizer=byte_tokenizer()).tokenizer("ab").input_ids
 
 
+def test_a_model_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"actor is a function; give a model: .*, as in GRPO\(model, reward\)"):
+        GRPO(runs.low_tokens, "tiny")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="actor is a dict; give a model: a Hugging Face name or folder, a config, or"):
+        SFT({"name": "tiny"}).roles()  # type: ignore[arg-type]
+
+
 def test_missing_parts_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="SFT was given no tokenizer, and no model is loaded from a folder or name"):
         _ = SFT(tiny_model("llama")).tokenizer
