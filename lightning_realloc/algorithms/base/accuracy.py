@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.core.sampling import is_of_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +31,17 @@ class Accuracy:
     """Values of k in ``pass@k``; None: powers of two below the number of responses per prompt, and that number."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.threshold):
+        if not is_of_kind(self.threshold, Real) or not math.isfinite(self.threshold):
             raise ConfigError(
-                f"threshold={self.threshold} must be finite: the reward from which on a response is right"
+                f"threshold={self.threshold!r} must be a finite number: the reward from which on a response is right"
             )
-        if self.ks is not None and (not self.ks or min(self.ks) < 1):
-            raise ConfigError(f"ks={list(self.ks)} must hold numbers of responses, each at least 1; None chooses them")
+        if self.ks is None:
+            return
+        ks = tuple(self.ks) if isinstance(self.ks, Iterable) else ()
+        if not ks or not all(is_of_kind(k, Integral) and k >= 1 for k in ks):
+            raise ConfigError(
+                f"ks={self.ks!r} must hold numbers of responses, each at least 1, as in (1, 4); None chooses them"
+            )
 
     def check_responses(self, n: int) -> None:
         """Raise ConfigError for a ``k`` above the number of responses per prompt."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -53,10 +55,14 @@ def test_a_named_reward_function_decides_which_responses_are_right() -> None:
 
 
 def test_invalid_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="threshold=nan must be finite"):
-        Accuracy(threshold=math.nan)
-    with pytest.raises(ConfigError, match=r"ks=\[0\] must hold"):
-        Accuracy(ks=(0,))
+    wrong: Any
+    for wrong in (math.nan, "high", None, True):
+        with pytest.raises(ConfigError, match=f"threshold={wrong!r} must be a finite number"):
+            Accuracy(threshold=wrong)
+    for wrong in ((0,), (), (1.5,), 4, ("1",)):
+        with pytest.raises(ConfigError, match=rf"ks={re.escape(repr(wrong))} must hold numbers of responses"):
+            Accuracy(ks=wrong)
+    assert Accuracy(threshold=1, ks=[1, 4]).ks == [1, 4]  # type: ignore[arg-type, comparison-overlap]
     with pytest.raises(ConfigError, match=r"pass@4 needs as many responses per prompt, and evaluation_sampling.n=1"):
         runs.grpo(accuracy=Accuracy(ks=(4,)))
     with pytest.raises(ConfigError, match="OnPolicyDistillation has no rewards"):
