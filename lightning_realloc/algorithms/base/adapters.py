@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from lightning_realloc.algorithms.settings import check_share, check_type
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.adapter_layers import (
     ADAPTER,
@@ -102,8 +104,10 @@ class Adapters:
         config.modules_to_save = None  # heads are trained in place, without a copy
         try:
             peft.inject_adapter_in_model(config, model)
-        except ValueError as error:
-            raise ConfigError(f"{self.role}: {error}; name layers of {type(model).__name__}") from error
+        except (TypeError, ValueError) as error:
+            is_of_names = "modules" in str(error)
+            way_out = f"name layers of {type(model).__name__}" if is_of_names else "correct that value of peft_config"
+            raise ConfigError(f"{self.role}: peft_config is refused by PEFT: {error}; {way_out}") from error
         config.modules_to_save = [head[:-1] for head in heads] or None  # for readers of the file
         _check_layers(model, self.role)
         for name, parameter in model.named_parameters():
@@ -263,6 +267,10 @@ def _check(peft: Any, config: Any, role: str) -> None:
     if not isinstance(config, peft.LoraConfig):
         kind = getattr(config, "peft_type", None)
         raise ConfigError(_other_kind(role, str(kind or type(config).__name__).rpartition(".")[2]))
+    setting = f"{role}: peft_config."
+    check_type(Integral, **{f"{setting}r": config.r})
+    check_type(Real, **{f"{setting}lora_alpha": config.lora_alpha})
+    check_share(**{f"{setting}lora_dropout": config.lora_dropout})
     plain = peft.LoraConfig()
     for item in fields(config):
         value = getattr(config, item.name)
