@@ -129,18 +129,27 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 text = line.removeprefix("\ufeff")  # a byte order mark; in concatenated files it may begin any line
                 if text.strip():
                     place = f"{path}, line {number}"
-                    yield Row(place, _parsed(text, place))
+                    yield Row(place, _parsed(text, place, "" if number > 1 else _format_advice(path, text)))
         except UnicodeDecodeError as error:
             raise DataError(f"{path} must be UTF-8 text, one JSON object a line; {error}") from error
 
 
-def _parsed(line: str, place: str) -> Mapping[str, Any]:
+def _format_advice(path: Path, first_line: str) -> str:
+    """Return advice for a file of another format that ``datasets`` reads."""
+    is_array = path.suffix in (".json", ".jsonl") and first_line.lstrip().startswith("[")
+    kind = "CSV" if path.suffix == ".csv" else "a JSON array" if is_array else None
+    return "" if kind is None else f"; to read {kind}, give DatasetSource({str(path)!r})"
+
+
+def _parsed(line: str, place: str, advice: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place} is not JSON: {error.msg} at column {error.colno} of {_short(line)}") from error
+        raise DataError(
+            f"{place} is not JSON: {error.msg} at column {error.colno} of {_short(line)}{advice}"
+        ) from error
     if not isinstance(values, dict):
-        raise DataError(f'{place} must be a JSON object such as {{"prompt": "..."}}; it is {_short(line)}')
+        raise DataError(f'{place} must be a JSON object such as {{"prompt": "..."}}; it is {_short(line)}{advice}')
     return values
 
 

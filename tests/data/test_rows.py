@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.data.rows import Row, read_rows, split_by_hash
+from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.errors import DataError
 
 
@@ -59,6 +60,22 @@ def test_byte_order_marks_are_removed(tmp_path: Path) -> None:
 def test_broken_files_are_refused_with_file_and_line(tmp_path: Path, text: str, rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         read_rows(_file(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.csv", "prompt,answer\na,b\n"),
+        ("rows.json", '[{"prompt": "a", "answer": "b"}]'),
+        ("rows.jsonl", '[\n  {"prompt": "a",\n   "answer": "b"}\n]\n'),
+    ],
+)
+def test_the_error_of_another_format_names_a_source_that_reads_it(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"line 1 .* give DatasetSource\('{path}'\)$"):
+        read_rows(path)
+    assert [row.values for row in read_rows(DatasetSource(str(path)))] == [{"prompt": "a", "answer": "b"}]
 
 
 def test_other_unreadable_sources_are_refused(tmp_path: Path) -> None:
