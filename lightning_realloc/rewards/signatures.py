@@ -38,10 +38,10 @@ def import_function(
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as problem:
-        raise error(
-            f"{what} {path!r} cannot be imported ({problem}); "
-            f"check the spelling and that its folder is installed or on PYTHONPATH"
-        ) from problem
+        way_out = "check the spelling and that its folder is installed or on PYTHONPATH"
+        if module_name.endswith(".py"):
+            way_out = f"name the module instead of its file: {module_name.removesuffix('.py')}:{name}"
+        raise error(f"{what} {path!r} cannot be imported ({problem}); {way_out}") from problem
     return function
 
 

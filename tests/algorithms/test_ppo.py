@@ -329,7 +329,7 @@ def test_invalid_settings_are_refused() -> None:
         ({"kl_target": 1.0, "kl_coef": 0.0}, "kl_target=1.0 steers kl_coef, which is 0"),
         ({"gae_lambda": 1.5}, "gae_lambda=1.5 must lie between 0 and 1"),
         ({"discount": -0.5}, "discount=-0.5 must lie between 0 and 1"),
-        ({"reward": "no/such/folder/here"}, "there is no such folder"),
+        ({"reward": "no/such/folder/here"}, "there is no such folder .* reward function as module:function"),
     ):
         with pytest.raises(ConfigError, match=message):
             runs.ppo(**settings).dataflow  # noqa: B018  # a folder is looked for when its role is made

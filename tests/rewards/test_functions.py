@@ -161,6 +161,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         ([length], [math.nan], "finite weight"),
         ([length], [1e39], "finite weight"),
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
+        (["train.py:right_answer"], None, "name the module instead of its file: train:right_answer$"),
         (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
         (5, None, "must be callable; 5 is a int"),
         ([torch.nn.Linear(1, 1)], None, "a Linear takes tokens; give a reward model to an algorithm"),

@@ -154,10 +154,7 @@ class Role:
         text = str(self.source)
         is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
         if is_path and not os.path.exists(os.path.expanduser(text)):
-            raise ConfigError(
-                f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; "
-                f"give a Hugging Face name, or a folder with config.json and weights"
-            )
+            raise ConfigError(f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; {self._sources()}")
 
     def build(self, *, seed: int, allow_missing: bool = False) -> nn.Module:
         """Return the model with full weights, the same on every rank: a module's in their dtype, others in float32.
@@ -396,7 +393,13 @@ class Role:
         assert isinstance(self.source, str | Path), "modules and configs are not loaded"
         return ConfigError(
             f"{self.name}={str(self.source)!r} could not be loaded ({describe_load_error(self.source, error)}); "
-            f"give a Hugging Face name, or a folder with config.json and weights"
+            f"{self._sources()}"
+        )
+
+    def _sources(self) -> str:
+        is_reward = self.name.startswith("reward") and not self.trained
+        return "give a Hugging Face name, or a folder with config.json and weights" + (
+            ", or a reward function as module:function, without a slash" if is_reward else ""
         )
 
 

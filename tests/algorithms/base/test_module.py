@@ -161,6 +161,8 @@ def test_missing_parts_are_named_in_the_error() -> None:
     for missing in (lambda: SFT("tinny").configure_model(), lambda: SFT("tinny", tokenizer="tinny")):
         with pytest.raises(ConfigError, match=r"no folder 'tinny' in .*, and: We couldn't connect to .*; give"):
             missing()
+    with pytest.raises(ConfigError, match=r"reward='right' could not be .* or a reward function as module:function"):
+        GRPO(tiny_model("llama"), "right").roles()[-1].build(seed=0)
     with pytest.raises(NotImplementedError, match="Bare must return its models from roles"):
         Bare().roles()
 
