@@ -31,7 +31,7 @@ from lightning_realloc.algorithms.base.optimizers import (
     state_bytes,
 )
 from lightning_realloc.algorithms.base.role import ModelSource, Role, Task, without_weights
-from lightning_realloc.algorithms.base.sample_rows import sample_rows
+from lightning_realloc.algorithms.base.rollout_columns import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_not_negative, check_type, refuse_contradictions
 from lightning_realloc.batch.samples import Samples

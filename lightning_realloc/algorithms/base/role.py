@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
+from lightning_realloc.algorithms.base.loaded_weights import require_complete, require_known, require_shapes
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.renamed_settings import rename_settings
@@ -60,9 +61,6 @@ _CLASSES = {
     "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
-
-_MOST_NAMED = 4
-"""Number of weights that an error names; it counts the others."""
 
 
 def is_model_source(source: object) -> TypeGuard[ModelSource]:
@@ -340,38 +338,17 @@ class Role:
             )
         except Exception as error:  # damaged files raise errors of any class
             raise self._not_loaded(error) from error
-        self._require_shapes(found["mismatched_keys"])
+        where = f"{self.name}={str(source)!r}"
+        require_shapes(where, found["mismatched_keys"])
         missing, heads = sorted(found["missing_keys"]), head_names(model)
         if self.task == "causal_lm":
             self._require_output(model, missing)
         elif adapters is None or not adapters.weights:  # they include a head
             self._require_head([name for name in missing if name.startswith(heads)])
         if not allow_missing:
-            self._require_complete([name for name in missing if not name.startswith(heads)])
-            self._require_known(unused_weights(model, found["unexpected_keys"]))
+            require_complete(where, [name for name in missing if not name.startswith(heads)])
+            require_known(where, unused_weights(model, found["unexpected_keys"]))
         return model  # type: ignore[no-any-return]
-
-    def _require_shapes(self, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-        for name, in_file, in_model in sorted(mismatched):
-            raise ConfigError(
-                f"{self.name}={str(self.source)!r} holds {name} with the shape {list(in_file)}, and its config.json "
-                f"(for a classifier: one label) asks for {list(in_model)}; give the config that it was saved with"
-            )
-
-    def _require_complete(self, missing: list[str]) -> None:
-        if missing:
-            raise ConfigError(
-                f"{self.name}={str(self.source)!r} has no weights for {_listed(missing)}, which would be random; give "
-                f"the complete model, or set allow_missing=True"
-            )
-
-    def _require_known(self, unused: list[str]) -> None:
-        if unused:
-            raise ConfigError(
-                f"{self.name}={str(self.source)!r} has weights that its config.json has no place for: "
-                f"{_listed(unused)}; give the config that they were saved with, or set allow_missing=True to leave "
-                f"them out"
-            )
 
     def _require_output(self, model: PreTrainedModel, missing: Iterable[str]) -> None:
         head = model.get_output_embeddings()
@@ -401,8 +378,3 @@ class Role:
         return "give a Hugging Face name, or a folder with config.json and weights" + (
             ", or a reward function as module:function, without a slash" if is_reward else ""
         )
-
-
-def _listed(names: list[str]) -> str:
-    further = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {further} more" if further > 0 else "")

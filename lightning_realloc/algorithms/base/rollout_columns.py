@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -175,3 +176,37 @@ def response_texts(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list
     """Return the responses as text, without special tokens."""
     ids = samples.ragged("response_ids").to_lists()
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
+
+
+_ROW_NAMES = {"rewards": "reward", "scores": "score"}
+"""Column of samples -> its name in a row."""
+_HIDDEN = "data."
+"""Prefix of a data column whose name a row needs otherwise."""
+
+
+def sample_rows(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
+    """Return one row per sample, in the samples' order.
+
+    A row holds ``prompt`` as in the data, ``response`` (text, without special tokens) with ``num_response_tokens``,
+    every column of one number per sample, such as ``reward``, and the data's other columns. ``finish_reason`` is a
+    word; numbers that are not finite are None. A data column with the name of one of these is called ``data.<name>``.
+    """
+    given = dict(samples.data)
+    prompts = {"prompt": given.pop("prompt")} if "prompt" in given else {}
+    made: dict[str, Sequence[object]] = {}
+    if "response_ids" in samples:
+        made["response"] = response_texts(samples, tokenizer)
+        made["num_response_tokens"] = samples.ragged("response_ids").lengths.tolist()
+    for name, column in samples.columns.items():
+        if isinstance(column, Tensor) and column.dim() == 1:
+            made[_ROW_NAMES.get(name, name)] = _values(name, column)
+    others = {f"{_HIDDEN}{name}" if name in made else name: column for name, column in given.items()}
+    columns = {**prompts, **made, **others}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(name: str, column: Tensor) -> list[object]:
+    values: list[float] = column.tolist()
+    if name == "finish_reason":
+        return [FINISH_REASONS[int(code)] for code in values]
+    return [value if math.isfinite(value) else None for value in values]

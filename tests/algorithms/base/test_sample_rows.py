@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lightning_realloc.algorithms.base.sample_rows import sample_rows
+from lightning_realloc.algorithms.base.rollout_columns import sample_rows
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from tests.models import byte_tokenizer

@@ -1,0 +1,47 @@
+"""Refuse a folder of weights that does not match its config, naming the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_realloc.errors import ConfigError
+
+_MOST_NAMED = 4
+"""Number of weights that an error names; it counts the others."""
+
+
+def require_shapes(where: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Raise ConfigError for the first weight of another shape than in the config.
+
+    Args:
+        where: Role and source, for the message.
+        mismatched: Name, shape in the file, and shape in the model.
+    """
+    for name, in_file, in_model in sorted(mismatched):
+        raise ConfigError(
+            f"{where} holds {name} with the shape {list(in_file)}, and its config.json (for a classifier: one label) "
+            f"asks for {list(in_model)}; give the config that it was saved with"
+        )
+
+
+def require_complete(where: str, missing: list[str]) -> None:
+    """Raise ConfigError for weights that the file lacks."""
+    if missing:
+        raise ConfigError(
+            f"{where} has no weights for {_listed(missing)}, which would be random; give the complete model, or set "
+            f"allow_missing=True"
+        )
+
+
+def require_known(where: str, unused: list[str]) -> None:
+    """Raise ConfigError for weights that the model has no place for."""
+    if unused:
+        raise ConfigError(
+            f"{where} has weights that its config.json has no place for: {_listed(unused)}; give the config that they "
+            f"were saved with, or set allow_missing=True to leave them out"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    further = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {further} more" if further > 0 else "")
