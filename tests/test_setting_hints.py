@@ -51,6 +51,7 @@ from lightning_realloc.setting_hints import (
     SAMPLING_HINTS,
     SPECULATION_HINTS,
     TRAIN_OPTIONS_HINTS,
+    algorithm_topics,
     settings_of,
 )
 from tests.every_algorithm import ALGORITHMS
@@ -85,6 +86,9 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: GRPO("x", no_reward, logging_strategy="steps"), "Trainer(log_every_n_steps=...)"),
         (lambda: GRPO("x", no_reward, label_smoothing=0.1), "label_smoothing= of DPO"),
         (lambda: DPO("x", adam_beta2=0.95), "optimizer=partial(torch.optim.AdamW"),
+        (lambda: PPO("x", no_reward, normalize_reward=True), "not available: GRPO compares within groups"),
+        (lambda: PPO("x", no_reward, adv_estimator="gae"), "the algorithm: PPO for 'gae'"),
+        (lambda: GRPO("x", no_reward, actor_num_gpus_per_node=4), "ranks of actor.train in the plan"),
     ],
 )
 def test_a_name_of_another_library_is_answered_with_our_setting(make: Any, hint: str) -> None:
@@ -158,6 +162,12 @@ def test_every_name_in_a_hint_of_the_algorithms_exists() -> None:
         assert set(re.findall(r"data module's (\w+)", hint)) <= of_data, hint
         options = re.findall(r"(\w+)(?:: true)? of the \w+ call in the plan", hint)
         assert set(options) <= {field.name for field in dataclasses.fields(CallPlan)} | {"layout"}, hint
+
+
+def test_a_name_in_several_topics_has_one_hint() -> None:
+    topics = algorithm_topics().values()
+    different = [name for topic in topics for name, hint in topic.items() if ALGORITHM_HINTS[name] != hint]
+    assert different == []
 
 
 CALL = r"\b[\w.]+\((?:[^()]|\([^()]*\))*\)"

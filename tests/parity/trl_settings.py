@@ -26,7 +26,8 @@ _CODE = re.compile(
     r"|\b\w+=(?:\[[^]]*\]|\{[^}]*\}|'[^']*'|\w+)?"  # a keyword
     r"|\b\w+: (?:true\b|\[[^]]*\])|(?<=module's )\w+|'[^' ]+'"
     r"|\b[a-zA-Z0-9]+(?:_[a-zA-Z0-9]+)+\b|\b[A-Z][a-zA-Z]*[a-z][A-Z]\w+\b"  # snake case, camel case
-    r"|\bactor\.\w+|\b(?:fsdp|dp)\d+(?:\.tp\d+)?\b"
+    r"|\b(?:actor|critic|reference|reward)\.\w+"
+    r"|\b(?:fsdp|dp)\d+(?:\.(?:fsdp|tp)\d+)?(?:@\d+-\d+)?\b"
 )
 _PLAIN = frozenset({"DistributedDataParallel"})
 
