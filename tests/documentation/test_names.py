@@ -21,6 +21,7 @@ from lightning_realloc.algorithms.losses.policy_losses import PolicyLossName, Ra
 from lightning_realloc.report.plan_request import plan_parser
 from lightning_realloc.setting_hints import ALGORITHM_HINTS, settings_of
 from tests.documentation.pages import PAGES, ROOT, examples
+from tests.every_algorithm import ALGORITHMS
 
 
 def code_spans(page: str) -> list[str]:
@@ -69,6 +70,22 @@ def test_names_and_settings_exist(page: str) -> None:
         known = settings_of_public(name)
         if known is not None:  # other libraries' names are on pages that show the error for them
             assert settings <= known | ALGORITHM_HINTS.keys(), name
+
+
+def test_the_calls_of_every_algorithm_are_listed() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    rows = [row.split("|")[1:-1] for row in page.splitlines() if ".train`" in row and row.startswith("|")]
+    roles = ("actor", "critic", "reference", "teacher")
+    with_settings = {"match", "actor.infer", "reference.infer", "reward.infer"}
+    listed = set()
+    for names, *cells in rows:
+        calls = set(re.findall(r"`([\w.]+)`", " ".join(cells)))
+        for algorithm in map(pkgutil.resolve_name, (f"lightning_realloc:{n}" for n in re.findall(r"\w+", names))):
+            listed.add(algorithm)
+            declared = {call.name for call in algorithm.calls_for(roles)}
+            assert calls <= declared, algorithm
+            assert declared <= calls | with_settings, algorithm
+    assert listed == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("page", PAGES)
