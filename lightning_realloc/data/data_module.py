@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
@@ -192,9 +193,18 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             self._train_loader.close()
 
     def val_dataloader(self) -> EvaluationLoader | list[object]:
-        """Return the held-out batches in the order of the rows; an empty list without held-out rows."""
+        """Return the held-out batches in the order of the rows; an empty list without held-out rows.
+
+        Raises:
+            DataError: for ``trainer.validate`` without held-out rows, which would run nothing.
+        """
         if "val" in self._tables:
             return self._evaluation("val")
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            raise DataError(
+                f"trainer.validate needs held-out rows, and {type(self).__name__} has none; give val_data= or "
+                f"val_fraction=, or call trainer.test, which then takes all rows"
+            )
         # Lightning treats an empty container as a loader of length zero, and warns about it.
         warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
         return []

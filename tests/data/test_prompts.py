@@ -218,6 +218,9 @@ class _Model(L.LightningModule):
         self.batches.append(batch)
         return self.weight.sum()
 
+    def validation_step(self, batch: Samples, batch_idx: int) -> None:
+        pass
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -227,6 +230,12 @@ def _trainer() -> L.Trainer:
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
+
+
+def test_validate_without_held_out_rows_is_refused_and_fit_is_not() -> None:
+    with pytest.raises(DataError, match=r"validate needs held-out rows, and PromptDataModule has none; give val_data="):
+        _trainer().validate(_Model(), PromptDataModule(ROWS, batch_size=4), verbose=False)
+    _trainer().fit(_Model(), PromptDataModule(ROWS, batch_size=4))
 
 
 def test_tokenizer_and_context_come_from_the_module_in_training() -> None:
