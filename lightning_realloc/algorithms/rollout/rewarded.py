@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer
@@ -125,9 +126,10 @@ class RewardedModule(PolicyModule):
         return with_further(super().calls_for(roles), calls_of_further(roles))
 
     def configure_model(self) -> None:
-        """Build the models, after a check that they read the actor's tokens."""
+        """Build the models, after a check that they read the actor's tokens; warn about an unused reference."""
         if not self.models():
             self._check_vocabularies()
+            self._warn_of_unused_reference()
         super().configure_model()
 
     def _check_vocabularies(self) -> None:
@@ -139,6 +141,15 @@ class RewardedModule(PolicyModule):
             if role.name in ("critic", "reference") and role.name in self.sources:
                 way_out = f"give {role.name}= a model with the actor's tokenizer"
                 require_same_vocabulary(role, actor, self.tokenizer, way_out=way_out)
+
+    def _warn_of_unused_reference(self) -> None:
+        if "reference" in self.sources and not self.has_reference:
+            can_have_one = hasattr(self, "kl_place")  # other algorithms never do
+            cause, way_out = (" with kl_coef=0", ", or raise kl_coef") if can_have_one else ("", "")
+            rank_zero_warn(
+                f"{type(self).__name__} uses no reference{cause}, so the given one is not loaded; leave reference "
+                f"out{way_out}"
+            )
 
     @infer("reward", needs="rollout", produces="reward_scores")
     def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:

@@ -161,3 +161,19 @@ def test_the_actors_own_penalties_are_warned_of_unless_sampling_has_them() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs.grpo(actor=actor, sampling=follows).configure_model()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "best_of_n"])
+def test_a_reference_that_is_not_used_is_warned_of(algorithm: str) -> None:
+    given: dict[str, Any] = {"tokenizer": byte_tokenizer(), "reference": tiny_model("llama", seed=1)}
+    kind, off, cause = {
+        "grpo": (GRPO, {"kl_coef": 0.0}, " with kl_coef=0.*, or raise kl_coef$"),
+        "ppo": (PPO, {"kl_coef": 0.0}, " with kl_coef=0.*, or raise kl_coef$"),
+        "best_of_n": (BestOfN, {}, ", so the given one is not loaded; leave reference out$"),
+    }[algorithm]
+    with pytest.warns(UserWarning, match=f"{kind.__name__} uses no reference{cause}"):
+        kind(tiny_model("llama"), runs.low_tokens, **given, **off).configure_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if off:
+            kind(tiny_model("llama"), runs.low_tokens, **given).configure_model()
