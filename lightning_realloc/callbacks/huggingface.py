@@ -43,8 +43,7 @@ class SaveHuggingFace(Callback):
     """Write folders for ``from_pretrained``: ``dirpath`` at the end of training, ``dirpath/step-…`` before.
 
     Args:
-        dirpath: Output folder; every rank takes part, the first one writes. Not a folder that a role is loaded
-            from.
+        dirpath: Output folder; every rank takes part, the first one writes. No role may be loaded from it.
         role: Role to write; by default the only trained role, or else the actor.
         every_n_steps: Iterations between writes; None writes at the end only.
         every_n_epochs: Epochs between writes; None writes at the end only.
@@ -162,7 +161,7 @@ class SaveHuggingFace(Callback):
 
     def _refuse_source(self, module: Any) -> None:
         """Raise ConfigError if this callback would overwrite a model or adapters that a role is loaded from."""
-        for role in module.roles():
+        for role in getattr(module, "roles", tuple)():  # a plain LightningModule names none
             for source in (role.source, role.peft):
                 if isinstance(source, str | Path) and self._overwrites(Path(source)):
                     raise ConfigError(

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from peft import PeftModel
@@ -293,3 +294,4 @@ def test_a_folder_that_a_role_is_loaded_from_is_not_overwritten(
     expected = pytest.raises(ConfigError, match=r"the source of role 'reference'.*give another dirpath")
     with expected if refused else nullcontext():
         SaveHuggingFace(tmp_path / written, **options).setup(trainer, module, "fit")
+    SaveHuggingFace(tmp_path / written, **options).setup(trainer, L.LightningModule(), "fit")  # names no roles
