@@ -14,13 +14,14 @@ MOMENTS = {
     "inference": "lightning_realloc.strategies.calls.infer_call:InferCalls.run",
     "training": "lightning_realloc.strategies.calls.train_call:TrainCalls._step",
     "change of plan": "lightning_realloc.strategies.pool.model_pool:ModelPool.apply_plan",
-    "save: shards": "lightning_realloc.strategies.checkpoints.sharded_tensors:save",
-    "save: description": "lightning_realloc.strategies.checkpoints.checkpoint:write_description",
-    "save: exchange": "lightning_realloc.strategies.checkpoints.checkpoint:_complete_folder",
+    "save: shards": "lightning_realloc.strategies.checkpoints.checkpoint_writer:_Save.write",
+    "save: description": "lightning_realloc.strategies.checkpoints.checkpoint_writer:write_description",
+    "save: exchange": "lightning_realloc.strategies.checkpoints.folders:_exchange",
     "export": "lightning_realloc.strategies.checkpoints.hf_folder:write_running_model",
 }
 """Moment -> function of the package before (or, for the exchange, after) which a fault happens."""
-OCCURRENCES = {"start-up": (1, 1), "export": (1, 1), "change of plan": (1, 2), "generation": (3, 20)}
+OCCURRENCES = {"start-up": (1, 1), "export": (1, 1), "change of plan": (1, 2), "generation": (3, 20),
+               "save: exchange": (1, 2)}  # fmt: skip
 """Moment -> least and largest number of the time at which a fault happens; 2 to 5 for others."""
 ON_RANK_0 = ("save: description", "save: exchange", "export")
 """Moments that only rank 0 comes through."""

@@ -95,24 +95,14 @@ def sabotage(fault: dict[str, Any], folder: Path) -> None:
         count += 1
         if count != fault["occurrence"]:
             return original(*args, **kwargs)
-        if fault["moment"] == "save: exchange":  # between the two renames or, exchanged at once, after them
-            _between_renames(lambda: strike(fault, folder))
-            return original(*args, **kwargs)
+        if fault["moment"] == "save: exchange":  # the new checkpoint is in place, the earlier one not yet removed
+            result = original(*args, **kwargs)
+            strike(fault, folder)
+            return result
         strike(fault, folder)
         return original(*args, **kwargs)
 
     setattr(owner, name, wrapped)
-
-
-def _between_renames(action: Callable[[], None]) -> None:
-    replace = os.replace
-
-    def once(*args: Any, **kwargs: Any) -> None:
-        replace(*args, **kwargs)
-        os.replace = replace
-        action()
-
-    os.replace = once
 
 
 def strike(fault: dict[str, Any], folder: Path) -> None:

@@ -50,6 +50,10 @@ class BackgroundSave:
         self._actions: list[Callable[[], None]] = []
         self._closed_at: float | None = None
 
+    def __reduce__(self) -> tuple[type[BackgroundSave], tuple[()]]:
+        """Pickle as a new object: a strategy is pickled to start its processes, before it saves anything."""
+        return BackgroundSave, ()
+
     def start(self, save: Save, *, token: str, rank: int, world_size: int) -> None:
         """Begin to write. `finish` has to be called before.
 

@@ -75,6 +75,7 @@ def fit_until_stopped(
 ) -> Stopped:
     """Fit until a signal ends it; return the last step and the exception."""
     make, data, options = CASES[case]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start jobs in the background without it
     callbacks = [OnExceptionCheckpoint(folder), Signal(ranks, hook, signum)]
     trainer = runs.trainer(
         ReallocStrategy(**options),
