@@ -247,10 +247,12 @@ class DataParallelStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Log how to resume, and publish the error; to a broken connection, add those of the ranks that caused it."""
         super().on_exception(exception)
-        log_way_to_resume(self.connected_module._trainer)
+        trainer = self.connected_module._trainer  # None in a process that started the ranks by spawn or fork
+        log_way_to_resume(trainer)
         if isinstance(exception, SIGTERMException):  # on all ranks alike
             self.stop.set_exit_code(exception)
-            self.stop.requeue(self.connected_module.trainer)
+            if trainer is not None:
+                self.stop.requeue(trainer)
         elif self.world_size > 1 and dist.is_initialized():
             explain_broken_connection(exception, self.global_rank, self.world_size)
         self._record_failure(exception)
