@@ -135,7 +135,7 @@ class Watchdog:
         self._watched = threading.get_ident()
         self._store = _connect()
         self._answered = self._store.add(_ASKED, 0)
-        self._publish(self._state(self._answered))
+        self._publish(self._state(self._answered, looks_at_code=False))
         self._stopped.clear()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -148,7 +148,7 @@ class Watchdog:
         self._thread.join(2 * ANSWER_S)
         self._thread = None
         with suppress(_StoreSilentError):
-            self._reach_store(lambda: self._publish(self._state(self._answered), has_ended=True))
+            self._reach_store(lambda: self._publish(self._state(self._answered, looks_at_code=False), has_ended=True))
 
     def describe_lost(self) -> str:
         """Return which ranks do not answer, and what each was doing; empty if all do.
@@ -168,7 +168,7 @@ class Watchdog:
         if not self._store.check([_key(rank)]):
             return ""
         state = _decode(self._store.get(_key(rank)))
-        return f" in {state.activity}, at last in {state.place}"
+        return f" in {state.activity}" + (f", at last in {state.place}" if state.place else "")
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_S):
@@ -251,10 +251,11 @@ class Watchdog:
         A rank that works when it is asked also writes its flight record.
         """
         asked = self._store.add(_ASKED, 0)
-        state = self._state(asked)
-        if asked > self._answered or state.activity != self._published:
+        is_asked = asked > self._answered
+        state = self._state(asked, looks_at_code=is_asked)
+        if is_asked or state.activity != self._published:
             self._publish(state)
-        if asked > self._answered and state.waits_for is None:
+        if is_asked and state.waits_for is None:
             write_flight_record(self.record, self._folder, self._rank)
         self._answered, self._published = asked, state.activity
 
@@ -269,10 +270,15 @@ class Watchdog:
             return True
         return any(map(_is_in_torch_distributed, filter(None, (watched, *frames.values()))))
 
-    def _state(self, question: int) -> RankState:
-        current, frame = self.record.current(), sys._current_frames().get(self._watched)
+    def _state(self, question: int, *, looks_at_code: bool = True) -> RankState:
+        """Return this rank's state; without a look at the code, it has no place, and no wait in a collective.
+
+        A frame that is looked at keeps the tensors of its variables alive meanwhile.
+        """
+        current = self.record.current()
+        frame = sys._current_frames().get(self._watched) if looks_at_code else None
         waits_for = current[-1].waits_for
-        if waits_for is None and self._is_in_collective():
+        if waits_for is None and looks_at_code and self._is_in_collective():
             waits_for = ()
         return RankState(
             activity=", ".join(activity.name for activity in current),

@@ -32,9 +32,15 @@ def fit_and_listen(folder: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     watchdog.log.addHandler(handler)
-    watchdog.POLL_S = 0.2
-    strategy = ReallocStrategy("static", stall_timeout=1.0)
-    runs.trainer(strategy, 2, max_steps=1, default_root_dir=folder).fit(runs.grpo(reward=slow_on_rank_1), Batches(1))
+    usual_s, watchdog.POLL_S = watchdog.POLL_S, 0.2
+    try:
+        strategy = ReallocStrategy("static", stall_timeout=1.0)
+        runs.trainer(strategy, 2, max_steps=1, default_root_dir=folder).fit(
+            runs.grpo(reward=slow_on_rank_1), Batches(1)
+        )
+    finally:  # other tests run in this process afterwards
+        watchdog.log.removeHandler(handler)
+        watchdog.POLL_S = usual_s
     return messages
 
 
