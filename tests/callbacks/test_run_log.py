@@ -1,4 +1,4 @@
-"""Runs tell on a plain log: a summary, a line per iteration, a flat reward, and how to resume."""
+"""A plain log has a summary, a line per iteration, a warning of flat rewards, and the way to resume."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Name the rank that others wait for: each rank's thread compares its current call with the longest one so far.
 
 A rank whose call takes much longer asks all ranks for their state through the store of the process group. Every rank's
-thread answers, even if the thread that trains is blocked in a collective. The rank then logs one message: who waits,
-who does not, since when, and in which line of code. A rank that is late writes its stacks to its flight record.
+thread answers, even if the thread that trains is blocked in a collective. The rank then logs one message: the ranks
+that wait, the ranks that do not, since when, and in which line of code. A late rank writes its stacks to its flight
+record.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _WAITING_PACKAGES = ("lightning_realloc.runtime.messages", "lightning_realloc.ru
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank is doing."""
+    """Activity of a rank, and the line of code that it runs."""
 
     activity: str
     """Names of its activities, the outermost first."""
@@ -105,7 +106,7 @@ class Watchdog:
         rank: This rank.
         world_size: Number of ranks.
         timeout_s: Seconds beyond the longest call so far of the same name, after which a rank asks.
-        action: Whether the process goes on waiting after the message.
+        action: Whether the process continues to wait after the message.
         folder: Folder for flight records.
     """
 
@@ -151,7 +152,7 @@ class Watchdog:
             self._reach_store(lambda: self._publish(self._state(self._answered, looks_at_code=False), has_ended=True))
 
     def describe_lost(self) -> str:
-        """Return which ranks do not answer, and what each was doing; empty if all do.
+        """Return the ranks that do not answer, with the last known activity of each; empty if all do.
 
         For a rank that has lost a connection. Other ranks may have ended meanwhile; these said so.
         """

@@ -105,7 +105,7 @@ def test_script_torchrun_spawn_and_fork_give_the_same_results(tmp_path: Path, wo
         assert (caller["steps"], caller["epoch"]) == (2, 1)
 
 
-def test_a_notebook_is_told_of_the_strategy_that_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_in_a_notebook_names_the_strategy_that_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "_IS_INTERACTIVE", True)
     for name in ("realloc", "realloc_spawn"):
         with pytest.raises(ConfigError, match=r"use Trainer\(strategy='realloc_fork'\)"):
