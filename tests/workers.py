@@ -116,7 +116,7 @@ class WorkerPool:
         self._start(world_size)
         team = self._workers[:world_size]
         try:
-            for environment, worker in zip(_environments(world_size), team, strict=True):
+            for environment, worker in zip(rank_environments(world_size), team, strict=True):
                 request = Request(function, args, environment, init_process_group, deadline_s)
                 worker.connection.send_bytes(pickle.dumps(request))
             return _collect(team, deadline_s)
@@ -209,7 +209,7 @@ def _kill_tree(process: BaseProcess) -> None:
         process.kill()
 
 
-def _environments(world_size: int) -> list[dict[str, str]]:
+def rank_environments(world_size: int) -> list[dict[str, str]]:
     """Return the variables that torchrun would set on one node, for every rank."""
     common = {
         "WORLD_SIZE": str(world_size),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.chaos import victim
-from tests.workers import PRELOADED
+from tests.workers import PRELOADED, rank_environments
 
 
 @dataclass(slots=True)
@@ -64,9 +63,8 @@ def start(case: dict[str, Any]) -> Run:
     if case["launcher"] == "environment":
         context = get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "tests.chaos.victim"])
-        port = str(_free_port())
-        for rank in range(case["world_size"]):
-            process = context.Process(target=_run_rank, args=(case, rank, port))
+        for variables in rank_environments(case["world_size"]):
+            process = context.Process(target=_run_rank, args=(case, variables))
             process.start()
             run.leaders.append(process)
     else:
@@ -81,17 +79,13 @@ def start(case: dict[str, Any]) -> Run:
     return run
 
 
-def _run_rank(case: dict[str, Any], rank: int, port: str) -> None:
+def _run_rank(case: dict[str, Any], variables: dict[str, str]) -> None:
     """Run one rank in a forked process, with the variables of torchrun."""
     os.setsid()
-    log = os.open(Path(case["folder"]) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    log = os.open(Path(case["folder"]) / f"rank{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    size = str(case["world_size"])
-    os.environ |= _environment() | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "NODE_RANK": "0",
-        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+    os.environ |= _environment() | variables
     torch.set_num_threads(1)
     victim.train(case)
 
@@ -99,8 +93,3 @@ def _run_rank(case: dict[str, Any], rank: int, port: str) -> None:
 def _environment() -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE, StopRequest
 from tests.strategies import runs
-from tests.strategies.lightning.test_failures import TORCHRUN
+from tests.strategies.lightning.test_failures import TORCHRUN, wait_until
 from tests.strategies.lightning.test_launchers import end, shell_environment
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -250,12 +249,12 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path
                     stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
         for folder in folders.values():
-            _wait_until((folder / "under way").exists, 120.0)
+            assert wait_until((folder / "under way").exists, 120.0)
         for process in started.values():
             process.terminate()
         for process in started.values():
             process.wait(timeout=DEADLINE_S)
-        _wait_until(lambda: not any(_is_group_alive(process.pid) for process in started.values()), DEADLINE_S)
+        assert wait_until(lambda: not any(_is_group_alive(one.pid) for one in started.values()), DEADLINE_S)
     finally:
         for process in started.values():
             end(process)
@@ -264,13 +263,6 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path
     assert codes == {"script": SIGTERM_EXIT_CODE, "torchrun": 1, "spawn": SIGTERM_EXIT_CODE}, logs
     for name, folder in folders.items():
         assert (folder / "on_exception.ckpt").is_dir(), logs[name]
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    give_up_at = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
 
 
 def _is_group_alive(group: int) -> bool:
