@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.lightning.signals import INTERRUPT_EXIT_CODE, signals_forwarded
+from lightning_realloc.strategies.lightning.signals import INTERRUPT_EXIT_CODE, SIGTERM_EXIT_CODE, signals_forwarded
 
 StartMethod = Literal["popen", "spawn", "fork"]
 """How the process of a device starts: by the script, by the function in a new process, or in a forked one."""
@@ -49,23 +51,26 @@ class FullStateLauncher(_MultiProcessingLauncher):
         with signals_forwarded(self):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
-            except ProcessExitedException as error:
-                if error.exit_code <= 128:
+            except ProcessException as error:
+                stopped_with = _exit_code_of_stop(error)
+                if trainer is not None:
+                    _drop_callbacks(trainer, only_checkpoints=stopped_with is None)
+                if stopped_with is None:
                     raise
-                if trainer is not None:  # callbacks have already run in the processes that hold the models
-                    trainer.callbacks = []  # type: ignore[attr-defined]
-                raise SIGTERMException(error.exit_code) from None
+                raise SIGTERMException(stopped_with) from None
 
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
-        """Run in a started process. Lightning calls callbacks' ``on_exception`` only in the main process."""
+        """Run in a started process. After an error, do there what Lightning does only in the main process."""
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
-        except SIGTERMException as error:
+        except BaseException as error:
             if trainer is not None:
-                _interrupt(trainer, error)
+                if isinstance(error, SIGTERMException):
+                    _interrupt(trainer, error)
+                trainer._teardown()  # a thread that still used the process group at exit would abort the process
+            if isinstance(error, KeyboardInterrupt):  # torch would report no error, and the parent would wait
+                raise SIGTERMException(INTERRUPT_EXIT_CODE) from None
             raise
-        except KeyboardInterrupt:  # torch would end the process without an error, and its parent would wait for results
-            raise SIGTERMException(INTERRUPT_EXIT_CODE) from None
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """Return metrics and the counts of steps, batches and epochs."""
@@ -93,6 +98,23 @@ class FullStateLauncher(_MultiProcessingLauncher):
         if worker_output.weights_path is not None:
             trainer.lightning_module.configure_model()
         super()._recover_results_in_main_process(worker_output, trainer)
+
+
+def _exit_code_of_stop(error: ProcessException) -> int | None:
+    """Return the exit code of a process that ended because of a signal to end the run; None after another error."""
+    code = error.exit_code if isinstance(error, ProcessExitedException) else 1
+    if code == -signal.SIGTERM:  # the signal came before or after the run
+        return SIGTERM_EXIT_CODE
+    return code if code > 128 else None
+
+
+def _drop_callbacks(trainer: Trainer, *, only_checkpoints: bool) -> None:
+    """Keep callbacks from running in the main process after an error.
+
+    After a stop, all have already run in the started processes. The main process has no models to save.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [each for each in callbacks if only_checkpoints and not isinstance(each, Checkpoint)]
 
 
 def _leave_process_group() -> None:

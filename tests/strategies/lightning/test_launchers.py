@@ -14,9 +14,14 @@ from typing import Any
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.lightning import launchers
+from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -112,6 +117,32 @@ def test_the_error_in_a_notebook_names_the_strategy_that_works_there(monkeypatch
             runs.trainer(name, 2)
     assert isinstance(runs.trainer("realloc_fork", 2).strategy.launcher, launchers.FullStateLauncher)
     assert runs.trainer("realloc", 1).strategy.launcher is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "kept"),
+    [
+        (ProcessExitedException("", 0, 1, exit_code=143), SIGTERMException, []),
+        (ProcessExitedException("", 0, 1, exit_code=-signal.SIGTERM), SIGTERMException, []),  # before the handlers
+        (ProcessExitedException("", 0, 1, exit_code=-signal.SIGABRT), ProcessExitedException, [Callback]),
+        (ProcessRaisedException("", 0, 1), ProcessRaisedException, [Callback]),
+    ],
+)
+def test_the_process_that_waits_for_ranks_saves_no_checkpoint_after_their_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, expected: type[BaseException], kept: list[type]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(_MultiProcessingLauncher, "launch", fail)
+    trainer = runs.trainer(
+        "realloc_spawn", 2, callbacks=[Callback(), OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True
+    )
+    with pytest.raises(expected) as caught:
+        trainer.fit(runs.sft(), Batches(2))
+    if isinstance(caught.value, SIGTERMException):
+        assert caught.value.code == SIGTERM_EXIT_CODE
+    assert [type(each) for each in trainer.callbacks if type(each) in (Callback, OnExceptionCheckpoint)] == kept
 
 
 def start_too_many() -> list[str]:
