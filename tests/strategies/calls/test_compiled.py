@@ -17,8 +17,7 @@ PLANS = tuple(
     {"calls": {"actor.generate": generate, "reference.infer": "dp2",
                "actor.train": {"layout": train, "gradient_checkpointing": recomputes}}}
     for generate, train, recomputes in (
-        ("dp2", "dp2", False), ("dp2", "fsdp2", False), ("tp2", "fsdp2", True), ("tp2", "tp2", False),
-        ("dp2", "pp2", False),
+        ("tp2", "fsdp2", True), ("dp2", "tp2", False), ("dp2", "pp2", False),
     )
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE, StopRequest
 from tests.strategies import runs
-from tests.strategies.lightning.test_failures import TORCHRUN, wait_until
+from tests.strategies.lightning.test_failures import wait_until
 from tests.strategies.lightning.test_launchers import end, shell_environment
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -231,7 +231,6 @@ def test_the_stop_request_is_removed_from_metrics() -> None:
 
 COMMANDS = {
     "script": (SCRIPT, "realloc"),
-    "torchrun": (*TORCHRUN, SCRIPT, "realloc"),
     "spawn": (SCRIPT, "realloc_spawn"),
 }
 
@@ -260,7 +259,7 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path
             end(process)
     logs = {name: (folder / "log").read_text()[-3000:] for name, folder in folders.items()}
     codes = {name: process.returncode for name, process in started.items()}
-    assert codes == {"script": SIGTERM_EXIT_CODE, "torchrun": 1, "spawn": SIGTERM_EXIT_CODE}, logs
+    assert codes == dict.fromkeys(COMMANDS, SIGTERM_EXIT_CODE), logs
     for name, folder in folders.items():
         assert (folder / "on_exception.ckpt").is_dir(), logs[name]
 
