@@ -196,6 +196,23 @@ def micro_batch_plan(
     return tuple(tuple(plan + [filler] * (least - len(plan))) for plan in plans)
 
 
+def halved(micro_batches: Sequence[MicroBatch], times: int, group_size: int = 1) -> tuple[MicroBatch, ...]:
+    """Return the same samples in micro-batches of half as many groups, halved a number of times.
+
+    A micro-batch of one group stays whole.
+    """
+    found = tuple(micro_batches)
+    for _ in range(times):
+        found = tuple(
+            MicroBatch(part, micro.counts)
+            for micro in found
+            for middle in [len(micro.positions) // group_size // 2 * group_size]
+            for part in (micro.positions[:middle], micro.positions[middle:])
+            if part
+        )
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class TrainStep:
     """One optimizer step of a training call."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +12,10 @@ from hypothesis import strategies as st
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import (
+    MicroBatch,
     Totals,
     TrainOptions,
+    halved,
     micro_batch_plan,
     minibatch_positions,
     num_counted_tokens,
@@ -83,6 +87,17 @@ def test_groups_are_never_split(
             # whole groups, each in its order: 4, 5, 0, 1 for pairs, never 5, 0
             assert list(micro.positions) == [first + place for first in firsts for place in range(group_size)]
             assert all(first % group_size == 0 for first in firsts)
+
+
+@given(num_groups=st.integers(1, 20), group_size=st.integers(1, 3), times=st.integers(0, 6), counts=st.booleans())
+def test_halved_micro_batches_hold_the_same_groups_in_order(
+    num_groups: int, group_size: int, times: int, counts: bool
+) -> None:
+    whole = MicroBatch(tuple(range(num_groups * group_size)), counts)
+    parts = halved([whole], times, group_size)
+    assert [position for part in parts for position in part.positions] == list(whole.positions)
+    assert all(part.counts == counts and len(part.positions) % group_size == 0 for part in parts)
+    assert all(0 < len(part.positions) // group_size <= math.ceil(num_groups / 2**times) for part in parts)
 
 
 @given(lengths=LENGTHS, num_shares=st.integers(1, 5), max_tokens=st.integers(30, 90), equal_counts=st.booleans())

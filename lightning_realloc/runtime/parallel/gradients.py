@@ -6,6 +6,8 @@ gets a bitwise equal result.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -64,11 +66,25 @@ def first_bad_gradient(model: nn.Module, model_layout: ModelLayout, meshes: Mesh
     Returns None if all norms are finite and only their sum overflows. Collective over the layout's ranks, with the
     same result on each. Waits for the device once per parameter, so call it only after a bad norm.
     """
+    return _first_not_finite(((name, p.grad) for name, p in model.named_parameters()), model_layout, meshes)
+
+
+def first_bad_weight(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> str | None:
+    """Return the first parameter, in the model's order, whose norm is not finite; None if all are.
+
+    Collective and waiting, like `first_bad_gradient`.
+    """
+    return _first_not_finite(((name, p.detach()) for name, p in model.named_parameters()), model_layout, meshes)
+
+
+def _first_not_finite(
+    tensors: Iterable[tuple[str, Tensor | None]], model_layout: ModelLayout, meshes: MeshRegistry
+) -> str | None:
     names = [param.name for param in model_layout.model.params]
     bad = {
         model_layout.model.param(name).name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(_exact_norms([local_tensor(parameter.grad)])[0].isfinite())
+        for name, tensor in tensors
+        if tensor is not None and not bool(_exact_norms([local_tensor(tensor)])[0].isfinite())
     }
     first = next((index for index, name in enumerate(names) if name in bad), len(names))
     found = torch.tensor(first, device=meshes.device_type)

@@ -20,6 +20,7 @@ from lightning_realloc.batch.training import (
     MicroBatch,
     Totals,
     TrainOptions,
+    halved,
     num_counted_tokens,
 )
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -27,7 +28,12 @@ from lightning_realloc.errors import LayoutError, PlanError, ReallocError
 from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
-from lightning_realloc.runtime.parallel.gradients import clip_gradients, first_bad_gradient, uneven_gradient
+from lightning_realloc.runtime.parallel.gradients import (
+    clip_gradients,
+    first_bad_gradient,
+    first_bad_weight,
+    uneven_gradient,
+)
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wildcards
 from lightning_realloc.strategies.calls.context import CallContext
@@ -68,12 +74,14 @@ class TrainCalls:
     def __init__(self, context: CallContext, hooks: LightningOptimizers) -> None:
         self._context, self._hooks = context, hooks
         self._skipped = SkippedSteps()
+        self._halvings: Counter[str] = Counter()
+        """Role -> how often its micro-batches were halved because the device's memory ran out."""
         self._checked: set[str] = set()
         """Roles whose gradients agree between tensor-parallel ranks in their layout."""
 
     def forget_layouts(self) -> None:
-        """Count skipped steps and check gradients anew, since a role's next layout may have other ranks and cuts."""
-        self._skipped, self._checked = SkippedSteps(), set()
+        """Count skipped steps and halvings and check gradients anew: a role's next layout may have other cuts."""
+        self._skipped, self._halvings, self._checked = SkippedSteps(), Counter(), set()
 
     def order_seeds(self, role: str, iteration: int) -> list[int]:
         """Return a seed per epoch of a role's training call, for the order of its mini-batches."""
@@ -137,9 +145,7 @@ class TrainCalls:
         A step whose gradient norm is not finite is skipped, and the next mini-batch is tried.
         """
         replica, options, optimizer = job.replica, job.options, job.optimizer
-        optimizer.zero_grad(set_to_none=True)
-        measured = _MetricSums()
-        self._accumulate_gradients(job, micro_batches, totals, measured)
+        measured = self._run_micro_batches(job, micro_batches, totals)
         sums.merge(measured)
         if options.stop_above and self._exceeds(job, measured):
             optimizer.zero_grad(set_to_none=True)
@@ -159,6 +165,31 @@ class TrainCalls:
             self._record_skip(job, float(norm), sums.num_minibatches)
         optimizer.zero_grad(set_to_none=True)  # the calls after this one need the memory
         return True
+
+    def _run_micro_batches(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals) -> _MetricSums:
+        """Set the gradients of a mini-batch, and return its metrics.
+
+        In a layout of one rank, micro-batches are halved for the rest of the run whenever the device's memory runs out.
+
+        Raises:
+            PlanError: if memory runs out otherwise; other ranks already wait in a collective.
+        """
+        replica, group_size = job.replica, self._context.algorithm.group_size
+        while True:
+            job.optimizer.zero_grad(set_to_none=True)
+            measured = _MetricSums()
+            parts = halved(micro_batches, self._halvings[replica.role], group_size)
+            try:
+                self._accumulate_gradients(job, parts, totals, measured)
+                return measured
+            except torch.OutOfMemoryError as error:
+                smaller = halved(parts, 1, group_size)
+                if len(replica.layout.ranks) > 1 or len(smaller) == len(parts):
+                    raise PlanError(_no_memory(job, parts, error)) from error
+            self._halvings[replica.role] += 1  # after the error, which keeps the activations alive
+            torch.cuda.empty_cache()
+            size = _largest(parts)
+            log.warning("training %s ran out of memory with %d samples at a time: halving them", replica.role, size)
 
     def _accumulate_gradients(
         self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums
@@ -234,13 +265,38 @@ class TrainCalls:
             )
 
     def _record_skip(self, job: _Job, norm: float, minibatch: int) -> None:
-        """Log a skipped mini-batch, and stop the run after too many. Collective over the layout."""
+        """Log a skipped mini-batch, and stop the run after too many. Collective over the layout.
+
+        Raises:
+            ReallocError: after too many, or if the weights themselves are not finite, which no later step mends.
+        """
         replica = job.replica
+        bad_weight = first_bad_weight(replica.model, replica.model_layout, self._context.pool.meshes)
+        if bad_weight is not None:
+            raise ReallocError(
+                f"the weights of {replica.role} are not finite in iteration {self._hooks.iteration}, the first in "
+                f"{bad_weight}: no further step mends them. Resume from the latest checkpoint, with a lower learning "
+                f"rate, a larger eps of the optimizer, or a wider precision"
+            )
         bad = first_bad_gradient(replica.model, replica.model_layout, self._context.pool.meshes)
         cause = f"its gradient norm is {norm}" + ("" if bad is None else f", the first bad parameter is {bad}")
         place = f"iteration {self._hooks.iteration}, mini-batch {minibatch}"
         warns, limit = self._context.rank == replica.layout.ranks[0], job.options.max_skipped_steps
         self._skipped.record_skip(replica.role, place, cause, limit=limit, warns=warns)
+
+
+def _largest(micro_batches: Sequence[MicroBatch]) -> int:
+    return max(len(micro.positions) for micro in micro_batches)
+
+
+def _no_memory(job: _Job, micro_batches: Sequence[MicroBatch], error: BaseException) -> str:
+    layout = job.replica.layout
+    return (
+        f"training {job.replica.role} in layout {layout} ran out of memory with micro-batches of up to "
+        f"{_largest(micro_batches)} samples and micro_batch_tokens={job.options.micro_batch_tokens}: lower "
+        f"micro_batch_tokens in TrainOptions, set gradient_checkpointing for the call in the plan, or cut the weights "
+        f"over more ranks ({str(error).splitlines()[0]})"
+    )
 
 
 class SkippedSteps:

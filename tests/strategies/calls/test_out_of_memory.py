@@ -1,0 +1,76 @@
+"""A training call that runs out of device memory goes on with smaller micro-batches, or names the way out."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_realloc.errors import ReallocError
+from tests.strategies import runs
+from tests.strategies.algorithms import preferences
+from tests.strategies.runs import Batches
+from tests.workers import WorkerPool
+
+MAKERS: dict[str, Any] = {"sft": runs.sft, "dpo": preferences.dpo}
+
+
+def limit_samples(module: Any, limit: int) -> list[int]:
+    """Make the actor's loss raise for a micro-batch of more samples; return the sizes of all that ran."""
+    loss_of, sizes = module.actor_loss, []
+
+    def actor_loss(model: Any, batch: Any, totals: Any) -> Any:
+        loss = loss_of(model, batch, totals)
+        if len(batch) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        sizes.append(len(batch))
+        return loss
+
+    module.actor_loss = actor_loss
+    return sizes
+
+
+def data_for(name: str) -> Any:
+    return preferences.pairs(3) if name == "dpo" else Batches(3, responses=True)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_one_rank_halves_its_micro_batches_and_trains_to_the_same_weights(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = runs.train(MAKERS[name](), "static", 1, data_for(name))
+    module = MAKERS[name]()
+    sizes = limit_samples(module, 2)
+    with caplog.at_level(logging.WARNING, logger="lightning_realloc"):
+        found = runs.train(module, "static", 1, data_for(name))
+    assert max(sizes) <= 2 and len(sizes) > 3
+    texts = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+    assert texts[0].startswith("training actor ran out of memory with ")
+    assert len(set(texts)) == len(texts) <= 3  # once for every size, not in every step
+    for ours, theirs in zip(found.logged, expected.logged, strict=True):
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], rel=1e-5)
+    assert runs.largest_difference(found.weights, expected.weights) <= 1e-5
+
+
+def test_a_single_sample_without_room_is_an_error() -> None:
+    module = runs.sft()
+    limit_samples(module, 0)
+    with pytest.raises(ReallocError, match=r"micro-batches of up to 1 samples and micro_batch_tokens=8192: lower"):
+        runs.train(module, "static", 1, Batches(1, responses=True))
+
+
+def fit_on_two() -> str:
+    """Return the error if memory runs out on two ranks."""
+    module = runs.sft()
+    limit_samples(module, 2)
+    with pytest.raises(ReallocError) as error:
+        runs.train(module, "heuristic", 2, Batches(1, responses=True))
+    return str(error.value)
+
+
+def test_several_ranks_end_with_the_way_out(workers: WorkerPool) -> None:
+    for told in workers.run(fit_on_two, world_size=2, init_process_group=False):
+        assert "training actor in layout" in told and "lower micro_batch_tokens in TrainOptions" in told
+        assert told.endswith("(CUDA out of memory. Tried to allocate 2.00 GiB.)")
