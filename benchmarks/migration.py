@@ -32,12 +32,14 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from typing_extensions import override
 
 from benchmarks.generation import build_model
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks, gather_from_ranks
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import Sample, StopRule
+from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 
@@ -156,8 +158,11 @@ class _Engine(GenerationEngine):
 
     lengths: Mapping[int, int] = {}
 
-    def _stop_rule(self, params: SamplingParams) -> StopRule:
-        return _EndsWhereItWill(self.lengths)
+    @override
+    def _begin(self, *args: Any) -> GenerationRun:
+        run = super()._begin(*args)
+        run._stop = _EndsWhereItWill(self.lengths)
+        return run
 
 
 def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answers: Connection) -> None:
@@ -246,6 +251,8 @@ def _run(engine: _Engine, work: _Work, rank: int, case: Case, seed: int) -> tupl
     completions: list[Completion] = engine.generate([work.prompts[i] for i in ids], params, sample_ids=ids)
     own_s = time.perf_counter() - begin
     dist.barrier()
+    if [len(completion.token_ids) for completion in completions] != [work.lengths[i] for i in ids]:
+        raise AssertionError("a response has another length than the case asks for")
     return [completion.token_ids for completion in completions], time.perf_counter() - begin, own_s
 
 
