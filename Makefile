@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo bench chaos bad-input clean
+.PHONY: test lint docs demo bench chaos bad-input resume soak clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -47,6 +47,14 @@ chaos: $(VENV)/.ready
 # Two thousand generated mistakes in configurations, plans, data, models, rewards and flags.
 bad-input: $(VENV)/.ready
 	$(RUN) tests.bad_input --cases 2000
+
+# Thirty-three runs resumed from three moments each: two minutes on two cores.
+resume: $(VENV)/.ready
+	$(RUN) tests.resume
+
+# Thousands of iterations, and many fits in one process: does anything grow? Ten minutes on two cores.
+soak: $(VENV)/.ready
+	$(RUN) tests.soak
 
 $(VENV)/.ready: pyproject.toml constraints.txt .ci/install_torch.py
 	$(PYTHON) .ci/install_torch.py --check-python
