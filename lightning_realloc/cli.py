@@ -17,7 +17,7 @@ from pathlib import Path
 from pydoc import locate
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
@@ -39,6 +39,7 @@ from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.setting_hints import describe_unknown_settings, hint_for, setting_defaults
@@ -170,6 +171,25 @@ def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
         raise _Refusal(error) from error
 
 
+def _refuse_function_calls(reward: object) -> None:
+    """Raise ConfigError for a ``class_path`` among rewards that names a function: jsonargparse would call it."""
+    if isinstance(reward, list | tuple):
+        for each in reward:
+            _refuse_function_calls(each)
+    if isinstance(reward, Namespace):
+        reward = vars(reward)
+    if not isinstance(reward, dict):
+        return
+    path = reward.get("class_path")
+    if isinstance(path, str) and not isinstance(locate(path), type):
+        raise ConfigError(
+            f"reward: class_path={path!r} names a function, and its call would be no reward function; give the "
+            f"function itself, reward: {path}, or a class"
+        )
+    for each in reward.values():
+        _refuse_function_calls(each)
+
+
 class ReallocCLI(LightningCLI):
     """LightningCLI for algorithms with several models, which build their optimizers themselves."""
 
@@ -189,10 +209,11 @@ class ReallocCLI(LightningCLI):
         super().__init__(LightningModule, LightningDataModule, args=given, **defaults | options)
 
     def before_instantiate_classes(self) -> None:
-        """Check the precision first: Lightning's own error names another class and gives advice that does not apply."""
+        """Refuse precisions, whose own errors would name another class, and rewards that would be called."""
         strategy = self._get(self.config, "trainer.strategy")
         if str(getattr(strategy, "class_path", "")).endswith(ReallocStrategy.__name__):
             refuse_precision(str(self._get(self.config, "trainer.precision")))
+        _refuse_function_calls(self._get(self.config, "model.init_args.reward"))
 
     def instantiate_classes(self) -> None:
         """Construct the model, the data and the Trainer; our errors are raised unchanged."""

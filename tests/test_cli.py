@@ -337,6 +337,22 @@ def test_every_reward_can_be_given_with_its_settings(workers: WorkerPool, folder
     assert fitted.code == 0, fitted
 
 
+def test_a_class_path_of_a_reward_never_calls_a_function(workers: WorkerPool, folder: Path) -> None:
+    call = {"class_path": "os.mkdir", "init_args": {"path": "called"}}
+    nested = {"class_path": "lightning_realloc.rewards.PooledReward", "init_args": {"function": call}}
+    lines = []
+    for name, reward in (("alone", call), ("listed", [call]), ("nested", [nested])):
+        model = CONFIG["model"]["init_args"] | {"reward": reward}
+        (folder / f"{name}.yaml").write_text(
+            yaml.safe_dump(CONFIG | {"model": {"class_path": "GRPO", "init_args": model}})
+        )
+        lines.append(["fit", "--config", f"{name}.yaml"])
+    for ended in _run(workers, folder, *lines):
+        assert ended.code == 2
+        assert "error: reward: class_path='os.mkdir' names a function" in ended.errors
+    assert not (folder / "called").exists()
+
+
 def test_errors_of_rewards_are_reported_without_a_traceback(workers: WorkerPool, folder: Path) -> None:
     server = {"class_path": "lightning_realloc.rewards.RemoteReward", "init_args": {"url": "http://127.0.0.1:9/judge"}}
     wrong = {"class_path": "lightning_realloc.rewards.Length", "init_args": {"unit": "bytes"}}
