@@ -82,7 +82,7 @@ class SaveHuggingFace(Callback):
                 raise ConfigError(f"{name}={every} must be at least 1; use None for never")
         if push_to_hub is not None and not at_end:
             raise ConfigError(f"push_to_hub={push_to_hub!r} uploads the files written at the end; set at_end=True")
-        self.dirpath = Path(dirpath)
+        self.dirpath = Path(dirpath).expanduser()
         self.role = role
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
@@ -171,7 +171,7 @@ class SaveHuggingFace(Callback):
                     )
 
     def _overwrites(self, folder: Path) -> bool:
-        mine, theirs = self.dirpath.expanduser().resolve(), folder.expanduser().resolve()
+        mine, theirs = self.dirpath.resolve(), folder.expanduser().resolve()
         at_steps = self.every_n_steps is not None or self.every_n_epochs is not None
         is_of_step = theirs.parent == mine and theirs.name.startswith("step-")
         return (self.at_end and theirs == mine) or (at_steps and is_of_step)

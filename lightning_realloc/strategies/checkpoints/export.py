@@ -50,7 +50,7 @@ def export_checkpoint(
         CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
             or ``folder`` holds other files.
     """
-    checkpoint, folder = Path(checkpoint), Path(folder)
+    checkpoint, folder = Path(checkpoint).expanduser(), Path(folder).expanduser()
     with raise_on_all_ranks(checkpoint):
         description = read_description(checkpoint)
         entry = _role_entry(checkpoint, description["roles"], role)

@@ -264,6 +264,10 @@ def test_a_padding_token_that_ends_responses_is_not_written(workers: WorkerPool,
     assert len(warned) == 1 and "cannot score batches with padding: pad_token='<eos>' of the tokenizer" in warned[0]
 
 
+def test_a_tilde_is_the_home_folder() -> None:
+    assert SaveHuggingFace("~/models").dirpath == Path.home() / "models"
+
+
 def test_impossible_intervals_and_dtypes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="every_n_steps=0 must be at least 1"):
         SaveHuggingFace(tmp_path, every_n_steps=0)
