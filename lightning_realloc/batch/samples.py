@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,3 +218,25 @@ def _columns_equal(ours: Column, theirs: Column, atol: float) -> bool:
     if isinstance(ours, Ragged):
         return isinstance(theirs, Ragged) and ours.equals(theirs, atol=atol)
     return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and tensors_equal(ours, theirs, atol)
+
+
+def samples_state(samples: Samples) -> dict[str, Any]:
+    """Return plain data for a checkpoint."""
+
+    def plain(column: Column) -> Any:
+        return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
+
+    columns = {name: plain(column) for name, column in samples.columns.items()}
+    return {"ids": samples.ids, "columns": columns, "data": {name: list(c) for name, c in samples.data.items()}}
+
+
+def samples_from_state(state: Mapping[str, Any]) -> Samples:
+    """Restore the result of :func:`samples_state`."""
+
+    def column(plain: Any) -> Column:
+        if isinstance(plain, Mapping):
+            return Ragged(plain["values"], plain["lengths"])
+        return tuple(plain) if isinstance(plain, list) else plain  # lists: of checkpoints without "data"
+
+    columns = {name: column(plain) for name, plain in state["columns"].items()}
+    return Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})

@@ -24,8 +24,9 @@ from lightning_realloc.runtime.messages.watchdog import StallAction, Watchdog, w
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.calls.call_runner import CallRunner, OverlapOptions
+from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models

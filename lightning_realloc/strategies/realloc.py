@@ -31,12 +31,8 @@ from lightning_realloc.runtime.measure.host_memory import (
 from lightning_realloc.runtime.messages.watchdog import StallAction
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
-from lightning_realloc.strategies.calls.call_runner import (
-    CallRunner,
-    OverlapOptions,
-    number_of_chunks,
-    warn_of_former_name,
-)
+from lightning_realloc.strategies.calls.call_runner import CallRunner
+from lightning_realloc.strategies.calls.overlap import OverlapOptions, number_of_chunks, warn_of_former_name
 from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOptions, FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer

@@ -30,10 +30,10 @@ MOMENTS = (2, 3, 4)
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
-def plan_of(algorithm: str, train: str, generate: str, infer: str) -> dict[str, Any]:
+def plan_of(algorithm: str, train: str, generate: str, infer: str, *, has_reference: bool = True) -> dict[str, Any]:
     """Return a plan for an algorithm's calls."""
     named = {"actor_train": train}
-    if algorithm != "sft":
+    if has_reference and algorithm != "sft":
         named["reference_infer"] = infer
     if algorithm in ("grpo", "ppo"):
         named["actor_generate"] = generate
@@ -49,6 +49,7 @@ LAYOUTS = {
     "pp2": ("pp2", "dp2", "dp2"),
     "apart": ("dp1@0-0", "dp1@0-0", "dp1@1-1"),
     "crossed": ("dp1@1-1", "dp2", "dp1@0-0"),
+    "one": ("dp1", "dp1", "dp1"),
 }
 """Name -> layouts for training, generation and inference."""
 
@@ -65,7 +66,6 @@ class Case:
     """Options of the strategy."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Further entries of the plan."""
-    moments: tuple[int, ...] = MOMENTS
     launcher: str = "workers"
     """Processes that a pool starts, or Lightning's "spawn"."""
 
@@ -77,8 +77,9 @@ OPTIONS: dict[str, Case] = {
     "moved samples": Case("grpo", "dp2", {"sample_reallocation": True}),
     "rollout budget": Case("grpo", "fsdp2", {"rollout_budget": RolloutBudget(tokens=40)}),
     "mini-batches": Case("ppo", "fsdp2", {"train_options": runs.options(num_epochs=2, num_minibatches=2)}),
-    # Within an epoch one batch waits to be trained on, and a checkpoint does not hold it.
-    "stale": Case("grpo", "apart", options={"max_staleness": 1}, moments=(3,)),
+    "stale": Case("grpo", "apart", options={"max_staleness": 1}),
+    "stale, crossed": Case("ppo", "crossed", options={"max_staleness": 1}),
+    "stale, no reference": Case("grpo", "tp2", {"kl_coef": 0.0, "reference": None}, {"max_staleness": 1}),
     "in turn": Case("ppo", "fsdp2", options={"overlap": "none"}),
     "offload": Case("ppo", "fsdp2", plan={"offload": ["reference", "critic.optimizer"]}),
     "background": Case("grpo", "fsdp2", options={"async_checkpoints": True}),
@@ -88,6 +89,7 @@ CASES = {
     f"{algorithm} {layout}": Case(algorithm, layout)
     for algorithm in ("sft", "dpo", "grpo", "ppo")
     for layout in LAYOUTS
+    if layout != "one"
     if algorithm != "sft" or layout in ("dp2", "fsdp2", "tp2", "pp2")  # its one call must use both ranks
 } | OPTIONS
 
@@ -124,7 +126,10 @@ def fit(case: Case, folder: str, resume: int | None, seed: int) -> list[dict[str
     world_size = 2 if is_spawned else runs.world_size()
     L.seed_everything(seed + int(os.environ.get("RANK", 0)), verbose=False)
     record, target = runs.Record(), Path(folder, "straight" if resume is None else f"from{resume}")
-    plan = {**plan_of(case.algorithm, *LAYOUTS[case.layout]), **case.plan}
+    plan = {
+        **plan_of(case.algorithm, *LAYOUTS[case.layout], has_reference=case.settings.get("kl_coef") != 0.0),
+        **case.plan,
+    }
     strategy = ReallocStrategy(plan, **case.options, **({"start_method": "spawn"} if is_spawned else {}))
     saved = SaveAt(target, (*(MOMENTS if resume is None else ()), NUM_STEPS))
     trainer = runs.trainer(strategy, world_size, max_steps=NUM_STEPS, max_epochs=-1, callbacks=[record, saved])

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_realloc.algorithms.rollout.partial_rollouts import samples_from_state, samples_state
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Samples, samples_from_state, samples_state
 from lightning_realloc.errors import DataError
 
 

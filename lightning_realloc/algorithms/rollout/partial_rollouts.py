@@ -15,7 +15,7 @@ import torch
 
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, Dialogue, model_mask, rollout_of
 from lightning_realloc.algorithms.losses.functional import sequence_sums
-from lightning_realloc.batch.samples import Column, Divided, Ragged, Samples
+from lightning_realloc.batch.samples import Divided, Ragged, Samples, samples_from_state, samples_state
 from lightning_realloc.errors import DataError
 from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
 
@@ -215,23 +215,3 @@ def _completions(samples: Samples) -> list[Completion]:
         )
         for sample_id, prompt, tokens, logprobs, chosen, versions in zip(*columns, strict=True)
     ]  # fmt: skip
-
-
-def samples_state(samples: Samples) -> dict[str, Any]:
-    """Return plain data for a checkpoint."""
-
-    def plain(column: Column) -> Any:
-        return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
-
-    columns = {name: plain(column) for name, column in samples.columns.items()}
-    return {"ids": samples.ids, "columns": columns, "data": {name: list(c) for name, c in samples.data.items()}}
-
-
-def samples_from_state(state: Mapping[str, Any]) -> Samples:
-    def column(plain: Any) -> Column:
-        if isinstance(plain, Mapping):
-            return Ragged(plain["values"], plain["lengths"])
-        return tuple(plain) if isinstance(plain, list) else plain  # lists: of checkpoints without "data"
-
-    columns = {name: column(plain) for name, plain in state["columns"].items()}
-    return Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})

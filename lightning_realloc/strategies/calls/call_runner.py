@@ -8,24 +8,24 @@ learns of failures elsewhere.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError, ReallocError
+from lightning_realloc.errors import ReallocError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.memory_stats import peak_bytes
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
 from lightning_realloc.strategies.calls.generate_call import EnginePool, GenerateCalls, PeerFailure, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.metrics import RunMetrics
+from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
@@ -34,66 +34,6 @@ from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOpti
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.replica import Replica
 from lightning_realloc.tuning.shapes.lengths import Lengths
-from lightning_realloc.tuning.timeline.simulator import Overlap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapOptions:
-    """Options of overlapping calls; `ReallocStrategy` documents each.
-
-    Raises:
-        ConfigError: for values out of range, and for options that would have no effect together.
-    """
-
-    overlap: Overlap = "iterations"
-    """Calls that may run on disjoint ranks at the same time: of all iterations, of one, or none."""
-    max_staleness: int = 0
-    """Training steps by which the generating policy may be older than the one that is trained."""
-    generation_chunks: int = 1
-    """Chunks in which samples are sent to inference while others are generated."""
-
-    def __post_init__(self) -> None:
-        chunks, overlap, staleness = self.generation_chunks, self.overlap, self.max_staleness
-        if overlap not in get_args(Overlap):
-            raise ConfigError(f"overlap={overlap!r} must be one of {', '.join(get_args(Overlap))}")
-        if staleness not in (0, 1):
-            raise ConfigError(f"max_staleness={staleness!r}: generation runs at most one step ahead; use 0 or 1")
-        if chunks < 1:
-            raise ConfigError(f"generation_chunks={chunks} must be at least 1, which sends all samples at the end")
-        if chunks > 1 and overlap == "none":
-            raise ConfigError(
-                f"generation_chunks={chunks} lets inference begin during generation, and overlap='none' runs one call "
-                f"at a time; use overlap='calls', or generation_chunks=1"
-            )
-        if chunks > 1 and staleness:
-            raise ConfigError(
-                f"generation_chunks={chunks} lets inference begin during generation, and under "
-                f"max_staleness={staleness} it reads samples of the iteration before; use max_staleness=0, or "
-                f"generation_chunks=1"
-            )
-
-
-def number_of_chunks(generation_chunks: int, generation_parts: int | None) -> int:
-    """Return the number of chunks, given by its present or its former name.
-
-    Raises:
-        ConfigError: if both names are given, with different values.
-    """
-    if generation_parts is None:
-        return generation_chunks
-    warn_of_former_name("ReallocStrategy(generation_parts=...)", stacklevel=5)
-    if generation_chunks not in (1, generation_parts):
-        raise ConfigError(
-            f"generation_chunks={generation_chunks} has the former name generation_parts={generation_parts}, too; "
-            f"leave generation_parts out"
-        )
-    return generation_parts
-
-
-def warn_of_former_name(former: str, *, stacklevel: int) -> None:
-    """Warn of the former name of ``generation_chunks``."""
-    message = f"{former} is now generation_chunks; the former name goes with the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +98,10 @@ class CallRunner:
         }  # fmt: skip
         self._ahead: tuple[IterationData, ...] = ()
         """Batches with responses that wait to be trained on."""
+        self._left_out: tuple[IterationData, ...] = ()
+        """The same, in a run that ended before it trained on them."""
+        self._restored: Mapping[str, Any] | None = None
+        """State of such a batch in the checkpoint that the run continues from."""
         self._version = 0
         """Iterations of training so far."""
         self._run = 0
@@ -204,6 +148,9 @@ class CallRunner:
         """
         with self._failing_together():
             self._metrics.idle.begin()
+            if self._restored is not None:
+                self._ahead = (self._restore(self._restored, iteration - 1, num_shown),)
+            self._left_out, self._restored = (), None
             self._version = iteration - len(self._ahead)
             data = self._begin(batch, calls, iteration, num_shown, generates_ahead=self._options.max_staleness > 0)
             self._run_calls(data.routes.calls_at_once(), data)
@@ -255,14 +202,36 @@ class CallRunner:
     def finish(self) -> None:
         """Receive all pending messages. Collective over all ranks, after the last iteration.
 
-        A batch that waits to be trained on, in a run that ended before its epoch, is dropped.
+        A batch that waits to be trained on, in a run that ended before its epoch, is left to a resumed run.
         """
         for data in self._ahead:
             data.drain(data.routes.calls_at_once())
-        self._ahead = ()
+        self._left_out, self._ahead, self._restored = self._ahead, (), None
         self._metrics.drain()
         self._engines.receive_history()
         self._mailbox.release(self._run)
+
+    # ---- a batch that waits to be trained on, in checkpoints
+    def waiting_state(self) -> dict[str, Any] | None:
+        """Return the batch that waits to be trained on, with its responses; None without one. Collective."""
+        waiting = self._ahead or self._left_out
+        return waiting[0].state() if waiting else None
+
+    def restore(self, waiting: Mapping[str, Any] | None) -> None:
+        """Continue with the batch that waited when a checkpoint was saved."""
+        self._restored = waiting
+
+    def _restore(self, state: Mapping[str, Any], iteration: int, num_shown: int) -> IterationData:
+        """Return the data of a batch that waited in a checkpoint, as after its generating calls."""
+        calls = [call for call in self._pool.dataflow.iteration_calls if call.name in state["calls"]]
+        self._version = state["version"]
+        batch = samples_from_state(state["batch"])
+        data = self._begin(batch, calls, iteration, num_shown, generates_ahead=True)
+        data.restore(state["made"])
+        last = [call for call in calls if call.kind != "train"][-1]
+        if last in data.routes.calls_at_once():
+            self._send_report(data)
+        return data
 
     # ---- one pass over the calls
     def _begin(

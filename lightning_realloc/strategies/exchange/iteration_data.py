@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples, samples_from_state, samples_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
@@ -378,6 +378,36 @@ class IterationData:
             complete = made if complete is None else complete.with_columns(**made.by_ids(complete.ids).columns)
         assert complete is not None
         return complete.with_columns(**last.known.data)
+
+    # ---- checkpoints
+    def state(self) -> dict[str, Any]:
+        """Return the batch and the results of calls that ran at once, as plain data, equal on all ranks. Collective."""
+        at_once = self.routes.calls_at_once()
+        return {
+            "batch": samples_state(self._batch.known),
+            "calls": [call.name for call in self.routes.calls],
+            "version": self.version,
+            "made": {call.name: samples_state(all_gather_samples(self._mine.get(call.name))) for call in at_once},
+        }
+
+    def restore(self, made: Mapping[str, Any]) -> None:
+        """Record stored results of calls that ran at once. Plan and number of ranks may be others than theirs."""
+        for call in self.routes.calls_at_once():
+            self.record(call, self._part_of(call, samples_from_state(made[call.name])))
+
+    def _part_of(self, call: ModelFunctionCall, made: Samples) -> Samples | None:
+        """Return the results that this rank would have made; None without any."""
+        table = self.table(call)
+        if call.kind == "compute":
+            computed = self.routes.computed(call, table).get(self._rank, ())
+            return made.by_ids(table.ids(computed)) if computed else None
+        place = self.routes.placements[call.name]
+        for index in range(place.layout.data_parallel_size):
+            if self._rank in place.holders(index):
+                prompts = set(table.ids(self.routes.prompts(call, table)[index]))
+                rows = [row for row, prompt in enumerate(made.tensor("prompt_id").tolist()) if prompt in prompts]
+                return made.select(rows) if rows else None
+        return None
 
     def _my_shown(self) -> Samples | None:
         """Return this rank's first responses by id; all ranks together report those of the first samples."""

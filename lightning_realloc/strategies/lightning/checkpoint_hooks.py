@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+WAITING_BATCH = "waiting_batch"
+"""Key of the batch that waits to be trained on, in checkpoints."""
 STALL_WARNING_S = 60.0
 """Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
 
@@ -169,6 +171,8 @@ class RoleCheckpoints:
         strategy = self._strategy
         with warn_if_stalled("save_checkpoint", strategy.global_rank):
             checkpoint[RANDOM_STATES] = self._gather_random_states()
+            if (waiting := strategy.runner.waiting_state()) is not None:
+                checkpoint[WAITING_BATCH] = waiting
         folder, models = Path(strategy.broadcast(str(filepath))), self._trained_models()
         if "optimizer_states" in checkpoint and strategy.pool.dataflow.trained_roles and not models.optimizers:
             rank_zero_warn(
@@ -236,7 +240,7 @@ class RoleCheckpoints:
         if not is_fitting:
             strategy.optimizers = []  # their state belongs to the replaced weights
             averaged = evaluated_averages(trainer.callbacks, strategy.pool.dataflow.trained_roles)
-        return read_checkpoint(
+        checkpoint = read_checkpoint(
             folder,
             self._trained_models(),
             weights_only=weights_only,
@@ -244,6 +248,9 @@ class RoleCheckpoints:
             resuming=is_fitting,
             averages_of=averaged,
         )
+        if is_fitting:
+            strategy.runner.restore(checkpoint.get(WAITING_BATCH))
+        return checkpoint
 
     def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None, merge: bool) -> None:
         """See `ReallocStrategy.save_huggingface`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks import AutoTuner
 from lightning_realloc.strategies import ReallocStrategy
+from tests.resume.__main__ import run as resumed_differently
+from tests.resume.cases import CASES, fit
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerFailure, WorkerPool
@@ -166,6 +169,21 @@ def test_a_batch_that_waits_when_a_run_stops_is_left_out(workers: WorkerPool, se
     assert staleness[:2] == [None, 0.0]
     assert staleness[2] is None  # the second fit begins with a batch of its own
     assert set(staleness[3:]) <= {0.0, 1.0} and len(staleness) > 4
+
+
+def resume_on_one_rank(folder: str) -> list[dict[str, float]]:
+    """Return what a run logs that continues on one rank from a checkpoint with a waiting batch."""
+    case = replace(CASES["stale"], layout="one")
+    return fit(case, folder, 2, 0)
+
+
+def test_a_resumed_run_trains_on_the_batch_that_waited(workers: WorkerPool, tmp_path: Path) -> None:
+    assert resumed_differently(CASES["stale"], workers, tmp_path) == []
+    expected = workers.run(fit, CASES["stale"], str(tmp_path), 2, 0, world_size=2, init_process_group=False)[0]
+    (found,) = workers.run(resume_on_one_rank, str(tmp_path), world_size=1, init_process_group=False)
+    assert [step["staleness"] for step in found] == [step["staleness"] for step in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["reward"] == pytest.approx(theirs["reward"])
 
 
 def test_a_policy_that_does_not_learn_gives_the_same_responses_one_step_ahead(workers: WorkerPool) -> None:

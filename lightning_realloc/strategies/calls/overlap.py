@@ -1,0 +1,69 @@
+"""Which calls may run at the same time."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import get_args
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.tuning.timeline.simulator import Overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapOptions:
+    """Options of overlapping calls; `ReallocStrategy` documents each.
+
+    Raises:
+        ConfigError: for values out of range, and for options that would have no effect together.
+    """
+
+    overlap: Overlap = "iterations"
+    """Calls that may run on disjoint ranks at the same time: of all iterations, of one, or none."""
+    max_staleness: int = 0
+    """Training steps by which the generating policy may be older than the one that is trained."""
+    generation_chunks: int = 1
+    """Chunks in which samples are sent to inference while others are generated."""
+
+    def __post_init__(self) -> None:
+        chunks, overlap, staleness = self.generation_chunks, self.overlap, self.max_staleness
+        if overlap not in get_args(Overlap):
+            raise ConfigError(f"overlap={overlap!r} must be one of {', '.join(get_args(Overlap))}")
+        if staleness not in (0, 1):
+            raise ConfigError(f"max_staleness={staleness!r}: generation runs at most one step ahead; use 0 or 1")
+        if chunks < 1:
+            raise ConfigError(f"generation_chunks={chunks} must be at least 1, which sends all samples at the end")
+        if chunks > 1 and overlap == "none":
+            raise ConfigError(
+                f"generation_chunks={chunks} lets inference begin during generation, and overlap='none' runs one call "
+                f"at a time; use overlap='calls', or generation_chunks=1"
+            )
+        if chunks > 1 and staleness:
+            raise ConfigError(
+                f"generation_chunks={chunks} lets inference begin during generation, and under "
+                f"max_staleness={staleness} it reads samples of the iteration before; use max_staleness=0, or "
+                f"generation_chunks=1"
+            )
+
+
+def number_of_chunks(generation_chunks: int, generation_parts: int | None) -> int:
+    """Return the number of chunks, given by its present or its former name.
+
+    Raises:
+        ConfigError: if both names are given, with different values.
+    """
+    if generation_parts is None:
+        return generation_chunks
+    warn_of_former_name("ReallocStrategy(generation_parts=...)", stacklevel=5)
+    if generation_chunks not in (1, generation_parts):
+        raise ConfigError(
+            f"generation_chunks={generation_chunks} has the former name generation_parts={generation_parts}, too; "
+            f"leave generation_parts out"
+        )
+    return generation_parts
+
+
+def warn_of_former_name(former: str, *, stacklevel: int) -> None:
+    """Warn of the former name of ``generation_chunks``."""
+    message = f"{former} is now generation_chunks; the former name goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
