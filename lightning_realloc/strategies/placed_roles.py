@@ -18,8 +18,9 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
+from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
-from lightning_realloc.runtime.messages.mailbox import Mailbox
+from lightning_realloc.runtime.messages.mailbox import Mailbox, rank_lost
 from lightning_realloc.runtime.messages.watchdog import StallAction, Watchdog, write_flight_record
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
@@ -151,13 +152,24 @@ class PlacedRoles:
         module: Any = self._strategy.lightning_module
         self._reallocation = ParameterReallocation.from_trainer(trainer)
         self._watch(Path(trainer.default_root_dir))
-        if not self.holds(module) or self._pool is None:
-            self._pool = self.builder().build(self._options.plan)
-            self._module = module
-            self._runner = self._make_runner(module, self._pool)
-        elif not self.runner.can_go_on():
-            self._runner = self._make_runner(module, self._pool)
-        self._offloader = self._make_offloader(self._pool)
+        with self._naming_lost_ranks():
+            if not self.holds(module) or self._pool is None:
+                self._pool = self.builder().build(self._options.plan)
+                self._module = module
+                self._runner = self._make_runner(module, self._pool)
+            elif not self.runner.can_go_on():
+                self._runner = self._make_runner(module, self._pool)
+            self._offloader = self._make_offloader(self._pool)
+
+    @contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """Raise RankLost with the lost rank if a connection breaks while models are set up."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._watchdog is None or not is_broken_connection(error):
+                raise
+            raise rank_lost(error, self._watchdog.describe_lost()) from error
 
     def _watch(self, folder: Path) -> None:
         """Watch this rank's calls for stalls, if there are other ranks."""

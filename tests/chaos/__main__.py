@@ -30,6 +30,8 @@ START_S = 120.0
 """Seconds from the start of a run to its fault, at most."""
 DEADLINE_S = 30.0
 """Seconds from the fault to the end of all other processes, at most."""
+TORCHRUN_S = 45.0
+"""The same under torchrun, which itself gives a stopped process 30 s."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -46,8 +48,9 @@ def trial(fault: Fault, folder: Path) -> list[str]:
         if not (run.folder / "struck").exists():
             return ["the run ended before the fault"]
         stopped = _stopped(fault, run.folder)
-        if not _wait(lambda: not set(run.processes()) - stopped, DEADLINE_S):
-            problems.append(f"processes {set(run.processes()) - stopped} live {DEADLINE_S:g} s after the fault")
+        deadline_s = TORCHRUN_S if stopped and fault.launcher == "torchrun" else DEADLINE_S
+        if not _wait(lambda: not set(run.processes()) - stopped, deadline_s):
+            problems.append(f"processes {set(run.processes()) - stopped} live {deadline_s:g} s after the fault")
         if fault.signal != "SIGTERM" and fault.target == "one" and not _names(fault, run.log()):
             problems.append(f"no survivor names rank {fault.rank}")
     finally:

@@ -10,7 +10,7 @@ MOMENTS = {
     "start-up": "lightning_realloc.strategies.pool.builder:PoolBuilder.build",
     "generation": "lightning_realloc.generation.loop.run:GenerationRun.step",
     "reallocation": "lightning_realloc.runtime.transfer.executor:Reallocation.run",
-    "reward": "tests.chaos.victim:reward_letters",
+    "reward": "tests.strategies.runs:low_tokens",
     "inference": "lightning_realloc.strategies.calls.infer_call:InferCalls.run",
     "training": "lightning_realloc.strategies.calls.train_call:TrainCalls._step",
     "change of plan": "lightning_realloc.strategies.pool.model_pool:ModelPool.apply_plan",
@@ -22,7 +22,7 @@ MOMENTS = {
 """Moment -> function of the package before (or, for the exchange, after) which a fault happens."""
 OCCURRENCES = {"start-up": (1, 1), "export": (1, 1), "change of plan": (1, 2), "generation": (3, 20),
                "save: exchange": (1, 2)}  # fmt: skip
-"""Moment -> least and largest number of the time at which a fault happens; 2 to 5 for others."""
+"""Moment -> least and largest number of the time at which a fault happens; 2 to 4 for others."""
 ON_RANK_0 = ("save: description", "save: exchange", "export")
 """Moments that only rank 0 comes through."""
 ON_TWO_RANKS = ("inference", "training")
@@ -95,7 +95,7 @@ def _draw(number: int, moment: str, signal: str, launcher: str, rng: random.Rand
         target=target,
         rank=0 if moment in ON_RANK_0 else rng.randrange(2 if moment in ON_TWO_RANKS else world_size),
         moment=moment,
-        occurrence=rng.randint(*OCCURRENCES.get(moment, (2, 5))),
+        occurrence=rng.randint(*OCCURRENCES.get(moment, (2, 4))),
     )
 
 

@@ -73,6 +73,16 @@ class Frame(NamedTuple):
     """Number of the frame among those of the same kind, call and source."""
 
 
+def rank_lost(error: Exception, named: str) -> RankLost:
+    """Return the error for a broken connection, with the lost ranks if they are known."""
+    lost = RankLost(
+        f"{named or 'a rank ended while this one waited for it in a collective'} ({error}); see its own log, and "
+        f"the system's log for an out-of-memory kill"
+    )
+    lost.__cause__ = error
+    return lost
+
+
 class Mailbox:
     """Sends frames to other ranks and receives theirs.
 
@@ -200,12 +210,7 @@ class Mailbox:
         named = "" if self._watchdog is None or self._failures else self._watchdog.describe_lost()
         if isinstance(error, RankLost) and not named:
             return error
-        lost = RankLost(
-            f"{named or 'a rank ended while this one waited for it in a collective'} ({error}); see its own log, and "
-            f"the system's log for an out-of-memory kill"
-        )
-        lost.__cause__ = error
-        return lost
+        return rank_lost(error, named)
 
     def _raise_lowest(self, own: Exception | None) -> NoReturn:
         names = {rank: name for rank, (is_own, name, _) in sorted(self._failures.items()) if is_own}

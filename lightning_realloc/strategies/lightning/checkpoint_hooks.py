@@ -142,7 +142,19 @@ class RoleCheckpoints:
 
     def module_state(self) -> dict[str, Any]:
         """Return the part of the module's state that rank 0 writes; see `unsharded_state`."""
+        if self._ended_early():
+            return {}
         return unsharded_state(self._module, self._strategy.pool)
+
+    def _ended_early(self) -> bool:
+        """Return whether the run failed before its models were set up, so that there is nothing to save."""
+        if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        try:
+            _ = self._strategy.runner
+        except ConfigError:  # there is none yet
+            return True
+        return False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the settings of an optimizer's groups; tensors are written with their roles."""
@@ -163,6 +175,9 @@ class RoleCheckpoints:
                 "storage_options cannot be used, since no CheckpointIO writes a folder of shards; leave it out"
             )
         strategy = self._strategy
+        if self._ended_early():
+            _log.warning("no checkpoint %s: the run failed before its models were set up", filepath)
+            return
         strategy.bring_back()
         with strategy.runner.collective("save_checkpoint"):
             self._save(checkpoint, filepath)

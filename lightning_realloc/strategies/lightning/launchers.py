@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
@@ -18,9 +21,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.strategies.lightning.signals import INTERRUPT_EXIT_CODE, SIGTERM_EXIT_CODE, signals_forwarded
 
+STUCK_S = 10.0
+"""Seconds that other processes have to end after one has failed, for example to write their flight records."""
 StartMethod = Literal["popen", "spawn", "fork"]
 """How the process of a device starts: by the script, by the function in a new process, or in a forked one."""
 
@@ -46,18 +51,24 @@ class FullStateLauncher(_MultiProcessingLauncher):
 
         Raises:
             SIGTERMException: if the processes ended because of a signal, with their exit code.
+            RankLost: if another signal ended one of them.
         """
         _leave_process_group()
-        with signals_forwarded(self):
+        with signals_forwarded(self), _stuck_processes_killed(self):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except ProcessException as error:
                 stopped_with = _exit_code_of_stop(error)
                 if trainer is not None:
                     _drop_callbacks(trainer, only_checkpoints=stopped_with is None)
-                if stopped_with is None:
-                    raise
-                raise SIGTERMException(stopped_with) from None
+                if stopped_with is not None:
+                    raise SIGTERMException(stopped_with) from None
+                if isinstance(error, ProcessExitedException) and error.signal_name is not None:
+                    raise RankLost(
+                        f"rank {error.error_index} was ended by {error.signal_name}; SIGKILL mostly means that the "
+                        f"host ran out of memory, see the system's log"
+                    ) from error
+                raise
 
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         """Run in a started process. After an error, do there what Lightning does only in the main process."""
@@ -98,6 +109,38 @@ class FullStateLauncher(_MultiProcessingLauncher):
         if worker_output.weights_path is not None:
             trainer.lightning_module.configure_model()
         super()._recover_results_in_main_process(worker_output, trainer)
+
+
+@contextmanager
+def _stuck_processes_killed(launcher: _MultiProcessingLauncher) -> Iterator[None]:
+    """Kill processes that have not ended `STUCK_S` after a failed one; torch gives a stopped process 30 s."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(1.0):
+            if any(map(_has_failed, launcher.procs)):
+                if not is_over.wait(STUCK_S):
+                    for process in launcher.procs:
+                        with suppress(ProcessLookupError):
+                            os.kill(process.pid or 0, signal.SIGKILL)
+                return
+
+    if hasattr(os, "waitid"):
+        threading.Thread(target=watch, name="ends stuck ranks", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _has_failed(process: BaseProcess) -> bool:
+    """Return whether a process ended with an error, without taking its exit code from the thread that waits for it."""
+    assert process.pid is not None, "the process was started"
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the other thread has its exit code
+        return bool(process.exitcode)
+    return ended is not None and ended.si_status != 0
 
 
 def _exit_code_of_stop(error: ProcessException) -> int | None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, RankLost, ReallocError
+from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning import launchers
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from tests.strategies import runs
@@ -124,7 +126,8 @@ def test_the_error_in_a_notebook_names_the_strategy_that_works_there(monkeypatch
     [
         (ProcessExitedException("", 0, 1, exit_code=143), SIGTERMException, []),
         (ProcessExitedException("", 0, 1, exit_code=-signal.SIGTERM), SIGTERMException, []),  # before the handlers
-        (ProcessExitedException("", 0, 1, exit_code=-signal.SIGABRT), ProcessExitedException, [Callback]),
+        (ProcessExitedException("", 0, 1, exit_code=-9, signal_name="SIGKILL"), RankLost, [Callback]),
+        (ProcessExitedException("", 0, 1, exit_code=1), ProcessExitedException, [Callback]),
         (ProcessRaisedException("", 0, 1), ProcessRaisedException, [Callback]),
     ],
 )
@@ -143,6 +146,33 @@ def test_the_process_that_waits_for_ranks_saves_no_checkpoint_after_their_error(
     if isinstance(caught.value, SIGTERMException):
         assert caught.value.code == SIGTERM_EXIT_CODE
     assert [type(each) for each in trainer.callbacks if type(each) in (Callback, OnExceptionCheckpoint)] == kept
+
+
+def test_processes_that_outlive_a_failed_one_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "STUCK_S", 0.5)
+    context = get_context("spawn")
+    launcher = runs.trainer("realloc_spawn", 2).strategy.launcher
+    assert isinstance(launcher, launchers.FullStateLauncher)
+    launcher.procs = [context.Process(target=time.sleep, args=(60.0,)), context.Process(target=sys.exit, args=(1,))]
+    with launchers._stuck_processes_killed(launcher):
+        for process in launcher.procs:
+            process.start()
+        for process in launcher.procs:
+            process.join(30.0)
+    assert [process.exitcode for process in launcher.procs] == [-signal.SIGKILL, 1]
+
+
+def test_a_run_that_fails_before_its_models_are_set_up_raises_its_own_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = runs.trainer(
+        ReallocStrategy({"calls": {"actor.train": "tp3@0-2"}}), 1, callbacks=[OnExceptionCheckpoint(tmp_path)],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    with pytest.raises(ReallocError, match=r"actor\.train"):
+        trainer.fit(runs.sft(), Batches(2))
+    assert "the run failed before its models were set up" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def start_too_many() -> list[str]:
