@@ -51,11 +51,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
-    """Destroy the process group that a fit in pytest's own process leaves; other tests create their own."""
+    """Destroy the process group that a fit in pytest's own process leaves; other tests create their own.
+
+    Its store may listen for longer, so processes that later tests start get a port of their own.
+    """
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
+        os.environ.pop("MASTER_PORT", None)
 
 
 @pytest.fixture(scope="session")

@@ -153,7 +153,11 @@ class DataParallelStrategy(ModelParallelStrategy):
             self._check_external_processes()
         if not dist.is_initialized():
             atexit.register(_end_process_group)
-        self._setup_distributed()
+        try:
+            self._setup_distributed()
+        except BaseException:  # for example because its port is taken; started ranks would wait for this one
+            failures.end_started_ranks(self._launcher)
+            raise
         # Ranks may be seeded differently, but must draw, shuffle and build alike.
         self.run_seed = self.broadcast(global_seed())
         self.stop.handle_signals(self.connected_module.trainer)

@@ -20,6 +20,7 @@ from lightning_realloc.data.rows import read_rows
 from lightning_realloc.errors import DataError
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
+from tests.strategies import runs
 from tests.strategies.lightning.test_launchers import end, shell_environment
 
 SCRIPT = str(Path(__file__).with_name("failing.py"))
@@ -114,6 +115,21 @@ def test_the_launching_process_ends_the_others_and_names_the_failed_ones(
     assert waiting.poll() is not None
     assert watched == launcher.procs == []
     assert end_started_ranks(launcher) == end_started_ranks(None) == {}
+
+
+def test_a_process_group_that_cannot_start_ends_the_started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("the port is taken")
+
+    monkeypatch.setattr(failures, "GRACE_S", 0.1)
+    trainer = runs.trainer("realloc", 1)
+    strategy: Any = trainer.strategy
+    strategy._launcher = launcher_of("import time; time.sleep(100)")
+    (waiting,) = strategy._launcher.procs
+    monkeypatch.setattr(strategy, "_setup_distributed", fail)
+    with pytest.raises(RuntimeError, match="the port is taken"):
+        strategy.setup_environment()
+    assert waiting.poll() is not None
 
 
 def test_lightnings_observer_kills_no_process_before_its_report() -> None:
