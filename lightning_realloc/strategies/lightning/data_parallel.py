@@ -153,11 +153,8 @@ class DataParallelStrategy(ModelParallelStrategy):
             self._check_external_processes()
         if not dist.is_initialized():
             atexit.register(_end_process_group)
-        try:
+        with failures.ending_started_ranks(self._launcher):
             self._setup_distributed()
-        except BaseException:  # for example because its port is taken; started ranks would wait for this one
-            failures.end_started_ranks(self._launcher)
-            raise
         # Ranks may be seeded differently, but must draw, shuffle and build alike.
         self.run_seed = self.broadcast(global_seed())
         self.stop.handle_signals(self.connected_module.trainer)
@@ -380,8 +377,7 @@ def average_gradients(module: nn.Module) -> None:
     for gradients in by_kind.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        parts = torch.split(flat.div_(dist.get_world_size()), [gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
 
 

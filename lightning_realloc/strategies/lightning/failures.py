@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -73,6 +73,16 @@ def end_started_ranks(launcher: object) -> dict[int, int]:
         process.kill()
         process.wait()
     return failed
+
+
+@contextlib.contextmanager
+def ending_started_ranks(launcher: object) -> Iterator[None]:
+    """Kill the ranks that this process started if an error is raised inside; they would wait for this one."""
+    try:
+        yield
+    except BaseException:
+        end_started_ranks(launcher)
+        raise
 
 
 def is_started_by_launcher(environment: ClusterEnvironment, local_rank: int) -> bool:
