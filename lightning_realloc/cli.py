@@ -183,8 +183,8 @@ def _refuse_function_calls(reward: object) -> None:
     path = reward.get("class_path")
     if isinstance(path, str) and not isinstance(locate(path), type):
         raise ConfigError(
-            f"reward: class_path={path!r} names a function, and its call would be no reward function; give the "
-            f"function itself, reward: {path}, or a class"
+            f"reward: class_path={path!r} names a function, which would be called now; to use the function "
+            f"itself as the reward, write reward: {path}"
         )
     for each in reward.values():
         _refuse_function_calls(each)

@@ -197,7 +197,7 @@ def micro_batch_plan(
 
 
 def halved(micro_batches: Sequence[MicroBatch], times: int, group_size: int = 1) -> tuple[MicroBatch, ...]:
-    """Return the same samples in micro-batches of half as many groups, halved a number of times.
+    """Return the same samples in smaller micro-batches: each is cut in half between groups, ``times`` times.
 
     A micro-batch of one group stays whole.
     """

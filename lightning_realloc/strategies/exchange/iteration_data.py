@@ -391,23 +391,22 @@ class IterationData:
         }
 
     def restore(self, made: Mapping[str, Any]) -> None:
-        """Record stored results of calls that ran at once. Plan and number of ranks may be others than theirs."""
+        """Record stored results of calls that ran at once. They may come from another plan or number of ranks."""
         for call in self.routes.calls_at_once():
             self.record(call, self._part_of(call, samples_from_state(made[call.name])))
 
     def _part_of(self, call: ModelFunctionCall, made: Samples) -> Samples | None:
         """Return the results that this rank would have made; None without any."""
         table = self.table(call)
-        if call.kind == "compute":
-            computed = self.routes.computed(call, table).get(self._rank, ())
-            return made.by_ids(table.ids(computed)) if computed else None
+        ids = table.ids(self.routes.positions(call, self._rank, table))
+        if not ids or call.kind == "compute":
+            return made.by_ids(ids) if ids else None
         place = self.routes.placements[call.name]
-        for index in range(place.layout.data_parallel_size):
-            if self._rank in place.holders(index):
-                prompts = set(table.ids(self.routes.prompts(call, table)[index]))
-                rows = [row for row, prompt in enumerate(made.tensor("prompt_id").tolist()) if prompt in prompts]
-                return made.select(rows) if rows else None
-        return None
+        if self._rank not in place.holders(place.layout.data_parallel_index(self._rank)):
+            return None
+        prompts = set(ids)
+        rows = [row for row, prompt in enumerate(made.tensor("prompt_id").tolist()) if prompt in prompts]
+        return made.select(rows) if rows else None
 
     def _my_shown(self) -> Samples | None:
         """Return this rank's first responses by id; all ranks together report those of the first samples."""
