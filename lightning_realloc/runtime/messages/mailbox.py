@@ -207,10 +207,15 @@ class Mailbox:
             publish_failure(self._rank, error)
             return error
         self._failures |= {rank: (True, *failure) for rank, failure in peer_failures(self._world_size).items()}
-        named = "" if self._watchdog is None or self._failures else self._watchdog.describe_lost()
+        named = self._first_failure() or ("" if self._watchdog is None else self._watchdog.describe_lost())
         if isinstance(error, RankLost) and not named:
             return error
         return rank_lost(error, named)
+
+    def _first_failure(self) -> str:
+        """Return the lowest failed rank with its error; empty if no failure is known."""
+        known = ((rank, name, text) for rank, (is_own, name, text) in sorted(self._failures.items()) if is_own)
+        return next((f"rank {rank} failed first, with {name}: {text}" for rank, name, text in known), "")
 
     def _raise_lowest(self, own: Exception | None) -> NoReturn:
         names = {rank: name for rank, (is_own, name, _) in sorted(self._failures.items()) if is_own}

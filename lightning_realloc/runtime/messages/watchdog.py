@@ -134,10 +134,10 @@ class Watchdog:
     def start(self) -> None:
         """Start watching the thread that calls this. Needs the process group."""
         self._watched = threading.get_ident()
-        self._store = _connect()
-        self._answered = self._store.add(_ASKED, 0)
-        self._publish(self._state(self._answered, looks_at_code=False))
+        self._store = None  # of an earlier process group
         self._stopped.clear()
+        with suppress(_StoreSilentError):  # the thread tries again, and reports it when this rank is late
+            self._reach_store(lambda: None)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -214,6 +214,8 @@ class Watchdog:
     def _reach_store(self, action: Callable[[], T]) -> T:
         """Run operations on the store in a thread of their own: the store of a stopped process never answers.
 
+        The first ones also connect to it.
+
         Raises:
             _StoreSilentError: if they fail, or do not end in time.
         """
@@ -221,6 +223,8 @@ class Watchdog:
 
         def run() -> None:
             with suppress(RuntimeError):  # the process that hosts the store has ended
+                if self._store is None:
+                    self._introduce()
                 results.append(action())
 
         with self._store_lock:
@@ -231,6 +235,12 @@ class Watchdog:
         if not results:
             raise _StoreSilentError
         return results[0]
+
+    def _introduce(self) -> None:
+        """Connect to the store, and publish this rank's state for ranks that ask before it answers."""
+        self._store = _connect()
+        self._answered = self._store.add(_ASKED, 0)
+        self._publish(self._state(self._answered, looks_at_code=False))
 
     def _ask(self) -> dict[int, RankState | None]:
         """Return the state of every rank; None for one that does not answer in time."""

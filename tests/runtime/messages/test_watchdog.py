@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_realloc.runtime.messages.watchdog import RankState, describe_stall
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_realloc.runtime.messages import watchdog
+from lightning_realloc.runtime.messages.flight_record import FlightRecord
+from lightning_realloc.runtime.messages.watchdog import RankState, Watchdog, describe_stall
 
 WAITING = RankState("actor.train, waiting for all ranks", 61.2, 2.0, "runner.py:3 in run", waits_for=(0, 1))
 WORKING = RankState("actor.generate", 70.0, 1.5, "reward.py:12 in slow", waits_for=None)
@@ -36,3 +44,28 @@ def test_ranks_that_wait_for_each_other_are_all_listed() -> None:
 
 def test_a_rank_that_works_itself_says_nothing() -> None:
     assert describe_stall(1, {0: WAITING, 1: WORKING}) is None
+
+
+def test_a_store_that_never_answers_is_reported_and_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    is_over, record = threading.Event(), FlightRecord()
+
+    def connect() -> None:
+        is_over.wait()
+        raise RuntimeError("the connection was closed")
+
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.05)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.05)
+    monkeypatch.setattr(watchdog, "_connect", connect)
+    watching = Watchdog(record, rank=1, world_size=2, timeout_s=0.2, action="warn", folder=tmp_path)
+    began = time.monotonic()
+    watching.start()
+    assert time.monotonic() - began < 5
+    with record.during("the first call", waits_for=(0,)):
+        while not caplog.messages and time.monotonic() - began < 20:
+            time.sleep(0.05)
+    is_over.set()
+    watching.stop()
+    assert "rank 1 has waited" in caplog.messages[0]
+    assert "mostly rank 0, is stopped or lost" in caplog.messages[0]
