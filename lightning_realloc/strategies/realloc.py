@@ -227,6 +227,7 @@ class ReallocStrategy(DataParallelStrategy):
             self.setup_optimizers(trainer)
             if flow is not None:
                 check_schedules(self.lr_scheduler_configs)
+                self.runner.restore(None)  # a batch that waited when an earlier fit ended is left out
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided
 

@@ -206,7 +206,7 @@ class CallRunner:
         """
         for data in self._ahead:
             data.drain(data.routes.calls_at_once())
-        self._left_out, self._ahead, self._restored = self._ahead, (), None
+        self._left_out, self._ahead = self._ahead, ()
         self._metrics.drain()
         self._engines.receive_history()
         self._mailbox.release(self._run)
@@ -214,12 +214,13 @@ class CallRunner:
     # ---- a batch that waits to be trained on, in checkpoints
     def waiting_state(self) -> dict[str, Any] | None:
         """Return the batch that waits to be trained on, with its responses; None without one. Collective."""
-        waiting = self._ahead or self._left_out
-        return waiting[0].state() if waiting else None
+        if waiting := self._ahead or self._left_out:
+            return waiting[0].state()
+        return None if self._restored is None else dict(self._restored)
 
     def restore(self, waiting: Mapping[str, Any] | None) -> None:
-        """Continue with the batch that waited when a checkpoint was saved."""
-        self._restored = waiting
+        """Continue with the batch that waited when a checkpoint was saved; None is to continue without one."""
+        self._left_out, self._restored = (), waiting
 
     def _restore(self, state: Mapping[str, Any], iteration: int, num_shown: int) -> IterationData:
         """Return the data of a batch that waited in a checkpoint, as after its generating calls."""

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.callbacks import AutoTuner
 from lightning_realloc.strategies import ReallocStrategy
 from tests.resume.__main__ import run as resumed_differently
@@ -77,6 +77,31 @@ class Stop(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Request the end."""
         trainer.should_stop = trainer.global_step == self.after
+
+
+class WaitingAtStart(Callback):
+    """Records which samples wait to be trained on when a fit begins, None without any, as a checkpoint would."""
+
+    def __init__(self) -> None:
+        self.found: list[list[int] | None] = []
+
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Record them."""
+        state = trainer.strategy.runner.waiting_state()
+        self.found.append(None if state is None else samples_from_state(state["batch"]).ids.tolist())
+
+
+def fit_three_times(folder: str) -> list[list[int] | None]:
+    """Stop in the middle of an epoch, fit again, and fit again from the checkpoint of the first end."""
+    module, waiting = runs.grpo(), WaitingAtStart()
+    strategy = ReallocStrategy({"calls": TOGETHER}, max_staleness=1)
+    trainer = runs.trainer(strategy, 2, callbacks=[Stop(2), waiting], max_epochs=2)
+    trainer.fit(module, Batches(4))
+    trainer.save_checkpoint(folder)
+    for resumed_from in (None, folder):
+        trainer.should_stop = False
+        trainer.fit(module, Batches(4), ckpt_path=resumed_from)
+    return waiting.found
 
 
 def run_twice(plan: dict[str, str], settings: dict[str, Any]) -> tuple[list[float | None], list[int]]:
@@ -169,6 +194,13 @@ def test_a_batch_that_waits_when_a_run_stops_is_left_out(workers: WorkerPool, se
     assert staleness[:2] == [None, 0.0]
     assert staleness[2] is None  # the second fit begins with a batch of its own
     assert set(staleness[3:]) <= {0.0, 1.0} and len(staleness) > 4
+
+
+def test_a_fit_begins_with_the_batch_of_its_own_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "stopped")
+    first, again, resumed = workers.run(fit_three_times, folder, world_size=2, init_process_group=False)[0]
+    assert (first, again) == (None, None)
+    assert resumed == list(Batches(4))[1].ids.tolist()
 
 
 def resume_on_one_rank(folder: str) -> list[dict[str, float]]:
