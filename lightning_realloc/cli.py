@@ -18,7 +18,7 @@ from pydoc import locate
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 from lightning_realloc import __all__ as _PUBLIC
@@ -47,7 +47,12 @@ from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
-from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS, end_started_ranks, one_line_message
+from lightning_realloc.strategies.lightning.failures import (
+    CALLER_ERRORS,
+    end_started_ranks,
+    one_line_message,
+    raised_in,
+)
 from lightning_realloc.strategies.pool.precision import refuse_precision
 
 SHORT_NAMES = (
@@ -221,6 +226,15 @@ class ReallocCLI(LightningCLI):
             super().instantiate_classes()
         except _Refusal as refusal:
             raise refusal.error from None
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Construct the Trainer; ConfigError for values that Lightning refuses by a TypeError or ValueError."""
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (TypeError, ValueError) as error:
+            if raised_in(error) != "lightning":
+                raise
+            raise ConfigError(f"trainer: {error}") from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

@@ -43,6 +43,7 @@ CONFIG: dict[str, Any] = {
             "reward_weights": [1.0, 0.5],
             "sampling": {"n": 2, "max_new_tokens": 4},
             "learning_rate": 1e-3,
+            "kl_coef": 0.04,
             "train_options": {"num_minibatches": 2, "max_grad_norm": None},
         },
     },
@@ -163,6 +164,7 @@ def test_a_file_sets_conversations_and_rollout_budgets(workers: WorkerPool, fold
 
 def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: Path) -> None:
     model = json.loads(json.dumps(CONFIG["model"]))
+    del model["init_args"]["kl_coef"]
     model["init_args"] |= {
         "kl": {"coef": 0.1, "estimator": "k1"},
         "policy_loss": {"clip_high": 0.28, "loss_average": "token"},
@@ -181,7 +183,7 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     assert fitted.code == 0, fitted.errors
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["kl"] == {"coef": 0.1, "estimator": "k1", "place": None, "target": None, "gain": None}
-    assert settings["kl_coef"] == 0.04  # the default, which the group replaces
+    assert settings["kl_coef"] == 0.0  # the default, which the group replaces
     assert settings["generation"]["engine"] == "native" and settings["generation"]["rollout_budget"]["tokens"] == 100
     assert refused.code == 2
     assert "kl_coef=0.2 and kl=KLOptions(coef=0.1) contradict each other; leave one of them out" in refused.errors
@@ -426,10 +428,14 @@ MISTAKES = [
     ("--model.train_options.num_epochs", "0", "error: num_epochs=0 must be a whole number, at least 1"),
     ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
     ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere' (there is no folder 'nowhere'"),
+    ("--model.actor", "x" * 300, "error: no tokenizer could be loaded from 'xxx"),
     ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),
     ("--data.batch_size", "99", "error: batch_size=99"),
     ("--trainer.precision", "16-true", "error: precision='16-true' cannot be used with strategy='realloc'"),
     ("--trainer.precision", "64-true", "error: precision='64-true' cannot be used with strategy='realloc'"),
+    ("--trainer.devices", "-1", "error: trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
+    ("--trainer.strategy", "null", "error: trainer: You selected an invalid strategy name: `strategy='null'`"),
+    ("--trainer.accelerator", "no", "error: trainer: You selected an invalid accelerator name"),
     ("--trainer.strategy.plan", "heuristics", "error: plan='heuristics' is neither 'heuristic' nor 'static'"),
     ("--trainer.strategy.overlap", "always", "overlap"),
     ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),

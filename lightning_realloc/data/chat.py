@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files raise errors of any class
         raise ConfigError(
             f"no tokenizer could be loaded from {str(source)!r} ({describe_load_error(source, error)}); give "
             f"tokenizer= a Hugging Face name, or a folder with tokenizer.json"
@@ -57,8 +58,12 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 def describe_load_error(source: str | Path, error: Exception) -> str:
     """Return the first line of an error of ``from_pretrained``, after the folder that does not exist."""
-    reason = str(error).splitlines()[0]
-    return reason if Path(source).exists() else f"there is no folder {str(source)!r} in {Path.cwd()}, and: {reason}"
+    reason = (str(error).splitlines() or [""])[0]
+    if not isinstance(error, OSError | ValueError):
+        reason = f"{type(error).__name__}: {reason}"
+    if os.path.exists(source):  # Path.exists() raises for names that are too long
+        return reason
+    return f"there is no folder {str(source)!r} in {Path.cwd()}, and: {reason}"
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:

@@ -142,11 +142,14 @@ class ExecutionPlan:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ExecutionPlan:
         """Read a plan from ``{"calls": {name: layout or options}, "offload": [role, ...]}``."""
-        unknown = sorted(set(mapping) - {"calls", "offload"})
-        if unknown or not isinstance(mapping.get("calls"), Mapping):
+        if (
+            not isinstance(mapping, Mapping)
+            or not set(mapping) <= {"calls", "offload"}
+            or not isinstance(mapping.get("calls"), Mapping)
+        ):
             raise PlanError(
                 f"an execution plan has the key 'calls', with a layout for every call, and may have 'offload', a list "
-                f"of roles; got {list(mapping)}"
+                f"of roles; got {list(mapping) if isinstance(mapping, Mapping) else repr(mapping)}"
             )
         calls = tuple((str(name), CallPlan.parse(str(name), entry)) for name, entry in mapping["calls"].items())
         offload = mapping.get("offload") or []
@@ -159,8 +162,6 @@ class ExecutionPlan:
         """Read a YAML file; every error names the file."""
         try:
             content = yaml.load(Path(path).read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
-            if not isinstance(content, Mapping):
-                raise PlanError("an execution plan is a mapping with the key 'calls'")
             return cls.from_mapping(content)
         except UnicodeDecodeError as error:
             raise PlanError(f"plan file {path} is not text; give a YAML file with the key 'calls'") from error
@@ -234,9 +235,11 @@ class ExecutionPlan:
         if given - wanted:
             extra = sorted(given - wanted)
             near = dict.fromkeys(name for one in extra for name in get_close_matches(one, wanted - given, n=1))
+            is_reference = all(name.startswith("reference.") for name in extra) and not near
+            hint = "; there is no reference with kl_coef=0, or without --reference" if is_reference else ""
             raise PlanError(
                 f"the plan names {', '.join(extra)}, which this algorithm does not have"
-                f"{_did_you_mean(near)}; it has {', '.join(sorted(wanted))}"
+                f"{_did_you_mean(near)}; it has {', '.join(sorted(wanted))}{hint}"
             )
         if wanted - given:
             missing = ", ".join(sorted(wanted - given))

@@ -23,6 +23,7 @@ from transformers import (
 from lightning_realloc.algorithms.base.adapters import AdapterSource
 from lightning_realloc.algorithms.base.role import Role, Task
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
+from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies.pool.memory_check import describe_roles
@@ -137,10 +138,11 @@ def _role_from_config(
 ) -> RoleMemory:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=is_priced)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files raise errors of any class
         raise ConfigError(
-            f"{role}={source!r} has no configuration that transformers can read ({str(error).splitlines()[0]}); give a "
-            f"folder with a config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
+            f"{role}={source!r} has no configuration that transformers can read "
+            f"({describe_load_error(source, error)}); give a folder with a config.json, a name as in Qwen/Qwen3-0.6B, "
+            f"or a shape as in layers=32,hidden=4096,..."
         ) from None
     described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=model_task(role), peft=peft)
     memory = describe_roles([described], {})[role]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_realloc.algorithms.base.role import Role, is_model_source
+from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import ConfigError
-from tests.models import tiny_model
+from tests.models import byte_tokenizer, tiny_model
 
 Weights = dict[str, Tensor]
 
@@ -126,5 +128,24 @@ def test_a_damaged_file_of_weights_is_refused_by_its_role(tmp_path: Path, conten
         Role(name="actor", source=folder, trained=True).build(seed=0)
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "<html></html>"])
+def test_a_damaged_file_of_a_tokenizer_or_config_is_refused(tmp_path: Path, file: str, content: str) -> None:
+    folder = rewrite(tmp_path, lambda weights: None)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / file).write_text(content)
+    of_role = Role(name="actor", source=folder, trained=True).config
+    read = of_role if file == "config.json" else partial(load_tokenizer, folder)
+    if (file, content) == ("tokenizer_config.json", '{"a": 1}'):
+        read()  # its settings have defaults
+        return
+    with pytest.raises(ConfigError, match=r"could (not )?be loaded"):
+        read()
+
+
 def test_a_name_that_is_too_long_for_a_file_is_no_model() -> None:
-    assert not is_model_source("rewards." + "x" * 5000)
+    name = "x" * 5000
+    assert not is_model_source(f"rewards.{name}")
+    for read in (partial(load_tokenizer, name), Role(name="actor", source=name, trained=True).config):
+        with pytest.raises(ConfigError, match="there is no folder 'xxx"):
+            read()

@@ -89,6 +89,8 @@ def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_lay
     ("mapping", "message"),
     [
         ({"call": {}}, r"an execution plan has the key 'calls', with a layout for every call, .* got \['call'\]"),
+        (0.5, r"an execution plan has the key 'calls', .* got 0\.5"),
+        ([{"calls": {}}], r"an execution plan has the key 'calls', .* got \[{'calls'"),
         ({"calls": {"a": 4}}, r"calls\.a is 4; write a layout such as 'fsdp4@0-3'"),
         ({"calls": {"a": {"micro_batch_tokens": 4}}}, r"calls\.a is .*; write a layout such as"),
         ({"calls": {"a": {"layout": "tp2", "slots": 4}}}, r"calls\.a has no option 'slots'; it has gradient_check"),
@@ -104,7 +106,7 @@ def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_lay
         ),
     ],
 )
-def test_entries_that_cannot_be_read_are_named(mapping: dict[str, Any], message: str) -> None:
+def test_entries_that_cannot_be_read_are_named(mapping: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         ExecutionPlan.from_mapping(mapping)
 

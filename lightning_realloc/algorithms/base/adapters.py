@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from lightning_realloc.algorithms.settings import check_share, check_type
+from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.adapter_layers import (
     ADAPTER,
@@ -71,10 +72,10 @@ class Adapters:
             try:
                 config = peft.PeftConfig.from_pretrained(origin)
                 loaded = peft.utils.load_peft_weights(origin, device="cpu")
-            except (OSError, ValueError) as error:
+            except Exception as error:  # damaged files raise errors of any class
                 raise ConfigError(
-                    f"{role}: peft_config={origin!r} could not be loaded ({error}); give a folder with "
-                    f"adapter_config.json and adapter_model.safetensors, or a LoraConfig"
+                    f"{role}: peft_config={origin!r} could not be loaded ({describe_load_error(origin, error)}); give "
+                    f"a folder with adapter_config.json and adapter_model.safetensors, or a LoraConfig"
                 ) from error
             weights = {name.removeprefix(FILE_PREFIX): tensor.float() for name, tensor in loaded.items()}
         else:

@@ -129,7 +129,7 @@ class Role:
             return config if isinstance(config, PreTrainedConfig) else None
         try:
             config = AutoConfig.from_pretrained(self.source)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # damaged files raise errors of any class
             raise self._not_loaded(error) from error
         assert isinstance(config, PreTrainedConfig)
         return config

@@ -339,8 +339,8 @@ def _loading(source: str | Path) -> Iterator[str]:
         )
     try:
         yield name
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files raise errors of any class
         raise GenerationError(
-            f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, a folder with config.json "
-            f"and weights, or the model itself"
+            f"draft_model={name!r} could not be loaded ({type(error).__name__}: {error}); give a Hugging Face name, a "
+            f"folder with config.json and weights, or the model itself"
         ) from error

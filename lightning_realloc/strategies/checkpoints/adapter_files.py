@@ -136,9 +136,9 @@ def _base_weights(
         )
     try:
         loaded: Any = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # damaged files raise errors of any class
         raise CheckpointError(
-            f"the adapters' base {str(source)!r} could not be loaded ({error}); give it as base"
+            f"the adapters' base {str(source)!r} could not be loaded ({type(error).__name__}: {error}); give it as base"
         ) from error
     model, found = loaded
     named = model.named_parameters(remove_duplicate=False)

@@ -40,6 +40,14 @@ def one_line_message(error: BaseException, rank: int) -> str:
     return f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}\n"
 
 
+def raised_in(error: BaseException) -> str:
+    """Return the top-level package whose code raised an error; "" for one that was not raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else _package(trace)
+
+
 def dismiss_observer(launcher: object) -> None:
     """Detach Lightning's observer of the ranks that this process started, so that this process can report its failure.
 
