@@ -204,7 +204,7 @@ def _make_module(work: Workload, meter: Any) -> Any:
 
     return Recorded(
         llama_config(work), share_of_even_tokens, tokenizer=byte_tokenizer(), sampling=sampling,
-        optimizer=stable_adam(work.learning_rate),
+        kl_coef=0.04, optimizer=stable_adam(work.learning_rate),
     )  # fmt: skip
 
 
