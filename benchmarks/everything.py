@@ -198,7 +198,7 @@ def make_module(model: PreTrainedModel, work: Workload, noted: Readings, *, draf
         model.requires_grad_(True), small_tokens, tokenizer=byte_tokenizer(),
         sampling=SamplingParams(n=work.group_size, max_new_tokens=work.new_tokens, stop_token_ids=ends),
         train_options=TrainOptions(num_minibatches=work.steps_per_iteration), learning_rate=work.learning_rate,
-        ratio_to=work.ratio_to, seed=work.seed,
+        kl_coef=0.04, ratio_to=work.ratio_to, seed=work.seed,
     )  # fmt: skip
 
 

@@ -155,15 +155,14 @@ def _policies() -> dict[str, Learner]:
         return Learner(make=partial(_policy, name, n, **settings), metric=metric, reach=LEAST_REWARD)
 
     return {
-        "GRPO": learner("GRPO", 8),
-        "Dr. GRPO": learner("GRPO", 8, normalize_by_std=False, loss_average="constant", kl_coef=0.0),
-        "DAPO": learner("GRPO", 8, loss_average="token", clip_high=0.28, kl_coef=0.0,
-                        dynamic_sampling=DynamicSampling()),
-        "GSPO": learner("GRPO", 8, ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),
-        "CISPO": learner("GRPO", 8, loss="cispo", clip_high=4.0, loss_average="token", kl_coef=0.0),
-        "SAPO": learner("GRPO", 8, loss="sapo"),
-        "LUSPO": learner("GRPO", 8, ratio_level="sequence", loss_average="sum"),
-        "VESPO": learner("GRPO", 8, loss="vespo", loss_average="token"),
+        "GRPO": learner("GRPO", 8, kl_coef=0.04, loss_average="sequence"),
+        "Dr. GRPO": learner("GRPO", 8, normalize_by_std=False, loss_average="constant"),
+        "DAPO": learner("GRPO", 8, clip_high=0.28, dynamic_sampling=DynamicSampling()),
+        "GSPO": learner("GRPO", 8, ratio_level="sequence", loss_average="sequence", clip_low=3e-4, clip_high=4e-4),
+        "CISPO": learner("GRPO", 8, loss="cispo", clip_high=4.0),
+        "SAPO": learner("GRPO", 8, loss="sapo", kl_coef=0.04, loss_average="sequence"),
+        "LUSPO": learner("GRPO", 8, ratio_level="sequence", kl_coef=0.04, loss_average="sum"),
+        "VESPO": learner("GRPO", 8, loss="vespo", kl_coef=0.04),
         "RLOO": learner("RLOO", 4),
         "REINFORCE++": learner("ReinforcePlusPlus", 1),
         "REINFORCE++, group": learner("ReinforcePlusPlus", 8, baseline="group"),

@@ -123,8 +123,8 @@ def _parts(family: str, task: Task, folder: str, seed: int) -> tuple[Any, Any]:
         return module, PreferenceDataModule(rows, batch_size=task.num_pairs, shuffle=False)
     sampling = SamplingParams(n=task.group_size, max_new_tokens=task.new_tokens)
     grpo = GRPO(
-        folder, share_of_vowels, sampling=sampling, kl_coef=task.kl_coef, learning_rate=task.grpo_learning_rate,
-        seed=seed,
+        folder, share_of_vowels, sampling=sampling, kl_coef=task.kl_coef, loss_average="sequence",
+        learning_rate=task.grpo_learning_rate, seed=seed,
     )  # fmt: skip
     return grpo, PromptDataModule(rows, batch_size=task.num_prompts, shuffle=False)
 

@@ -71,6 +71,7 @@ def main(num_iterations=20):
         harmless=tiny_llama(num_hidden_layers=1),
         tokenizer=byte_tokenizer(),
         sampling=SamplingParams(n=4, max_new_tokens=10),
+        kl_coef=0.04,
         learning_rate=1e-3,
     )
     trainer = L.Trainer(

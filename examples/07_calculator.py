@@ -92,7 +92,6 @@ def main(num_iterations: int = 100, **settings: Any) -> L.Trainer:
         environment=Calculator,                                 # made from the tokenizer; in YAML its import path
         conversation=Conversation(max_turns=3, deadline_s=5.0),
         sampling=SamplingParams(n=8, max_new_tokens=24, stop_token_ids=(SYMBOLS.index(";"),)),
-        kl_coef=0.0,
         learning_rate=3e-3,
         **settings,
     )  # fmt: skip

@@ -27,12 +27,12 @@ class GRPO(PolicyGradient):
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Sampling of the rollout; ``n`` is the group size.
         normalize_by_std: Divide advantages by the group's standard deviation.
-        kl_coef: Weight of the divergence; 0 leaves the reference out.
+        kl_coef: Weight of the divergence from the reference; with 0 there is no reference.
         kl_estimator: k1, k2 or k3, in the loss.
         kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
-        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
-            sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
+        loss_average: Mean over every ``"token"`` as in DAPO, or over each ``"sequence"`` and then over these as in the
+            paper; ``"constant"``: sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         settings: Settings of :class:`PolicyGradient` (ratios, loss), :class:`RewardedModule` (reward weights,
             reference, tokenizer), :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
             :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
@@ -47,11 +47,11 @@ class GRPO(PolicyGradient):
         *,
         sampling: SamplingParams | None = None,
         normalize_by_std: bool = True,
-        kl_coef: float = 0.04,
+        kl_coef: float = 0.0,
         kl_estimator: KLEstimator = "k3",
         kl_place: KLPlace = "loss",
         ratio_level: RatioLevel = "token",
-        loss_average: LossAverage = "sequence",
+        loss_average: LossAverage = "token",
         **settings: Unpack[PolicyGradientSettings],
     ) -> None:
         super().__init__(

@@ -32,6 +32,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.setting_hints import setting_defaults
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
 ALGORITHMS: dict[str, type[MultiModelModule]] = {
@@ -78,7 +79,7 @@ def plan_parser() -> ArgumentParser:
     add("--algorithm", type=str, default="grpo", help=f"One of {', '.join(ALGORITHMS)}.")
     add("--actor", type=str, default=None, help=f"Policy: {model}")
     add("--critic", type=str, default=None, help="Default: as --reward, else as --actor.")
-    add("--reference", type=str, default=None, help='Default: as --actor; "none" leaves it out.')
+    add("--reference", type=str, default=None, help='Default: as --actor, for grpo "none", which leaves it out.')
     add(
         "--reward",
         type=str,
@@ -354,7 +355,7 @@ def _sources(flags: Any) -> dict[str, str]:
         if role not in everything.roles:
             raise PlanError(f"{flags.algorithm} has no role {role!r}; it has {', '.join(everything.roles)}")
     if named:
-        sources = _defaults(sources, has_critic="critic" in everything.roles)
+        sources = _defaults(sources, ALGORITHMS[flags.algorithm], has_critic="critic" in everything.roles)
     for role in everything.trained_roles:
         if sources.get(role, NO_MODEL) == NO_MODEL:
             raise PlanError(f"{flags.algorithm} trains its {role}, which has no model; add --{role} Qwen/Qwen3-0.6B")
@@ -388,12 +389,12 @@ def _further_rewards(sources: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(further)
 
 
-def _defaults(sources: Mapping[str, str], *, has_critic: bool) -> dict[str, str]:
+def _defaults(sources: Mapping[str, str], algorithm: type, *, has_critic: bool) -> dict[str, str]:
     """Return a model for every role: reference = actor; critic and reward default to each other, else to the actor.
 
-    Without a flag, a reward model is assumed only if there is a critic.
+    Without a flag, there is no reward model without a critic, and no reference where ``kl_coef`` is 0 by default.
     """
     actor, reward = sources.get("actor", NO_MODEL), sources.get("reward", NO_MODEL)
     critic = sources.get("critic", actor if reward == NO_MODEL else reward)
-    reward = critic if has_critic else reward
-    return {"actor": actor, "critic": critic, "reference": actor, "reward": reward, **sources}
+    own = NO_MODEL if setting_defaults(algorithm).get("kl_coef") == 0 else actor
+    return {"actor": actor, "critic": critic, "reference": own, "reward": critic if has_critic else reward, **sources}

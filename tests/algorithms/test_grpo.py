@@ -108,7 +108,8 @@ class Linear(runs.RecordedGRPO):
 
 def test_a_subclass_replaces_the_formula_of_the_policy_loss() -> None:
     model, batch = tiny_model("llama"), pack_columns(rollout(), CPU)
-    unclipped, own = runs.grpo(clip_low=9.0, clip_high=1e9), Linear(model, fixed, sampling=runs.SAMPLING)
+    unclipped = runs.grpo(clip_low=9.0, clip_high=1e9)
+    own = Linear(model, fixed, sampling=runs.SAMPLING, kl_coef=0.04, loss_average="sequence")
     ours, theirs = (module.actor_loss(model, batch, Totals(4, 9)) for module in (own, unclipped))
     assert ours.value.item() == pytest.approx(theirs.value.item(), rel=1e-5)
     assert ours.metrics.keys() == theirs.metrics.keys()

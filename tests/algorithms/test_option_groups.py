@@ -138,7 +138,7 @@ def test_a_setting_given_twice_must_be_the_same_unless_it_is_the_default() -> No
     [
         (GRPO, {"kl": KLOptions(coef=-1.0)}, "kl_coef=-1.0 may not be negative"),
         (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KLOptions\(...\)"),
-        (GRPO, {"kl": KLOptions(target=6.0)}, r"target=6.0\) steers the coefficient of PPO; GRPO keeps kl_coef=0.04"),
+        (GRPO, {"kl": KLOptions(target=6.0)}, r"target=6.0\) steers the coefficient of PPO; GRPO keeps kl_coef=0.0"),
         (PPO, {"kl": KLOptions(target=6.0, coef=0.0)}, "kl_target=6.0 steers kl_coef, which is 0"),
         (GRPO, {"policy_loss": PolicyLossOptions(loss="none")}, "loss='none' must be one of clip"),
         (GRPO, {"policy_loss": "clip"}, r"policy_loss='clip' is a str; write PolicyLossOptions\(...\)"),

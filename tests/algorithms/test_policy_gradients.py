@@ -71,7 +71,7 @@ def test_kl_place_decides_which_call_needs_the_reference() -> None:
     flow = made(RLOO).dataflow
     assert flow.call("compare").needs == ("rollout", "rewards", "ref_logprobs")
     assert flow.call("actor.train").needs == ("rollout", "advantages")
-    flow = made(GRPO).dataflow
+    flow = made(GRPO, kl_coef=0.1).dataflow
     assert flow.call("compare").needs == ("rollout", "rewards")
     assert flow.call("actor.train").needs == ("rollout", "advantages", "ref_logprobs")
     assert made(RLOO, kl_coef=0.0).dataflow.roles == ("actor",)

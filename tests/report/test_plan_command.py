@@ -174,8 +174,8 @@ def test_a_plan_with_one_layout_has_the_smaller_error(capsys: pytest.CaptureFixt
 
 def test_two_plans_are_compared_call_by_call(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     fast, slow = tmp_path / "fast.yaml", tmp_path / "slow.yaml"
-    fast.write_text("calls: {actor.generate: dp2, reference.infer: dp2, actor.train: fsdp2}")
-    slow.write_text("calls: {actor.generate: tp2, reference.infer: dp2, actor.train: fsdp2}")
+    fast.write_text("calls: {actor.generate: dp2, actor.train: fsdp2}")
+    slow.write_text("calls: {actor.generate: tp2, actor.train: fsdp2}")
     text = ask(
         capsys, "--actor", TINY, "--cluster", "a100-80g:1x2", "--batch", "16", "--compare", str(fast), str(slow),
         "--memory-per-device", "512MiB",

@@ -131,7 +131,8 @@ def high_rate(settings: Mapping[str, Any]) -> dict[str, float]:
 
 def grpo(**settings: Any) -> RecordedGRPO:
     """Return GRPO on the tiny llama, with a learning rate that makes two iterations differ."""
-    settings = {"sampling": SAMPLING, "tokenizer": byte_tokenizer(), **high_rate(settings), **settings}
+    shared = {"sampling": SAMPLING, "tokenizer": byte_tokenizer(), "kl_coef": 0.04, "loss_average": "sequence"}
+    settings = {**shared, **high_rate(settings), **settings}
     reward = settings.pop("reward", low_tokens)
     model = settings.pop("actor", None) or tiny_model("llama")
     reference = settings.pop("reference", None) or tiny_model("llama", seed=1)

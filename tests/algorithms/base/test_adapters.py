@@ -223,7 +223,7 @@ def test_a_configuration_holds_for_every_trained_role_or_by_role() -> None:
     with pytest.raises(ConfigError, match="peft_config names judge, and the roles are actor, critic, reference; write"):
         runs.ppo(peft_config={"judge": _lora()}).configure_model()
     for options, shares in (({"peft_config": _lora()}, "actor"), ({}, None)):
-        module = runs.RecordedGRPO(tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, **options)
+        module = runs.RecordedGRPO(tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, kl_coef=0.1, **options)
         module.configure_model()
         assert module.roles()[1].shares == shares
         assert hasattr(module, "reference") == (shares is None)

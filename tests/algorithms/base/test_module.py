@@ -37,7 +37,7 @@ def test_models_become_attributes_once() -> None:
     assert all(parameter.requires_grad for parameter in module.actor.parameters())
     assert not any(parameter.requires_grad for parameter in module.reference.parameters())
     shared = tiny_model("llama")
-    twice = runs.RecordedGRPO(shared, runs.low_tokens, sampling=runs.SAMPLING)
+    twice = runs.RecordedGRPO(shared, runs.low_tokens, sampling=runs.SAMPLING, kl_coef=0.1)
     twice.configure_model()
     assert twice.actor is not twice.reference
     assert runs.largest_difference(twice.actor.state_dict(), twice.reference.state_dict()) == 0.0

@@ -176,4 +176,4 @@ def test_a_reference_that_is_not_used_is_warned_of(algorithm: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if off:
-            kind(tiny_model("llama"), runs.low_tokens, **given).configure_model()
+            kind(tiny_model("llama"), runs.low_tokens, **given, kl_coef=0.1).configure_model()

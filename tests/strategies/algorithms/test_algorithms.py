@@ -59,10 +59,10 @@ CASES: Mapping[str, Case] = {
     "dapo": (GRPO, DAPO),
     "refilled": (GRPO, {"reward": ends_early, "dynamic_sampling": DynamicSampling(max_refills=2), "kl_coef": 0.1}),
     "gspo": (GRPO, {"ratio_level": "sequence", "train_options": SEVERAL}),
-    "cispo": (GRPO, {"loss": "cispo", "clip_high": 4.0, "loss_average": "token", "entropy_coef": 0.01}),
+    "cispo": (GRPO, {"loss": "cispo", "clip_high": 4.0, "kl_coef": 0.04, "entropy_coef": 0.01}),
     "corrected": (
         GRPO, {"ratio_to": "proximal", "engine_correction": EngineCorrection(), "train_options": SEVERAL,
-               "kl_place": "reward"},
+               "kl_place": "reward", "kl_coef": 0.04},
     ),
     "rloo": (RLOO, {"train_options": SEVERAL}),
     "reinforce": (ReinforcePlusPlus, {}),

@@ -293,7 +293,7 @@ def test_a_folder_that_a_role_is_loaded_from_is_not_overwritten(
     for folder in ("base", "out/step-1"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "base")
-    module = GRPO(tiny_model("llama"), runs.low_tokens, reference=str(tmp_path / source))
+    module = GRPO(tiny_model("llama"), runs.low_tokens, reference=str(tmp_path / source), kl_coef=0.1)
     trainer = runs.trainer(ReallocStrategy("static"), 1)
     expected = pytest.raises(ConfigError, match=r"the source of role 'reference'.*give another dirpath")
     with expected if refused else nullcontext():

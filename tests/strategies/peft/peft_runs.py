@@ -68,7 +68,7 @@ def adapted_grpo(
     """Return GRPO that trains adapters and uses the base as the reference."""
     settings = {
         "sampling": runs.SAMPLING, "optimizer": partial(SGD, lr=0.5), "tokenizer": byte_tokenizer(),
-        "peft_config": LORA, "kl_coef": 0.1, **settings,
+        "peft_config": LORA, "kl_coef": 0.1, "loss_average": "sequence", **settings,
     }  # fmt: skip
     return module_class(settings.pop("actor", None) or tiny_model(family), runs.low_tokens, **settings)
 
