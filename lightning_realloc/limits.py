@@ -21,3 +21,8 @@ PACKED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of these names share one product where they are called with the same tensor."""
 DISTILLATION_TOKENS = 1024
 """Tokens of a batch that a draft model learns from in one step."""
+TILE_ELEMENTS = 1 << 26
+"""Logits of a tile (256 MiB in fp32); fewer are computed whole. Raising it takes more memory, and adds up gradients of
+the head's weight less often."""
+CHUNK_ELEMENTS = 1 << 23
+"""Logits converted to fp32 at a time (32 MiB). Raising it takes more memory and fewer kernel launches."""

@@ -1,7 +1,7 @@
 """Divergence between the next-token distributions of a student and a teacher, one chunk of tokens at a time.
 
-The student's logits exist, because it is trained through them. The teacher's logits are recomputed in both passes from
-its last hidden states and its head, and are never stored.
+The student's logits exist, or are computed in tiles. The teacher's logits are recomputed in both passes from its last
+hidden states and its head, and are never stored.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_realloc.runtime.forward.token_logprobs import gather_shards, row_chunks
-from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabShard, local_logits
+from lightning_realloc.runtime.forward.tiled_logits import LogitReader, read_logits
+from lightning_realloc.runtime.forward.token_logprobs import gather_shards
+from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabShard
 
 VocabularyDivergence = Literal["forward_kl", "reverse_kl", "js"]
 
@@ -84,63 +85,63 @@ def vocabulary_divergence(
     Source: Agarwal et al., arXiv:2306.13649, eq. 1.
     """
     assert 0.0 < mix < 1.0, "at mix=0 or mix=1 one of the two terms vanishes"
-    values, shard = local_logits(logits)
-    return cast(Tensor, _VocabularyDivergence.apply(values, teacher, shard, divergence, mix, temperature))
+    reader = read_logits(logits)
+    found = _VocabularyDivergence.apply(reader, teacher, divergence, mix, temperature, *reader.inputs)
+    return cast(Tensor, found)
 
 
 class _VocabularyDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
+        reader: LogitReader,
         teacher_tokens: TeacherTokens,
-        shard: VocabShard | None,
         divergence: VocabularyDivergence,
         mix: float,
         temperature: float,
+        *inputs: Tensor,
     ) -> Tensor:
-        pair = _Pair(logits, teacher_tokens, shard, temperature)
-        normalisers, terms = torch.zeros(2, 2, logits.shape[0], dtype=torch.float32, device=logits.device)
-        for rows in row_chunks(logits):
-            both = pair.scaled(rows)
+        pair, device = _Pair(teacher_tokens, reader.shard, temperature), teacher_tokens.states.device
+        normalisers, terms = torch.zeros(2, 2, reader.num_rows, dtype=torch.float32, device=device)
+        for rows, values in reader.pieces():
+            both = pair.scaled(rows, values)
             sums = torch.stack([scaled.logsumexp(-1) for scaled in both])
-            normalisers[:, rows] = gather_shards(sums, shard).logsumexp(0)
+            normalisers[:, rows] = gather_shards(sums, reader.shard).logsumexp(0)
             student, teacher = _normalised(both, normalisers[:, rows])
             terms[0, rows], terms[1, rows] = _terms(student, teacher, divergence, mix)
-        terms = gather_shards(terms, shard).sum(0)
-        ctx.save_for_backward(logits, normalisers, terms[0])
-        ctx.settings = teacher_tokens, shard, divergence, mix, temperature
+        terms = gather_shards(terms, reader.shard).sum(0)
+        ctx.save_for_backward(normalisers, terms[0], *inputs)
+        ctx.settings = reader, pair, divergence, mix
         return terms.sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, normalisers, student_terms = ctx.saved_tensors
-        teacher_tokens, shard, divergence, mix, temperature = ctx.settings
-        pair = _Pair(logits, teacher_tokens, shard, temperature)
-        result = torch.zeros_like(logits)
-        for rows in row_chunks(logits):
-            student, teacher = _normalised(pair.scaled(rows), normalisers[:, rows])
-            slope = _slope(student, teacher, student_terms[rows], divergence, mix)
-            slope = slope * (gradient[rows, None] / temperature)
-            result[rows, : slope.shape[1]] = slope.to(result.dtype)
-        return result, *[None] * 5
+        normalisers, student_terms, *inputs = ctx.saved_tensors
+        reader, pair, divergence, mix = ctx.settings
+
+        def slope(rows: slice, values: Tensor) -> Tensor:
+            student, teacher = _normalised(pair.scaled(rows, values), normalisers[:, rows])
+            found = _slope(student, teacher, student_terms[rows], divergence, mix)
+            found = found * (gradient[rows, None] / pair.temperature)
+            return torch.nn.functional.pad(found, (0, values.shape[1] - found.shape[1]))
+
+        return *[None] * 5, *reader.gradients(inputs, slope)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pair:
     """Logits of student and teacher, in the columns that this rank holds and both vocabularies contain."""
 
-    student: Tensor
     teacher: TeacherTokens
     shard: VocabShard | None
     temperature: float
 
-    def scaled(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return (n, v) logits of both in fp32, divided by the temperature."""
-        width, limit = self.student.shape[1], self.teacher.head.num_tokens
+    def scaled(self, rows: slice, student: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (n, v) logits of both in fp32, divided by the temperature, from the student's (n, v')."""
+        width, limit = student.shape[1], self.teacher.head.num_tokens
         columns = slice(0, min(width, limit)) if self.shard is None else self.shard.columns(width, limit)
-        student = self.student[rows, : columns.stop - columns.start]
+        student = student[:, : columns.stop - columns.start]
         return student.float() / self.temperature, self.teacher.logits(rows, columns).float() / self.temperature
 
 

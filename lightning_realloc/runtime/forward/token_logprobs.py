@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabShard, local_logits
-
-CHUNK_ELEMENTS = 1 << 23
-"""Number of logits converted to fp32 at a time (32 MiB). Raising it takes more memory and fewer kernel launches."""
+from lightning_realloc.runtime.forward.tiled_logits import LogitReader, read_logits
+from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,22 +36,23 @@ def selected_logprobs(
 
     Computed in fp32 from ``log p = z[token] - logsumexp(z)`` with ``z = logits / temperature``. The entropy is
     ``-sum(p * log p)``, where 0 * log 0 is 0. Both are differentiable once. For `VocabParallelLogits` every rank
-    reads its own columns. Ranks exchange three numbers per row, and none in the backward pass.
+    reads its own columns. Ranks exchange three numbers per row, and none in the backward pass. `DeferredLogits` are
+    computed one tile at a time, in both passes.
     """
-    values, shard = local_logits(logits)
-    logprobs, entropy = _SelectedLogprobs.apply(values, tokens, shard, temperature, with_entropy)
+    reader = read_logits(logits)
+    logprobs, entropy = _SelectedLogprobs.apply(reader, tokens, temperature, with_entropy, *reader.inputs)
     return TokenStatistics(logprobs, entropy if with_entropy else None)
 
 
 @torch.no_grad()
 def collision_logprobs(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return (N,) ``log(sum(p^2)) = logsumexp(2z) - 2 logsumexp(z)`` of every row of (N, V) logits, in fp32."""
-    values, shard = local_logits(logits)
-    sums = torch.empty(2, values.shape[0], dtype=torch.float32, device=values.device)
-    for rows in row_chunks(values):
-        scaled = values[rows].float() / temperature
+    reader = read_logits(logits)
+    sums = torch.empty(2, reader.num_rows, dtype=torch.float32, device=logits.device)
+    for rows, values in reader.pieces():
+        scaled = values.float() / temperature
         sums[0, rows], sums[1, rows] = scaled.logsumexp(-1), (2.0 * scaled).logsumexp(-1)
-    once, twice = gather_shards(sums, shard).logsumexp(0)
+    once, twice = gather_shards(sums, reader.shard).logsumexp(0)
     collision: Tensor = twice - 2.0 * once
     return collision
 
@@ -66,29 +65,28 @@ def gather_shards(values: Tensor, shard: VocabShard | None) -> Tensor:
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, shard: VocabShard | None, temperature: float, with_entropy: bool
+        ctx: Any, reader: LogitReader, tokens: Tensor, temperature: float, with_entropy: bool, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        stats = torch.zeros(3, logits.shape[0], dtype=torch.float32, device=logits.device)
-        for rows in row_chunks(logits):
-            scaled = logits[rows].float() / temperature
-            _fill_stats(stats[:, rows], scaled, tokens[rows], shard, with_entropy=with_entropy)
-        normaliser, chosen, entropy = _combine_shards(gather_shards(stats, shard))
-        ctx.save_for_backward(logits, tokens, normaliser, entropy)
-        ctx.shard, ctx.temperature, ctx.with_entropy = shard, temperature, with_entropy
+        stats = torch.zeros(3, reader.num_rows, dtype=torch.float32, device=tokens.device)
+        for rows, values in reader.pieces():
+            scaled = values.float() / temperature
+            _fill_stats(stats[:, rows], scaled, tokens[rows], reader.shard, with_entropy=with_entropy)
+        normaliser, chosen, entropy = _combine_shards(gather_shards(stats, reader.shard))
+        ctx.save_for_backward(tokens, normaliser, entropy, *inputs)
+        ctx.reader, ctx.temperature, ctx.with_entropy = reader, temperature, with_entropy
         return chosen - normaliser, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        logits, tokens, normaliser, entropy = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for rows in row_chunks(logits):
-            p = (logits[rows].float() / ctx.temperature).sub_(normaliser[rows, None]).exp_()
+        tokens, normaliser, entropy, *inputs = ctx.saved_tensors
+
+        def slope(rows: slice, values: Tensor) -> Tensor:
+            p = (values.float() / ctx.temperature).sub_(normaliser[rows, None]).exp_()
             entropy_grads = (entropy[rows], grad_entropy[rows]) if ctx.with_entropy else None
-            slope = _slope(p, tokens[rows], grad_logprobs[rows], entropy_grads, ctx.shard)
-            gradient[rows] = slope.div_(ctx.temperature)
-            del p, slope  # free them before the next chunk
-        return gradient, None, None, None, None
+            return _slope(p, tokens[rows], grad_logprobs[rows], entropy_grads, ctx.reader.shard).div_(ctx.temperature)
+
+        return None, None, None, None, *ctx.reader.gradients(inputs, slope)
 
 
 def _fill_stats(stats: Tensor, scaled: Tensor, tokens: Tensor, shard: VocabShard | None, *, with_entropy: bool) -> None:
@@ -161,9 +159,3 @@ def _local_columns(tokens: Tensor, width: int, shard: VocabShard) -> tuple[Tenso
     """Return the tokens' columns on this rank, clamped for tokens of other ranks, and whether they are local."""
     columns = tokens - shard.first_token
     return columns.clamp(0, width - 1), (columns >= 0) & (columns < width)
-
-
-def row_chunks(logits: Tensor) -> list[slice]:
-    """Return slices over the rows of (N, V) ``logits`` with at most ``CHUNK_ELEMENTS`` logits, or one row."""
-    step = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
-    return [slice(begin, begin + step) for begin in range(0, logits.shape[0], step)]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup, gather_last_dim
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     (
         *("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__"),
         *("div", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__", "neg", "__neg__"),
@@ -31,8 +31,8 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-_SHAPE, _BASE = _getter("shape"), _getter("_base")
-_SAME_ON_EVERY_SHARD = frozenset(
+SHAPE, BASE = _getter("shape"), _getter("_base")
+SAME_ON_EVERY_SHARD = frozenset(
     (
         *map(_getter, ("requires_grad", "grad_fn", "is_leaf", "dtype", "device", "ndim")),
         *(Tensor.register_hook, Tensor.dim, Tensor.is_floating_point, torch.is_floating_point),
@@ -88,6 +88,12 @@ class VocabParallelLogits(Tensor):
         first, _ = self._group.local_slice(self._num_tokens)
         return _plain(self), VocabShard(first, self._num_tokens, self._group.gather)
 
+    def select_rows(self, rows: int | Tensor) -> Tensor:
+        """Return ``self[rows]``, of this rank's columns if no operation has gathered all."""
+        if self._whole is not None:
+            return self._whole[rows]
+        return VocabParallelLogits.from_local(_plain(self)[rows], self._group, self._num_tokens)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # debuggers must not gather
         return f"VocabParallelLogits(columns of rank {self._group.index} of {self._group.size}, V={self._num_tokens})"
 
@@ -95,11 +101,11 @@ class VocabParallelLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _SAME_ON_EVERY_SHARD:
+            if func in SAME_ON_EVERY_SHARD:
                 return func(*args, **kwargs)
-            if func == _BASE:
+            if func == BASE:
                 return None  # in-place writes go into the gathered logits and change no shard
-            if func == _SHAPE:
+            if func == SHAPE:
                 return torch.Size((*func(*args)[:-1], args[0]._num_tokens))
             if _keeps_columns(func, args, kwargs):
                 made = func(*args, **kwargs)
@@ -111,15 +117,6 @@ class VocabParallelLogits(Tensor):
 def local_logits(logits: Tensor) -> tuple[Tensor, VocabShard | None]:
     """Return the columns of ``logits`` that this rank holds and their shard; None means all columns."""
     return logits.local() if isinstance(logits, VocabParallelLogits) else (logits, None)
-
-
-def select_rows(logits: Tensor, rows: int | Tensor) -> Tensor:
-    """Return ``logits[rows]``, vocabulary-parallel if ``logits`` is. Do not write into it: it may be a copy."""
-    values, shard = local_logits(logits)
-    if shard is None:
-        return values[rows]
-    assert isinstance(logits, VocabParallelLogits), "plain tensors have no shard"
-    return VocabParallelLogits.from_local(values[rows], logits._group, logits._num_tokens)
 
 
 def _plain(logits: VocabParallelLogits) -> Tensor:
@@ -134,7 +131,7 @@ def _origin(values: Iterable[Any]) -> tuple[TensorParallelGroup, int]:
 def _keeps_columns(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` gives each rank's columns of the result from its columns of the arguments."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if getattr(func, "__name__", "") not in _ELEMENTWISE:
+    if getattr(func, "__name__", "") not in ELEMENTWISE:
         return False
     local = [tensor for tensor in tensors if isinstance(tensor, VocabParallelLogits) and tensor._whole is None]
     scalars = [tensor for tensor in tensors if tensor.ndim == 0]

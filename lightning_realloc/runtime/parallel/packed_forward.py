@@ -6,7 +6,9 @@ the model's output does not have the expected form.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,9 @@ from transformers import PreTrainedModel
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
+from lightning_realloc.runtime.forward.tiled_logits import deferred_head, exceeds_tile, select_rows
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
-from lightning_realloc.runtime.forward.vocab_parallel_logits import select_rows
-from lightning_realloc.runtime.parallel.tensor_parallel import vocab_parallel_output
+from lightning_realloc.runtime.parallel.tensor_parallel import num_vocabulary_shards, vocab_parallel_output
 
 
 def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
@@ -90,16 +92,37 @@ def token_logprobs(
 def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
     """Return the (K, V) logits that predict the tokens at the (K,) positions ``targets``.
 
-    A model whose class supports ``logits_to_keep`` computes no others. If tensor parallelism cuts the head over the
-    vocabulary, the result is `VocabParallelLogits`.
+    A model whose class supports ``logits_to_keep`` computes no others. More than `TILE_ELEMENTS` are `DeferredLogits`,
+    which are computed in tiles. If tensor parallelism cuts the head over the vocabulary, the result is
+    `VocabParallelLogits`.
     """
     places = packed.predecessors[targets]
     hf_model = transformers_model(model)
     head: nn.Module | None = hf_model.get_output_embeddings()
-    with packed_attention(model, packed) as inputs, vocab_parallel_output(head):
+    with packed_attention(model, packed) as inputs, _memory_saving_head(head, len(places)):
         if _keeps_logits(hf_model):
             return select_rows(model(**inputs, logits_to_keep=places).logits, 0)
         return select_rows(select_rows(model(**inputs).logits, 0), places)
+
+
+def _memory_saving_head(head: nn.Module | None, num_rows: int) -> contextlib.AbstractContextManager[None]:
+    """Make a head return `DeferredLogits` if they are many, and `VocabParallelLogits` if it is cut over them."""
+    if head is None or not exceeds_tile(num_rows, _num_columns(head)):
+        return vocab_parallel_output(head)
+
+    def call(states: Tensor) -> Tensor:
+        with vocab_parallel_output(head):
+            logits: Tensor = head(states)
+        return logits
+
+    return deferred_head(head, call, num_columns=_num_columns(head))
+
+
+def _num_columns(head: nn.Module) -> int:
+    """Return the logits per token that a rank computes, at most; 0 for a head of unknown size or without weights."""
+    num_tokens = getattr(head, "out_features", None)
+    has_weights = any(True for _ in head.parameters())  # not a placeholder for another pipeline stage's head
+    return math.ceil(num_tokens / num_vocabulary_shards(head)) if isinstance(num_tokens, int) and has_weights else 0
 
 
 def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:

@@ -112,6 +112,12 @@ def vocab_parallel_output(head: nn.Module | None) -> Iterator[None]:
             module.keeps_local = False
 
 
+def num_vocabulary_shards(head: nn.Module) -> int:
+    """Return over how many ranks a language model's head, or its adapters, is cut by `vocab_parallel_output`."""
+    cut = (module.tp_group.size for module in head.modules() if isinstance(module, _GatheredColwiseLinear))
+    return next(cut, 1)
+
+
 class _TensorParallelModule(nn.Module):
     """Base of all converted modules."""
 

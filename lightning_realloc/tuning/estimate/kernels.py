@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_realloc.limits import TILE_ELEMENTS
 from lightning_realloc.tuning.estimate.hardware import Device
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
@@ -55,6 +56,11 @@ class Kernels:
         """Return the time to compute logits or scores for ``rows`` tokens."""
         outputs = self.shape.num_outputs / (self.tp if self.shape.num_outputs > 1 else 1)
         return self.device.matmul(rows, self.shape.hidden, outputs, self.element_bytes)
+
+    def tiled_head(self, rows: float) -> float:
+        """Return the time to compute logits once more in a backward pass, as those are that exceed a tile."""
+        outputs = self.shape.num_outputs / self.tp
+        return self.head(rows) if self.shape.num_outputs > 1 and rows * outputs > TILE_ELEMENTS else 0.0
 
     def logprobs(self, rows: float) -> float:
         """Return the time to compute logprobs from logits, which are divided between the ranks."""

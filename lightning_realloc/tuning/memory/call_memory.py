@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
-from lightning_realloc.limits import MAX_PREFILL_TOKENS
+from lightning_realloc.limits import CHUNK_ELEMENTS, MAX_PREFILL_TOKENS, TILE_ELEMENTS
 from lightning_realloc.tuning.memory.generation_memory import Cache, distillation_memory, packed_bytes
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
-CHUNK_ELEMENTS = 1 << 23
-"""Logits that are converted to fp32 at a time; ``runtime.forward.token_logprobs`` has the same number."""
 GATHERED_SUM_BYTES = 256 << 10
 """Largest message of an all-reduce that CPU ranks do by gathering; ``runtime.forward.tp_group`` has the same number."""
 
@@ -145,15 +143,28 @@ class CallMemory:
         return math.ceil(self.role.shape.num_outputs / (self._tp if self.role.divides_logits else 1))
 
     def _logits(self, rows: int) -> int:
-        """Return the bytes of the logits for logprobs; under tp, of the rank's own part."""
-        return rows * self._columns * self.activation_bytes
+        """Return the bytes of the logits for logprobs, or of a tile of them; under tp, of the rank's own part."""
+        tile_rows = max(1, TILE_ELEMENTS // max(1, self._columns))
+        return min(rows, tile_rows) * self._columns * self.activation_bytes
+
+    def _tile_sums(self, rows: int) -> int:
+        """Return the bytes of gradients if logits are computed in tiles: by hidden states, and by the head's weight.
+
+        The latter is a tile's, and their sum in fp32.
+        """
+        shape = self.role.shape
+        if shape is None or rows * self._columns <= TILE_ELEMENTS:
+            return 0
+        trained = self._columns * shape.hidden if self.sizes.trained_root else 0
+        return self.activation_bytes * rows * shape.hidden + (4 + self.activation_bytes) * trained
 
     def _joined_logits(self, rows: int) -> int:
         """Return the bytes of the logits to draw from; under tp all logits, their message and the rank's own part."""
         shape = self.role.shape
+        own = rows * self._columns * self.activation_bytes
         if shape is None or self._tp == 1 or not self.role.divides_logits:
-            return self._logits(rows)
-        return 2 * rows * shape.num_outputs * self.activation_bytes + self._logits(rows)
+            return own
+        return 2 * rows * shape.num_outputs * self.activation_bytes + own
 
     def _chunk(self, rows: int) -> int:
         """Return the bytes of the logits that are held in fp32 at a time."""
@@ -280,7 +291,7 @@ class CallMemory:
             MemoryParts(  # backward pass of the loss: the logits, their gradient and two fp32 chunks
                 gradients=earlier,
                 activations=kept + head,
-                logits=2 * self._logits(rows) + 2 * self._chunk(rows),
+                logits=2 * self._logits(rows) + 2 * self._chunk(rows) + self._tile_sums(rows),
                 gathered=self._root + self._buffer(self._block),
             ),
             MemoryParts(  # backward pass of the last block; the previous block is already gathered

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.runtime.forward import token_logprobs
+from lightning_realloc.runtime.forward import tiled_logits
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, predicting_states
 from tests.models import tiny_model
@@ -40,7 +40,7 @@ def test_values_and_gradients_equal_those_of_the_definition(
     states, weight = torch.randn(7, 5, generator=generator), torch.randn(19, 5, generator=generator)
     bias = torch.randn(19, generator=generator) if with_bias else None
     upstream = torch.randn(7, generator=generator)
-    with mock.patch.object(token_logprobs, "CHUNK_ELEMENTS", chunk_elements):
+    with mock.patch.object(tiled_logits, "CHUNK_ELEMENTS", chunk_elements):
         found = vocabulary_divergence(
             logits, TeacherTokens(states, TeacherHead(weight, bias)), divergence=divergence, mix=0.3, temperature=0.7
         )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_realloc.runtime.forward import token_logprobs
+from lightning_realloc.runtime.forward import tiled_logits
 from lightning_realloc.runtime.forward.token_logprobs import collision_logprobs, selected_logprobs
 
 
@@ -18,7 +18,7 @@ def _plain(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tu
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_chunks_agree_with_the_plain_formula(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", 3 * 11)  # 7 rows in chunks of 3, 3 and 1
+    monkeypatch.setattr(tiled_logits, "CHUNK_ELEMENTS", 3 * 11)  # 7 rows in chunks of 3, 3 and 1
     logits = (4 * torch.randn(7, 11, generator=torch.Generator().manual_seed(0))).requires_grad_()
     tokens = torch.arange(7)
     weights, more_weights = torch.linspace(-1, 2, 7), torch.linspace(1, -1, 7)
@@ -53,7 +53,7 @@ def test_half_precision_logits_are_normalised_in_fp32_and_keep_their_gradient_dt
 
 
 def test_collision_logprobs_are_the_log_of_summed_squared_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", 10)  # chunks of two rows and of one
+    monkeypatch.setattr(tiled_logits, "CHUNK_ELEMENTS", 10)  # chunks of two rows and of one
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -torch.inf], [2.0, 1.0, 0.0, -1.0, 3.0], [90.0, 0.0, 0.0, 0.0, 0.0]])
     expected = (logits / 0.5).softmax(-1).square().sum(-1).log()
     assert torch.allclose(collision_logprobs(logits.requires_grad_(), temperature=0.5), expected, atol=1e-6)

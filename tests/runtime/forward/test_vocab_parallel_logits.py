@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc.runtime.forward import token_logprobs
+from lightning_realloc.runtime.forward import tiled_logits
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.forward.tiled_logits import select_rows
 from lightning_realloc.runtime.forward.token_logprobs import collision_logprobs, selected_logprobs
-from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits, local_logits, select_rows
+from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits, local_logits
 from tests.runtime.simulated import SimulatedGroup, run_ranks
 
 NUM_ROWS = 7
@@ -84,7 +85,7 @@ def _logprobs_and_entropy(vocabulary: int) -> Callable[[Tensor], Tensor]:
 def test_shares_give_the_same_logprobs_entropies_and_gradients_as_whole_logits(
     monkeypatch: pytest.MonkeyPatch, size: int, vocabulary: int, chunk_elements: int
 ) -> None:
-    monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(tiled_logits, "CHUNK_ELEMENTS", chunk_elements)
     received = _agrees(_logits(vocabulary), size, _logprobs_and_entropy(vocabulary))
     assert received == 3 * NUM_ROWS * size  # in both directions
 

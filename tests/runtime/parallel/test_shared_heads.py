@@ -1,8 +1,12 @@
-"""Heads split over the vocabulary give the results of one process, and no gloo rank holds all logits."""
+"""Heads that are split over the vocabulary, or computed in tiles, give the results of one process.
+
+No rank holds all logits.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +18,7 @@ from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.forward import tiled_logits
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
@@ -33,6 +38,15 @@ CASES = {
     "sharded, checkpointing": Case("qwen3", "fsdp2.tp2@0-3", UNEVEN, checkpointing=True),
     "adapters on the head": Case("llama", "tp2@2-3", UNEVEN, lora_modules=("lm_head", "q_proj", "down_proj")),
 }
+SHARDED = {
+    "tied": Case("qwen2", "fsdp4@0-3", UNEVEN),
+    "replicas": Case("gemma", "dp2.fsdp2@0-3", UNEVEN),
+    "own name, all logits made": Case("gpt_neox", "fsdp2@0-1", UNEVEN),
+    "soft cap": Case("gemma2", "fsdp2@2-3", CAPPED),
+    "adapters on the head": Case("llama", "fsdp2@0-1", UNEVEN, lora_modules=("lm_head", "q_proj")),
+}
+"""Cases whose heads only tiles keep from having all logits."""
+TILE_ROWS, HIDDEN_SIZE = 10, 64
 WHOLE_HEAD = Case("llama", "tp2@0-1", UNEVEN, tp_plan={"lm_head": "replicate"})
 
 
@@ -48,7 +62,9 @@ class MostLogits(TorchDispatchMode):
         for tensor in tree_leaves(made):
             # Joining pads shares: 2 of 66 columns for 131 tokens.
             if isinstance(tensor, Tensor) and tensor.ndim and self.vocabulary <= tensor.shape[-1] < self.vocabulary + 4:
-                self.num_rows = max(self.num_rows, tensor.numel() // tensor.shape[-1])
+                num_rows = tensor.numel() // tensor.shape[-1]
+                if num_rows != HIDDEN_SIZE:  # the head's weight, transposed
+                    self.num_rows = max(self.num_rows, num_rows)
         return made
 
 
@@ -82,7 +98,7 @@ def _say(model: nn.Module, packed: PackedBatch, dtype: torch.dtype) -> list[Tens
     return [said.logprobs, said.entropy, said.collision, inferred, divergence]
 
 
-def _differences(cases: list[Case]) -> list[tuple[list[str], int] | None]:
+def _differences(cases: list[Case], tile_rows: int | None = None) -> list[tuple[list[str], int] | None]:
     """Return for every case of this rank the differences, and the number of rows with all logits."""
     meshes, rank = MeshRegistry("cpu"), dist.get_rank()
     meshes.create([Layout.parse(case.layout) for case in cases])
@@ -96,7 +112,9 @@ def _differences(cases: list[Case]) -> list[tuple[list[str], int] | None]:
         model_layout = ModelLayout(describe_model(model, tp_plan=case.tp_plan), layout)
         parallelize(model, model_layout, meshes, tp_plan=case.tp_plan)
         expected = _say(whole, packed, case.dtype)
-        with MostLogits(131) as most:
+        columns = -(-131 // layout.dims.tp)
+        tile_elements = tiled_logits.TILE_ELEMENTS if tile_rows is None else tile_rows * columns
+        with mock.patch.object(tiled_logits, "TILE_ELEMENTS", tile_elements), MostLogits(131) as most:
             answers = _say(model, packed, case.dtype)
         tolerance = case.tolerance
         wrong = [
@@ -120,6 +138,14 @@ def test_statistics_equal_those_of_one_process_and_no_rank_has_all_logits(worker
     for answers in workers.run(_differences, list(CASES.values())):
         taken = {name: answer for name, answer in zip(CASES, answers, strict=True) if answer is not None}
         assert taken == dict.fromkeys(taken, ([], 0))
+
+
+def test_tiles_equal_whole_logits_of_one_process(workers: WorkerPool) -> None:
+    cases = {**{f"{name}, split": case for name, case in CASES.items()}, **SHARDED}
+    for answers in workers.run(_differences, list(cases.values()), TILE_ROWS):
+        taken = {name: answer for name, answer in zip(cases, answers, strict=True) if answer is not None}
+        assert [(name, wrong) for name, (wrong, _) in taken.items() if wrong] == []
+        assert taken and all(num_rows <= TILE_ROWS for _, num_rows in taken.values())
 
 
 def test_a_head_that_is_not_split_gives_all_logits_to_every_rank(workers: WorkerPool) -> None:

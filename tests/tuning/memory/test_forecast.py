@@ -12,6 +12,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.limits import CHUNK_ELEMENTS, TILE_ELEMENTS
 from lightning_realloc.tuning.memory.advice import find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload, parse_bytes
@@ -128,13 +129,13 @@ def test_several_micro_batches_keep_whole_gradients_until_the_last() -> None:
     assert two.gradients >= 4 * SPEC.num_elements > one.gradients - 4 * 2000
 
 
-def _logits_bytes(call: str, head: ParamSpec | None, layout: str) -> int:
-    """Return the bytes of logits for 800 response tokens and a vocabulary of 10,000; ``head`` None ties the head."""
+def _logits_bytes(call: str, head: ParamSpec | None, layout: str, response_tokens: int = 100) -> int:
+    """Return the bytes of logits for eight responses and a vocabulary of 10,000; ``head`` None ties the head."""
     embedding = ParamSpec("embed", (10_000, 10), TensorParallelCut(0), section="input")
     params = (embedding, *SPEC.params[1:], *([] if head is None else [head]))
     model = ModelSpec(params, num_blocks=3, aliases=(("head", "embed"),) if head is None else ())
     role = RoleMemory(model=model, shape=replace(SHAPE, num_outputs=10_000))
-    load = Workload(num_sequences=8, prompt_tokens=1, response_tokens=100)
+    load = Workload(num_sequences=8, prompt_tokens=1, response_tokens=response_tokens, micro_batch_tokens=1 << 20)
     return forecast(plan(layout, layout, layout), load, {"actor": role, "reference": role}).at(call, 0).logits
 
 
@@ -149,6 +150,15 @@ def test_logits_divided_among_ranks_count_on_each_of_them() -> None:
         # Sampling takes all logits of 8 sequences, their message, the rank's part, and probabilities in fp32.
         assert _logits_bytes("actor.generate", head, "tp2") == 8 * 10_000 * 4 * (2 + 0.5 + 1)
     assert _logits_bytes("reference.infer", whole, "tp2") == 2 * every
+
+
+def test_logits_beyond_a_tile_take_a_tile_and_the_sums_of_gradients() -> None:
+    tile, chunk = (TILE_ELEMENTS // 10_000) * 10_000 * 4, CHUNK_ELEMENTS * 4
+    # 8 * 2,000 rows of 10,000 logits are 160 million. Gradients: by hidden states (width 10), and by the head, of a
+    # tile and summed in fp32.
+    sums = 4 * 16_000 * 10 + (4 + 4) * 10_000 * 10
+    assert _logits_bytes("reference.infer", None, "dp1", 2000) == tile + chunk
+    assert _logits_bytes("actor.train", None, "dp1", 2000) == 2 * tile + 2 * chunk + sums
 
 
 def test_checkpointing_and_smaller_micro_batches_keep_fewer_activations() -> None:
