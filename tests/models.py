@@ -74,6 +74,14 @@ SCORING_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {**SIZES, "head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Families with soft caps or attention sinks. They generate, but do not train on packed sequences."""
+UNEVEN_HEADS: Mapping[str, Mapping[str, Any]] = {
+    f"{query}/{key_value}": {
+        "num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": 8, "hidden_size": 8 * query,
+        "vocab_size": 131, "intermediate_size": 90,
+    }
+    for query, key_value in ((9, 3), (14, 2), (6, 2), (5, 5))
+}  # fmt: skip
+"""Sizes with these query and key-value heads, which most tensor-parallel degrees do not divide, as no other size."""
 TENSOR_PARALLEL_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox")
 """Families whose transformers class has a ``tp_plan``."""
 TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")

@@ -7,7 +7,15 @@ from lightning_realloc.layout.cluster import PRESETS, ClusterSpec
 from lightning_realloc.layout.dims import AXES, Coordinate, Layout, ParallelDims, format_ranks, parse_ranks
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec, stage_blocks, stage_of_block
 from lightning_realloc.layout.region import Region, tiles
-from lightning_realloc.layout.sharding import LocalShard, Piece, TensorParallelCut, chunk_bounds, local_shard
+from lightning_realloc.layout.sharding import (
+    LocalShard,
+    Piece,
+    TensorParallelCut,
+    chunk_bounds,
+    group_bounds,
+    head_bounds,
+    local_shard,
+)
 
 __all__ = [
     "AXES",
@@ -25,6 +33,8 @@ __all__ = [
     "TensorParallelCut",
     "chunk_bounds",
     "format_ranks",
+    "group_bounds",
+    "head_bounds",
     "local_shard",
     "parse_ranks",
     "stage_blocks",

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +13,7 @@ from typing import Literal
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.sharding import LocalShard, Piece, TensorParallelCut, local_shard
+from lightning_realloc.layout.sharding import LocalShard, Piece, TensorParallelCut, local_shard, share_bounds
 
 Section = Literal["input", "block", "output"]
 
@@ -223,17 +222,12 @@ def stage_of_block(block: int, num_blocks: int, pp: int) -> int:
 @lru_cache(maxsize=4096)
 def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
     """Return the blocks of every stage, consistent with ``stage_of_block``."""
-    share, longer = divmod(num_blocks, pp)
-    starts = [stage * share + min(stage, longer) for stage in range(pp + 1)]
-    return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
+    return tuple(range(*share_bounds(num_blocks, pp, stage)) for stage in range(pp))
 
 
 def _unit_error(model: ModelSpec, param: ParamSpec, cut: TensorParallelCut, tp: int) -> str:
-    assert cut.num_units is not None, "a cut without units allows every degree"
-    rule = "must divide, or be a multiple of," if cut.replicate_units else "must divide"
-    fitting = model.tensor_parallel_degrees(
-        max(param.tp.num_units or 1 for param in model.params if param.tp is not None)
-    )
-    units = [count for _, count in cut.blocks(param.shape[cut.dim])]
-    values = f"its {units[0]} heads" if len(units) == 1 else f"the {tuple(units)} heads of its blocks"
-    return f"{param.name}: tp={tp} {rule} {values} along dim {cut.dim}; use tp in {fitting}"
+    counts = [count for _, count in cut.blocks(param.shape[cut.dim])]
+    rule = f"tp={tp} must not exceed the number of heads along dim {cut.dim} ({counts[0]}), so that every rank gets one"
+    if len(counts) > 1:
+        rule = f"tp={tp} must divide the heads of the blocks that are fused along dim {cut.dim} {tuple(counts)}"
+    return f"{param.name}: {rule}; use tp={max(model.tensor_parallel_degrees(tp))}"

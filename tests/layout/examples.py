@@ -20,13 +20,14 @@ WORLD_SIZE = 8
 def llama_spec(*, width: int, inner: int, layers: int, vocab: int, heads: int, kv_heads: int) -> ModelSpec:
     """Return the parameters of a Llama with the cuts of its tensor-parallel plan."""
     head = width // heads
-    query, rows = TensorParallelCut(0, heads), TensorParallelCut(0)
+    query, output = (TensorParallelCut(dim, heads, num_groups=kv_heads) for dim in (0, 1))
+    rows = TensorParallelCut(0)
     key_value = TensorParallelCut(0, kv_heads, replicate_units=True)
     shapes: list[tuple[str, tuple[int, ...], TensorParallelCut | None]] = [
         ("self_attn.q_proj.weight", (width, width), query),
         ("self_attn.k_proj.weight", (kv_heads * head, width), key_value),
         ("self_attn.v_proj.weight", (kv_heads * head, width), key_value),
-        ("self_attn.o_proj.weight", (width, width), TensorParallelCut(1, heads)),
+        ("self_attn.o_proj.weight", (width, width), output),
         ("mlp.gate_proj.weight", (inner, width), rows),
         ("mlp.up_proj.weight", (inner, width), rows),
         ("mlp.down_proj.weight", (width, inner), TensorParallelCut(1)),
@@ -57,21 +58,23 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
         shape[dim] = draw(st.integers(1, 9))
         cut = TensorParallelCut(dim)
     elif kind == "heads":
-        shape[dim] = 4 * draw(st.integers(1, 3))
-        cut = TensorParallelCut(dim, 4)
+        units, groups = draw(st.sampled_from([(4, None), (5, None), (4, 2), (6, 2), (9, 3), (4, 1)]))
+        shape[dim] = units * draw(st.integers(1, 3))
+        cut = TensorParallelCut(dim, units, num_groups=groups)
     elif kind == "kv":
-        shape[dim] = 2 * draw(st.integers(1, 3))
-        cut = TensorParallelCut(dim, 2, replicate_units=True)
+        units = draw(st.integers(1, 5))
+        shape[dim] = units * draw(st.integers(1, 3))
+        cut = TensorParallelCut(dim, units, replicate_units=True)
     elif kind == "fused":
         blocks = tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=3)))
         shape[dim] = sum(blocks)
         cut = TensorParallelCut(dim, block_sizes=blocks)
     elif kind == "fused_heads":  # q|k|v with four query heads and one or two key and value heads each
-        head, others = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-        units = (4, others, others)
+        head, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+        units = (4, groups, groups)
         shape[dim] = sum(units) * head
         blocks = tuple(count * head for count in units)
-        cut = TensorParallelCut(dim, sum(units), replicate_units=True, block_sizes=blocks)
+        cut = TensorParallelCut(dim, sum(units), replicate_units=True, block_sizes=blocks, num_groups=groups)
     return ParamSpec(name, tuple(shape), cut, section, block)  # type: ignore[arg-type]
 
 
@@ -92,13 +95,13 @@ def models(draw: st.DrawFn) -> ModelSpec:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Draw degrees that every model of ``models`` allows, over any ordered ranks below ``WORLD_SIZE``."""
+    """Draw degrees, of which models with fused heads refuse tp=3, over any ordered ranks below ``WORLD_SIZE``."""
     options = [
         ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
         for pp in (1, 2)
         for dp in (1, 2, 3)
         for fsdp in (1, 2, 3, 4)
-        for tp in (1, 2, 4)
+        for tp in (1, 2, 3, 4)
         if pp * dp * fsdp * tp <= WORLD_SIZE
     ]
     dims = draw(st.sampled_from(options))
@@ -110,7 +113,8 @@ def layouts(draw: st.DrawFn) -> Layout:
 def layout_pairs(draw: st.DrawFn) -> tuple[ModelLayout, ModelLayout]:
     """Draw one model under two layouts."""
     model = draw(models())
-    return ModelLayout(model, draw(layouts())), ModelLayout(model, draw(layouts()))
+    fitting = layouts().filter(lambda layout: layout.dims.tp in model.tensor_parallel_degrees(4))
+    return ModelLayout(model, draw(fitting)), ModelLayout(model, draw(fitting))
 
 
 clusters = st.sampled_from([None, *(ClusterSpec.parse(f"h100:{text}") for text in ("1x8", "2x4", "4x2", "8x1"))])

@@ -100,22 +100,26 @@ def test_a_tied_name_is_looked_up_under_its_owner() -> None:
 
 
 def test_tensor_parallel_degrees_are_those_that_every_parameter_allows() -> None:
-    # Four query heads; two kv heads may be shared, so 4 is allowed and 3 is not.
-    assert SMALL.tensor_parallel_degrees(8) == (1, 2, 4)
+    # Four query heads, one at least for every rank; two kv heads may be shared.
+    assert SMALL.tensor_parallel_degrees(8) == (1, 2, 3, 4)
     assert ModelSpec((), 0, tp_refusal="no plan").tensor_parallel_degrees(8) == (1,)
 
 
-def test_heads_that_tensor_parallelism_does_not_divide_are_refused() -> None:
+def test_degrees_that_leave_a_rank_without_heads_are_refused() -> None:
     with pytest.raises(LayoutError) as refusal:
         lay("tp6")
     assert str(refusal.value) == (
-        "model.layers.0.self_attn.q_proj.weight: tp=6 must divide its 4 heads along dim 0; use tp in (1, 2, 4)"
+        "model.layers.0.self_attn.q_proj.weight: tp=6 must not exceed the number of heads along dim 0 (4), so that "
+        "every rank gets one; use tp=4"
     )
-    shared = ModelSpec((ParamSpec("k", (6, 2), TensorParallelCut(0, 2, replicate_units=True), block=0),), 1)
-    with pytest.raises(
-        LayoutError, match=r"k: tp=3 must divide, or be a multiple of, its 2 heads .*use tp in \(1, 2\)"
-    ):
-        lay("tp3", shared)
+    assert lay("tp3").local_shape("model.layers.0.self_attn.k_proj.weight", 2) == (3, 12)
+    read = ModelSpec((ParamSpec("k", (6, 4), TensorParallelCut(1, 2), block=0),), 1)  # its readers do not share heads
+    with pytest.raises(LayoutError, match=r"k: tp=3 must not exceed the number of heads along dim 1 \(2\).*use tp=2"):
+        lay("tp3", read)
+    cut = TensorParallelCut(0, 8, True, (8, 4, 4), num_groups=2)
+    fused = ModelSpec((ParamSpec("qkv", (16, 4), cut, block=0),), 1)
+    with pytest.raises(LayoutError, match=r"qkv: tp=3 must divide the heads .* dim 0 \(4, 2, 2\); use tp=2"):
+        lay("tp3", fused)
 
 
 def test_tensor_parallelism_on_a_model_without_a_plan_is_refused_with_the_models_reason() -> None:

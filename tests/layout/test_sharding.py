@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.errors import LayoutError
@@ -61,14 +61,78 @@ def test_key_value_heads_are_shared_when_tensor_parallelism_exceeds_them() -> No
 
 def test_fused_heads_share_key_values_and_split_queries() -> None:
     # q has 4 heads, k and v have 2 each, 1 row a head: tp rank 3 of 4 has query head 3 and kv head 1.
-    cut = TensorParallelCut(0, 8, replicate_units=True, block_sizes=(4, 2, 2))
+    cut = TensorParallelCut(0, 8, replicate_units=True, block_sizes=(4, 2, 2), num_groups=2)
     assert rows((8,), cut, 4, 3, 1, 0) == [(3, 4), (5, 6), (7, 8)]
     assert rows((8,), cut, 2, 0, 1, 0) == [(0, 2), (4, 5), (6, 7)]
 
 
+@pytest.mark.parametrize(
+    ("heads", "tp", "queries", "keys"),
+    [
+        ((9, 3), 2, [6, 3], [(0, 2), (2, 3)]),
+        ((9, 3), 3, [3, 3, 3], [(0, 1), (1, 2), (2, 3)]),
+        ((14, 2), 4, [4, 3, 4, 3], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        ((14, 2), 3, [7, 4, 3], [(0, 1), (1, 2), (1, 2)]),
+        ((6, 2), 4, [2, 1, 2, 1], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        ((5, 5), 2, [3, 2], [(0, 3), (3, 5)]),
+        ((7, 1), 4, [2, 2, 2, 1], [(0, 1)] * 4),
+    ],
+)
+def test_heads_that_the_degree_does_not_divide_are_shared_unevenly(
+    heads: tuple[int, int], tp: int, queries: list[int], keys: list[tuple[int, int]]
+) -> None:
+    num_heads, num_groups = heads
+    query = TensorParallelCut(0, num_heads, num_groups=num_groups)
+    key = TensorParallelCut(0, num_groups, replicate_units=True)
+    assert [local_shard((2 * num_heads,), query, tp, index, 1, 0).shape for index in range(tp)] == [
+        (2 * count,) for count in queries
+    ]
+    assert [rows((num_groups,), key, tp, index, 1, 0) for index in range(tp)] == [[bounds] for bounds in keys]
+
+
+def dealt(count: int, shares: int) -> list[int]:
+    """Return the sizes of shares to which ``count`` items are dealt one by one."""
+    sizes = [0] * shares
+    for item in range(count):
+        sizes[item % shares] += 1
+    return sizes
+
+
+@given(num_groups=st.integers(1, 9), size=st.integers(1, 9), data=st.data())
+def test_ranks_hold_every_query_head_once_with_the_key_value_head_that_it_reads(
+    num_groups: int, size: int, data: st.DataObject
+) -> None:
+    num_heads = num_groups * size
+    tp = data.draw(st.integers(1, num_heads))
+    query = TensorParallelCut(0, num_heads, num_groups=num_groups)
+    key = TensorParallelCut(0, num_groups, replicate_units=True)
+    held = [(query.unit_bounds(num_heads, tp, i), key.unit_bounds(num_groups, tp, i)) for i in range(tp)]
+    queries, keys = ([range(*one) for one in side] for side in zip(*held, strict=True))
+
+    assert [head for heads in queries for head in heads] == list(range(num_heads))
+    for own, read in zip(queries, keys, strict=True):
+        assert own and {head // size for head in own} == set(read)
+    assert len(queries[0]) == max(map(len, queries)) and len(keys[0]) == max(map(len, keys))
+    if tp <= num_groups:
+        assert list(map(len, keys)) == dealt(num_groups, tp)
+    else:
+        sharing = [[i for i in range(tp) if group in keys[i]] for group in range(num_groups)]
+        assert sorted(map(len, sharing), reverse=True) == dealt(tp, num_groups)
+        for ranks in sharing:
+            assert [len(queries[rank]) for rank in ranks] == dealt(size, len(ranks))
+    for index in range(tp):
+        ranks = key.shared_by(tp, index)
+        equal = [other for other in range(tp) if keys[other] == keys[index]]
+        assert list(range(index, index + 1) if ranks is None else ranks) == equal
+        assert (ranks is None) == (tp <= num_groups) and query.shared_by(tp, index) is None
+    assert query.allows(num_heads, tp) and not query.allows(num_heads, num_heads + 1)
+    assert key.allows(num_groups, num_heads)
+
+
 @settings(max_examples=60, deadline=None)
-@given(cut_params("w", "output", None), st.sampled_from([1, 2, 4]), st.integers(1, 4))
+@given(cut_params("w", "output", None), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4))
 def test_distinct_pieces_tile_the_tensor_and_pieces_tile_each_shard(param, tp: int, fsdp: int) -> None:  # type: ignore[no-untyped-def]
+    assume(param.tp is None or param.tp.allows(param.shape[param.tp.dim], tp))
     shards = {local_shard(param.shape, param.tp, tp, t, fsdp, f) for t in range(tp) for f in range(fsdp)}
     distinct = {piece.region for shard in shards for piece in shard.pieces}
     assert tiles(distinct, param.shape)
@@ -90,7 +154,10 @@ def test_distinct_pieces_tile_the_tensor_and_pieces_tile_each_shard(param, tp: i
         ({"dim": -1}, (4,), ["dim=-1", "count dims from the first"]),
         ({"dim": 0, "num_units": 0}, (4,), ["num_units=0", "None"]),
         ({"dim": 0, "block_sizes": (4, 0)}, (4,), ["(4, 0)", "leave empty blocks out"]),
-        ({"dim": 0, "replicate_units": True}, (4,), ["needs num_units"]),
+        ({"dim": 0, "replicate_units": True}, (4,), ["replicate_units=True needs num_units"]),
+        ({"dim": 0, "num_groups": 2}, (4,), ["num_groups=2 needs num_units"]),
+        ({"dim": 0, "num_units": 6, "num_groups": 4}, (6,), ["num_groups=4", "(6,)", "key-value heads"]),
+        ({"dim": 0, "num_units": 4, "num_groups": 2, "block_sizes": (3, 1)}, (4,), ["num_groups=2", "(3, 1)"]),
     ],
 )
 def test_a_cut_that_does_not_fit_its_parameter_is_refused(

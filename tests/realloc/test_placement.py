@@ -98,5 +98,5 @@ def test_degrees_that_do_not_fit_ranks_or_model_are_refused() -> None:
     source = ModelLayout(SMALL, Layout.parse("fsdp4"))
     with pytest.raises(LayoutError, match=r"multiply to 2 but 4 ranks"):
         choose_rank_order(source, ParallelDims(tp=2), range(4))
-    with pytest.raises(LayoutError, match=r"tp=3 must divide"):
-        choose_rank_order(source, ParallelDims(tp=3), range(3))
+    with pytest.raises(LayoutError, match=r"tp=5 must not exceed the number of heads"):
+        choose_rank_order(source, ParallelDims(tp=5), range(5))

@@ -93,9 +93,9 @@ def degrees_that_do_not_multiply() -> Any:
     return runs.sft(), calls(actor_train="fsdp2.tp2@0-2"), Batches(1, responses=True)
 
 
-def heads_not_divisible() -> Any:
-    """Three heads over two ranks."""
-    model = tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
+def more_ranks_than_heads() -> Any:
+    """One head over two ranks."""
+    model = tiny_model("llama", num_attention_heads=1, num_key_value_heads=1)
     return runs.sft(actor=model), calls(actor_train="tp2"), Batches(1, responses=True)
 
 
@@ -160,7 +160,7 @@ def test_invalid_plans_are_refused(workers: WorkerPool) -> None:
         {
             unknown_layout: "PlanError: calls.actor.train: ",
             degrees_that_do_not_multiply: "PlanError: calls.actor.train: ",
-            heads_not_divisible: "LayoutError: ",
+            more_ranks_than_heads: "LayoutError: ",
             too_many_ranks: "layout fsdp4@0-3 uses rank 2, but this run has 2 ranks (0-1); use 4 devices",
             plan_for_another_world: "PlanError: the plan leaves rank 1 without any call, and this run has 2 ranks",
             call_without_layout: "PlanError: the plan gives no layout for reference.infer; add a line",

@@ -49,7 +49,7 @@ def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRe
     groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            key = num_holders(model_layout, name), parameter.grad.dtype
+            key = num_holders(model_layout, name, meshes.rank), parameter.grad.dtype
             groups.setdefault(key, []).append(local_tensor(parameter.grad))
     for (holders, _), gradients in groups.items():
         norms = torch.stack(_exact_norms(gradients)).to(torch.float64)
@@ -123,14 +123,13 @@ def uneven_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshReg
     return names[int(found)] if int(found) < len(names) else None
 
 
-def num_holders(model_layout: ModelLayout, name: str) -> int:
-    """Return the number of ranks of the layout that hold the same elements of a parameter."""
+def num_holders(model_layout: ModelLayout, name: str, rank: int) -> int:
+    """Return the number of ranks of the layout that hold the same elements of a parameter as ``rank``."""
     dims, cut = model_layout.layout.dims, model_layout.model.param(name).tp
     if cut is None:
         return dims.dp * dims.tp
-    if cut.replicate_units and cut.num_units and dims.tp > cut.num_units:
-        return dims.dp * (dims.tp // cut.num_units)
-    return dims.dp
+    sharing = cut.shared_by(dims.tp, model_layout.layout.coordinate(rank).tp)
+    return dims.dp * (1 if sharing is None else len(sharing))
 
 
 def _exact_norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -90,7 +90,7 @@ def install_tensor_parallel(
         if style != REPLICATE:
             _convert(model.get_submodule(name), name, style, plan, tensor_parallel)
     for name, heads in plan.attention.items():
-        _divide_heads(model.get_submodule(name), heads, tensor_parallel.size)
+        _divide_heads(model.get_submodule(name), heads, tensor_parallel)
     _set_generate_degree(model, plan, tensor_parallel.size)
     return tensor_parallel
 
@@ -145,7 +145,7 @@ class _GatheredColwiseLinear(_ColwiseLinear):
 
 
 class _SharedHeadLinear(_ColwiseLinear):
-    """Holds a key-value head that several ranks replicate, and sums its gradient over them."""
+    """Holds one of fewer key-value heads than ranks, and sums its gradient over the ranks that hold the same head."""
 
     holders: tuple[int, int]
     """Index in the group of the first rank with the head, and the number of ranks with it."""
@@ -249,10 +249,10 @@ def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan,
         )
     base: type[nn.Module] = _CLASS_BY_STYLE[style]
     cut = plan.cuts.get(f"{name}.weight")
-    if cut is not None and cut.replicate_units and cut.num_units is not None and group.size > cut.num_units:
+    holders = None if cut is None else cut.shared_by(group.size, group.index)
+    if holders is not None:
         base = _SharedHeadLinear
-        count = group.size // cut.num_units
-        vars(module)["holders"] = (group.index // count * count, count)
+        vars(module)["holders"] = (holders.start, len(holders))
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
         first, length = group.local_slice(module.num_embeddings)
         vars(module)["first_token"] = first
@@ -275,9 +275,9 @@ def _with_own_forward(base: type[nn.Module], own: type[nn.Module]) -> type[nn.Mo
     return combined
 
 
-def _divide_heads(attention: nn.Module, heads: AttentionHeads, tp: int) -> None:
+def _divide_heads(attention: nn.Module, heads: AttentionHeads, group: TensorParallelGroup) -> None:
     """Set the head counts of an attention module to those of this rank."""
-    query, key_value = heads.query // tp, max(1, heads.key_value // tp)
+    query, key_value = heads.on_rank(group.size, group.index)
     for names, whole, local in (
         (("num_heads", "num_attention_heads"), heads.query, query),
         (("num_key_value_heads", "num_kv_heads"), heads.key_value, key_value),

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import TensorParallelCut
+from lightning_realloc.layout import TensorParallelCut, group_bounds, head_bounds
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -51,6 +51,11 @@ class AttentionHeads:
     def key_value_sizes(self) -> tuple[int, ...]:
         """Possible output features of a key or value projection."""
         return tuple(self.key_value * head_dim for head_dim in self.head_dims)
+
+    def on_rank(self, tp: int, index: int) -> tuple[int, int]:
+        """Return the number of query heads and of key-value heads of one of ``tp`` ranks."""
+        queries, keys = head_bounds(self.query, self.key_value, tp, index), group_bounds(self.key_value, tp, index)
+        return queries[1] - queries[0], keys[1] - keys[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,19 +219,19 @@ def _cut_by_heads(dim: int, size: int, heads: AttentionHeads, name: str) -> Tens
 
     Key and value projections are recognised by their size, one head dim per key-value head. All other parameters of
     attention order their features by query head: queries, gpt_neox's fused q, k and v, gates, and the input of the
-    output projection.
+    output projection. Their heads stay with the key-value head that they read.
     """
     if heads.key_value < heads.query and size in heads.key_value_sizes:
         # A module that reads keys or values (dim 1) does not know which ranks share a head, so there tp must not
         # exceed the number of heads.
         return TensorParallelCut(dim, num_units=heads.key_value, replicate_units=dim == 0)
-    if size % heads.query:
+    if size % heads.query or heads.query % heads.key_value:
         raise LayoutError(
             f"{name}: dim {dim} of size {size} holds neither {heads.query} query heads nor {heads.key_value} key-value "
             f"heads of {heads.head_dims}, so its cut is unknown; pass a tp_plan that says 'replicate' for all "
             "projections of this module"
         )
-    return TensorParallelCut(dim, num_units=heads.query)
+    return TensorParallelCut(dim, num_units=heads.query, num_groups=heads.key_value)
 
 
 def _find_attention(model: nn.Module, name: str) -> tuple[str, AttentionHeads] | None:

@@ -98,14 +98,14 @@ class KnownModel:
 
     def _attention(self) -> list[_BlockParam]:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        by_query = TensorParallelCut(0, num_units=self.num_heads)
+        by_query, to_output = (TensorParallelCut(dim, self.num_heads, num_groups=self.num_kv_heads) for dim in (0, 1))
         by_key = by_query
         if self.num_kv_heads < self.num_heads:
             by_key = TensorParallelCut(0, num_units=self.num_kv_heads, replicate_units=True)
         projections = (("q", queries, by_query), ("k", keys, by_key), ("v", keys, by_key))
         params: list[_BlockParam] = [
             *((f"self_attn.{name}_proj.weight", (size, self.hidden), cut) for name, size, cut in projections),
-            ("self_attn.o_proj.weight", (self.hidden, queries), TensorParallelCut(1, num_units=self.num_heads)),
+            ("self_attn.o_proj.weight", (self.hidden, queries), to_output),
         ]
         if self.qkv_bias:
             params += [(f"self_attn.{name}_proj.bias", (size,), cut) for name, size, cut in projections]

@@ -82,9 +82,12 @@ def test_holders_are_replicas_and_shared_heads() -> None:
     under_tp4 = ModelLayout(spec, Layout.parse("dp2.fsdp2.tp4"))
 
     # 2 key-value heads on 4 ranks: each is held twice, in each of 2 replicas. Norms are on all 4 ranks of both.
-    assert num_holders(under_tp4, "model.layers.0.self_attn.k_proj.weight") == 4
-    assert num_holders(under_tp4, "model.layers.0.self_attn.q_proj.weight") == 2
-    assert num_holders(under_tp4, "model.norm.weight") == 8
+    assert num_holders(under_tp4, "model.layers.0.self_attn.k_proj.weight", 0) == 4
+    assert num_holders(under_tp4, "model.layers.0.self_attn.q_proj.weight", 0) == 2
+    assert num_holders(under_tp4, "model.norm.weight", 0) == 8
+    # On 3 ranks the first one holds its head alone.
+    under_tp3 = ModelLayout(spec, Layout.parse("dp2.tp3"))
+    assert [num_holders(under_tp3, "model.layers.0.self_attn.k_proj.weight", rank) for rank in range(3)] == [2, 4, 4]
 
 
 def _spoilt(layout_texts: list[str]) -> list[tuple[float, str | None, bool]]:

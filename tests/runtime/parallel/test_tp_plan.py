@@ -26,10 +26,10 @@ def test_heads_are_counted_from_sizes_in_the_config() -> None:
     cuts = read_tp_plan(tiny_model("qwen3")).cuts
     attention = "model.layers.1.self_attn"
 
-    assert cuts[f"{attention}.q_proj.weight"] == TensorParallelCut(0, num_units=4)
+    assert cuts[f"{attention}.q_proj.weight"] == TensorParallelCut(0, num_units=4, num_groups=2)
     assert cuts[f"{attention}.k_proj.weight"] == TensorParallelCut(0, num_units=2, replicate_units=True)
     assert cuts[f"{attention}.v_proj.weight"] == TensorParallelCut(0, num_units=2, replicate_units=True)
-    assert cuts[f"{attention}.o_proj.weight"] == TensorParallelCut(1, num_units=4)
+    assert cuts[f"{attention}.o_proj.weight"] == TensorParallelCut(1, num_units=4, num_groups=2)
     assert cuts["model.layers.1.mlp.down_proj.weight"] == TensorParallelCut(1)
     assert f"{attention}.q_norm.weight" not in cuts
 
@@ -37,8 +37,9 @@ def test_heads_are_counted_from_sizes_in_the_config() -> None:
 def test_fused_queries_keys_and_values_of_one_head_stay_together() -> None:
     plan = read_tp_plan(tiny_model("gpt_neox"))
 
-    assert plan.cuts["gpt_neox.layers.0.attention.query_key_value.weight"] == TensorParallelCut(0, num_units=4)
-    assert plan.cuts["gpt_neox.layers.0.attention.query_key_value.bias"] == TensorParallelCut(0, num_units=4)
+    by_head = TensorParallelCut(0, num_units=4, num_groups=4)
+    assert plan.cuts["gpt_neox.layers.0.attention.query_key_value.weight"] == by_head
+    assert plan.cuts["gpt_neox.layers.0.attention.query_key_value.bias"] == by_head
     assert "gpt_neox.layers.0.attention.dense.bias" not in plan.cuts
     assert plan.attention["gpt_neox.layers.0.attention"] == AttentionHeads(query=4, key_value=4, head_dims=(16,))
 

@@ -26,7 +26,7 @@ ROLE = RoleMemory(model=SPEC, frozen_params=frozenset(f"block.{i}.in" for i in r
 WITHOUT_SCALAR = RoleMemory(model=ModelSpec(SPEC.params[:-1], 5), frozen_params=ROLE.frozen_params)
 
 
-@pytest.mark.parametrize("text", ["dp1", "tp2", "tp4", "pp2.tp2", "pp3", "pp5.dp2"])
+@pytest.mark.parametrize("text", ["dp1", "tp2", "tp3", "tp4", "pp2.tp2", "pp3", "pp5.dp2"])
 def test_whole_tensors_are_counted_as_the_layout_cuts_them(text: str) -> None:
     layout = Layout.parse(text)
     laid, elements = ModelLayout(SPEC, layout), RoleElements(ROLE)
@@ -53,7 +53,7 @@ def test_shards_are_padded_to_equal_length() -> None:
 
 def test_an_invalid_layout_is_refused_every_time() -> None:
     elements = RoleElements(ROLE)
-    for text, rule in (("tp3", "must divide"), ("pp6", "pp=6"), ("fsdp2", "scalar")):
+    for text, rule in (("tp5", "must not exceed the number of heads"), ("pp6", "pp=6"), ("fsdp2", "scalar")):
         for _ in range(2):
             with pytest.raises(LayoutError, match=rule):
                 elements.on_rank(Layout.parse(text), 0)
