@@ -41,6 +41,8 @@ class TensorParallelGroup:
         """Faster sum without gradients, for the tensors that it accepts. Set it on all ranks or on none."""
         self.shared_copy: tuple[Tensor, int, Tensor] | None = None
         """Last activation given to a column-cut layer, its version, and its copy; None if there is none."""
+        self.has_uneven_features = False
+        """Whether ranks hold different numbers of a layer's features, so that dropout draws different amounts."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self  # a copy of the model has the same peers
@@ -68,6 +70,15 @@ class TensorParallelGroup:
         gathered = tensor.new_empty(self.size * tensor.numel())
         _all_gather_single(gathered, tensor.contiguous().view(-1), group=self.process_group)
         return gathered.view(self.size, *tensor.shape)
+
+    def align_random_numbers(self, device: torch.device) -> None:
+        """Let all ranks draw the same random numbers again, after dropout of different numbers of features."""
+        seed = torch.randint(1 << 62, (1,))
+        if device.type == "cpu":  # the generator that dropout has drawn from; other devices have their own
+            seed = self.gather(seed)[0]
+            torch.default_generator.manual_seed(int(seed))
+        else:
+            torch.get_device_module(device).manual_seed(int(seed))
 
     def local_slice(self, width: int) -> tuple[int, int]:
         """Return start and length of this rank's chunk of ``width``, as ``torch.chunk`` cuts."""

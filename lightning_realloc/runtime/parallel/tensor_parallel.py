@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import Layout, ModelLayout, ParallelDims
+from lightning_realloc.layout import Layout, ModelLayout, ParallelDims, TensorParallelCut, local_shard
 from lightning_realloc.runtime.forward.tp_group import (
     TensorParallelGroup,
     copy_to_ranks,
@@ -34,6 +34,7 @@ from lightning_realloc.runtime.model.structure import replace_parameter, tied_na
 from lightning_realloc.runtime.parallel.tp_plan import (
     PARTIAL_GRADIENT,
     REPLICATE,
+    ROWWISE,
     AttentionHeads,
     TensorParallelPlan,
     read_tp_plan,
@@ -86,6 +87,10 @@ def install_tensor_parallel(
     if plan.refusal is not None:
         raise LayoutError(f"tp={layout.dims.tp} is impossible for this model: {plan.refusal}; use tp=1")
     tensor_parallel = TensorParallelGroup(group, layout.group(rank, "tp"), rank)
+    tensor_parallel.has_uneven_features = any(
+        plan.styles[name] in ROWWISE and _is_uneven(model.get_submodule(name), plan.cuts[f"{name}.weight"], layout)
+        for name in plan.styles
+    )
     for name, style in plan.styles.items():
         if style != REPLICATE:
             _convert(model.get_submodule(name), name, style, plan, tensor_parallel)
@@ -156,10 +161,15 @@ class _SharedHeadLinear(_ColwiseLinear):
 
 
 class _RowwiseLinear(_TensorParallelModule, nn.Linear):
-    """Holds a slice of the input features and gets that slice of the input; adds the bias once, after the sum."""
+    """Holds a slice of the input features and gets that slice of the input; adds the bias once, after the sum.
+
+    What follows is replicated, so all ranks must draw the same random numbers from there on.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         output = sum_from_ranks(F.linear(input, self.weight), self.tp_group)
+        if self.training and self.tp_group.has_uneven_features:
+            self.tp_group.align_random_numbers(output.device)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -273,6 +283,12 @@ def _with_own_forward(base: type[nn.Module], own: type[nn.Module]) -> type[nn.Mo
         combined = type(f"{base.__name__.strip('_')}{own.__name__}", (base, own), {})
         combined_by_base[base] = combined
     return combined
+
+
+def _is_uneven(layer: nn.Module, cut: TensorParallelCut, layout: Layout) -> bool:
+    """Return whether ranks hold different numbers of the layer's input features."""
+    tp, shape = layout.dims.tp, tuple(layer.get_parameter("weight").shape)
+    return len({local_shard(shape, cut, tp, index, 1, 0).shape for index in range(tp)}) > 1
 
 
 def _divide_heads(attention: nn.Module, heads: AttentionHeads, group: TensorParallelGroup) -> None:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
@@ -13,7 +14,7 @@ from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.tensor_parallel import install_tensor_parallel, slice_parameters
-from tests.models import tiny_model
+from tests.models import UNEVEN_HEADS, tiny_model
 from tests.runtime.reference import local_part
 from tests.workers import WorkerPool
 
@@ -137,6 +138,43 @@ def _one_sum_for_q_k_and_v() -> tuple[int, int, bool]:
 def test_layers_that_share_an_activation_sum_its_gradient_once(workers: WorkerPool) -> None:
     # Forward: the embedding, and two sums in each of two blocks. Backward: q/k/v and gate/up in each, and the head.
     assert workers.run(_one_sum_for_q_k_and_v, world_size=2) == [(5, 5, True)] * 2
+
+
+def _dropout(checkpointing: bool) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return logits, gradients of replicated parameters, and the next random number, with dropout of heads."""
+    layout, group = _tensor_parallel_group("tp2@0-1")
+    model = get_peft_model(
+        tiny_model("llama", **UNEVEN_HEADS["9/3"], attention_dropout=0.3),
+        LoraConfig(target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False),
+    ).train()
+    model_layout = ModelLayout(describe_model(model), layout)
+    install_tensor_parallel(model, layout, group, dist.get_rank())
+    slice_parameters(model, model_layout, dist.get_rank())
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(5)
+    output = model(input_ids=torch.arange(8).unsqueeze(0), labels=torch.arange(8).unsqueeze(0))
+    following = torch.rand(1)
+    output.loss.backward()
+    named = [(model_layout.model.param(name).tp, parameter.grad) for name, parameter in model.named_parameters()]
+    return output.logits.detach(), [grad for cut, grad in named if cut is None and grad is not None], following
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_of_unequal_numbers_of_heads_leaves_the_ranks_equal(workers: WorkerPool, checkpointing: bool) -> None:
+    (logits, gradients, following), (others, other_gradients, other_following) = workers.run(
+        _dropout, checkpointing, world_size=2
+    )
+    assert torch.equal(logits, others) and torch.equal(following, other_following)
+    assert len(gradients) == 14  # in two blocks, A of five layers and B of two
+    for one, other in zip(gradients, other_gradients, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_recomputed_blocks_draw_the_same_dropout(workers: WorkerPool) -> None:
+    (_, kept, _), (_, recomputed, _) = (workers.run(_dropout, again, world_size=2)[0] for again in (False, True))
+    for one, other in zip(kept, recomputed, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 def _installed(case: str) -> str:
