@@ -36,6 +36,7 @@ from lightning_realloc.generation.loop.streaming import CompletionNotifier, Shar
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
+from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
 
 if TYPE_CHECKING:  # imported where they are used: plain generation needs none of these
@@ -316,9 +317,9 @@ class GenerationEngine(SharingEngine):
         with slot_attention(self._model):
             runner.forward([], [])  # one token, which shows the layers' shapes
         self._decoding.share_cache(cache)
-        tables = cache.lay_out(
-            [sample.max_length for sample in samples], num_slots=num_slots, may_grow=self._rebalancer is not None
-        )
+        lengths, group = [sample.max_length for sample in samples], tensor_parallel_group(self._model)
+        may_grow = self._rebalancer is not None
+        tables = cache.lay_out(lengths, num_slots=num_slots, may_grow=may_grow, tp_group=group)
         return PagedScheduler(
             waiting, samples=samples, tables=tables, num_slots=num_slots, num_ahead=self._decoding.max_ahead,
             max_prefill_tokens=most,
@@ -353,7 +354,7 @@ class GenerationEngine(SharingEngine):
 
     @property
     def _is_tensor_parallel(self) -> bool:
-        return any(hasattr(module, "tp_group") for module in self._model.modules())
+        return tensor_parallel_group(self._model) is not None
 
     def _check_agreement(self, peers: Peers | None) -> None:
         """Raise GenerationError if tensor-parallel ranks would make different decisions."""

@@ -18,7 +18,8 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from tests.generation.forward.test_packed_linear import require_packing
-from tests.models import tiny_model
+from tests.generation.test_engine import GREEDY, reference_greedy
+from tests.models import UNEVEN_HEADS, tiny_model
 from tests.workers import WorkerPool
 
 PROMPTS = [[5, 9, 17, 3], [8] * 11, [40], [7, 7, 90, 4, 4, 4], [101, 33]]
@@ -59,6 +60,43 @@ def test_tensor_parallel_ranks_agree_bitwise_and_draw_the_tokens_of_one_rank(
     results = workers.run(_generate, family, layout, world_size=int(layout[2:]))
     assert all(result == results[0] for result in results)
     assert {completion.sample_id: completion.token_ids for completion in results[0]} == _alone(family)
+
+
+UNEVEN_CASES = (
+    ("llama", "tp2@0-1", "9/3"), ("llama", "tp3@1-3", "9/3"), ("qwen2", "tp4@0-3", "14/2"), ("qwen3", "tp4@0-3", "6/2"),
+    ("qwen3", "tp3@0-2", "14/2"), ("gpt_neox", "tp2@2-3", "5/5"),
+)  # fmt: skip
+
+
+def _greedy_with_uneven_heads(max_cache_bytes: int | None) -> list[tuple[list[tuple[int, ...]], int] | None]:
+    """Return this rank's greedy tokens in each case, and preemptions; None outside of its layout."""
+    meshes, found = MeshRegistry("cpu"), []
+    meshes.create([Layout.parse(text) for _, text, _ in UNEVEN_CASES])
+    for family, text, heads in UNEVEN_CASES:
+        layout = Layout.parse(text)
+        if dist.get_rank() not in layout:
+            found.append(None)
+            continue
+        model = tiny_model(family, **UNEVEN_HEADS[heads])
+        model = parallelize(model, ModelLayout(describe_model(model), layout), meshes)
+        engine = GenerationEngine(model, max_slots=3, max_cache_bytes=max_cache_bytes)
+        tokens = [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
+        found.append((tokens, engine.stats.num_preemptions))
+    return found
+
+
+@pytest.mark.parametrize("max_cache_bytes", [None, 20_000])
+def test_ranks_with_different_numbers_of_heads_generate_the_tokens_of_transformers(
+    workers: WorkerPool, max_cache_bytes: int | None
+) -> None:
+    results = workers.run(_greedy_with_uneven_heads, max_cache_bytes)
+    for case, (family, text, heads) in enumerate(UNEVEN_CASES):
+        model = tiny_model(family, **UNEVEN_HEADS[heads])
+        expected = [tuple(reference_greedy(model, prompt)) for prompt in PROMPTS]
+        answers = [result[case] for result in results if result[case] is not None]
+        assert len(answers) == Layout.parse(text).dims.size
+        assert all(tokens == expected for tokens, _ in answers)
+        assert len({preemptions for _, preemptions in answers}) == 1
 
 
 def _generate_packed(family: str) -> tuple[int, list[list[Completion]]]:

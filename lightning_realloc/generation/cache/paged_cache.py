@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from lightning_realloc.generation.cache.kv_cache import (
 )
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.limits import BUFFER_SHARE, PAGE_SIZE
+
+if TYPE_CHECKING:
+    from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
 
 LayerKey = tuple[int, int]
 """Model, 0 for the target and 1 for its draft model, and the layer's number in it."""
@@ -80,21 +84,31 @@ class PagedCache(KVCache):
         """Return a cache for a draft model, in the same pages."""
         return DraftCache(self)
 
-    def lay_out(self, lengths: Sequence[int], *, num_slots: int, may_grow: bool = False) -> PageTables:
+    def lay_out(
+        self,
+        lengths: Sequence[int],
+        *,
+        num_slots: int,
+        may_grow: bool = False,
+        tp_group: TensorParallelGroup | None = None,
+    ) -> PageTables:
         """Allocate pages and return empty tables for a call.
 
         Args:
             lengths: Most positions of each sample.
             num_slots: Number of slots.
             may_grow: Whether samples of any length that fits may arrive later.
+            tp_group: Ranks that schedule alike, and so need as many pages as the one with the largest; None: no others.
 
         Raises:
             GenerationError: if the bound does not hold the longest sample.
         """
         longest = max(lengths, default=1)
         self.tables = PageTables(0, self.page_size, num_slots=num_slots)
-        least, page_bytes = self.tables.pages_for(longest), self.page_bytes
-        buffer_page_bytes = max(map(self._layer_bytes, self._shapes.values()))
+        least, device = self.tables.pages_for(longest), next(iter(self._shapes.values()))[0].device
+        page_bytes, buffer_page_bytes = sizes = [self.page_bytes, self._buffer_page_bytes]
+        if tp_group is not None:
+            page_bytes, buffer_page_bytes = tp_group.largest(sizes, device)
         needed = least * (page_bytes + buffer_page_bytes)
         if needed > self.max_bytes:
             raise GenerationError(
@@ -111,7 +125,7 @@ class PagedCache(KVCache):
         buffer_pages = min(max(share, least), left, num_slots * least)
         of_use = sum(self.tables.pages_for(length) for length in sorted(lengths)[-num_slots:]) or least
         num_pages = min((self.max_bytes - buffer_pages * buffer_page_bytes) // page_bytes, of_use)
-        self._allocate(num_pages, buffer_pages, buffer_page_bytes)
+        self._allocate(num_pages, buffer_pages)
         self.tables = PageTables(num_pages, self.page_size, num_slots=num_slots)
         self._rows = torch.zeros(num_slots, least, dtype=torch.long)
         self.table = self._rows.to(self._buffer.device)
@@ -120,7 +134,12 @@ class PagedCache(KVCache):
     def _layer_bytes(self, shape: Stored) -> int:
         return self.page_size * sum(one.shape[-2] * one.shape[-1] * one.element_size() for one in shape)
 
-    def _allocate(self, num_pages: int, buffer_pages: int, buffer_page_bytes: int) -> None:
+    @property
+    def _buffer_page_bytes(self) -> int:
+        """Bytes of one page in the layer that needs most."""
+        return max(map(self._layer_bytes, self._shapes.values()))
+
+    def _allocate(self, num_pages: int, buffer_pages: int) -> None:
         """Allocate storage for the pages, unless there is enough of the right shapes."""
         known = self._layers.keys() == self._shapes.keys() and all(
             fits(stored, shape) for layer, shapes in self._shapes.items()
@@ -132,7 +151,7 @@ class PagedCache(KVCache):
         for layer, (key, value) in self._shapes.items():
             self._layers[layer] = (self._pages_like(key, num_pages), self._pages_like(value, num_pages))
         device = next(iter(self._shapes.values()))[0].device
-        self._buffer = torch.empty(buffer_pages * buffer_page_bytes, dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(buffer_pages * self._buffer_page_bytes, dtype=torch.uint8, device=device)
         self._num_pages, self.buffer_pages = num_pages, buffer_pages
 
     def _pages_like(self, shape: Tensor, num_pages: int) -> Tensor:

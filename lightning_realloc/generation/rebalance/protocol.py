@@ -272,12 +272,17 @@ class _Rounds:
             waiting=tuple(s for s in map(self._live, access.queued) if s.sample_id not in outgoing),
             incoming=tuple(s._replace(last_moved_round=self._round) for s in self._handover.incoming.values()),
             free_slots=access.free_slots,
-            bytes_per_token=sum(shape.num_bytes for shape in access.describe_cache()),
+            bytes_per_token=self._bytes_per_token(),
             pace=pace,
             steps_s=self._recorder.steps_s,
             evidence=self._lengths.evidence,
             expected_since=self._handover.expected_since(self._round),
         )
+
+    def _bytes_per_token(self) -> int:
+        """Return the bytes of a token's keys and values: under tensor parallelism, those of the first rank."""
+        own = sum(shape.num_bytes for shape in self._access.describe_cache())
+        return own if self._agree is None else int(self._agree([own])[0])
 
     def _live(self, index: int) -> LiveSample:
         sample = self._access.samples[index]

@@ -6,6 +6,7 @@ gradient. All ranks add in the same order, so replicated values stay bitwise equ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -70,6 +71,11 @@ class TensorParallelGroup:
         gathered = tensor.new_empty(self.size * tensor.numel())
         _all_gather_single(gathered, tensor.contiguous().view(-1), group=self.process_group)
         return gathered.view(self.size, *tensor.shape)
+
+    def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Return the largest value over the ranks of each number; ranks with more heads hold larger caches."""
+        largest: list[int] = self.gather(torch.tensor(numbers, device=device)).amax(0).tolist()
+        return largest
 
     def align_random_numbers(self, device: torch.device) -> None:
         """Let all ranks draw the same random numbers again, after dropout of different numbers of features."""

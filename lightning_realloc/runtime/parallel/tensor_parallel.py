@@ -100,6 +100,12 @@ def install_tensor_parallel(
     return tensor_parallel
 
 
+def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
+    """Return the ranks that share the model's weights; None for a model without tensor parallelism."""
+    modules = (module for module in model.modules() if isinstance(module, _TensorParallelModule))
+    return next((module.tp_group for module in modules), None)
+
+
 @contextlib.contextmanager
 def vocab_parallel_output(head: nn.Module | None) -> Iterator[None]:
     """Make a language model's head that is cut over its outputs, and its adapters, return `VocabParallelLogits`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -13,6 +15,7 @@ from lightning_realloc.algorithms.base.generation_options import SampleReallocat
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from tests.generation.random_moves import at_random, moving
+from tests.models import UNEVEN_HEADS, tiny_model
 from tests.strategies import runs
 from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Batches, Outcome
@@ -31,11 +34,17 @@ class Moved(Callback):
 
 
 def run_algorithm(
-    layout: str, world_size: int, moves: SampleReallocation, drafter: str | None, max_slots: int = 64
+    layout: str,
+    world_size: int,
+    moves: SampleReallocation,
+    drafter: str | None,
+    max_slots: int = 64,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Outcome, list[float]]:
     """Return the results of two iterations, and the number of samples that moved in each."""
     drafting = None if drafter is None else Speculation(drafter=drafter, num_draft_tokens=2)
-    module = runs.grpo(speculation=drafting, sample_reallocation=moves)
+    actor, reference = (tiny_model("llama", seed=seed, **sizes) for seed in (0, 1))
+    module = runs.grpo(actor=actor, reference=reference, speculation=drafting, sample_reallocation=moves)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
         plan = plan_of(module, layout)
@@ -52,10 +61,13 @@ def run_algorithm(
 def test_iterations_give_the_same_results_with_and_without_moves(
     workers: WorkerPool, layout: str, world_size: int, moves: SampleReallocation, drafter: str | None
 ) -> None:
+    sizes = dict(UNEVEN_HEADS["9/3"]) if "tp" in layout else {}  # counterparts hold equally many heads
+
     def run(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
         first: tuple[Outcome, list[float]] = workers.run(
-            run_algorithm, layout, world_size, moves, drafter, world_size=world_size, init_process_group=False
-        )[0]
+            run_algorithm, layout, world_size, moves, drafter, 64, sizes, world_size=world_size,
+            init_process_group=False,
+        )[0]  # fmt: skip
         return first
 
     (stayed, none), (moved, counts) = run(False), run(moves)
