@@ -103,11 +103,11 @@ class PlanEvaluator:
             LayoutError: for a layout that does not fit its model.
         """
         groups = interchangeable_ranks(plan)
-        firsts = [ranks[0] for ranks in groups]  # shards are padded, so that no other rank of the group holds more
-        forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=firsts)
+        counted = [rank for ranks in groups for rank in _ranks_with_other_heads(plan, ranks)]
+        forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=counted)
         calls = {f"{arrow}{call.name}" for call in self.dataflow.iteration_calls for arrow in ("", "-> ")}
         return {
-            ranks: max(e.parts.total for e in forecast.phases if e.rank == ranks[0] and e.phase in calls)
+            ranks: max(e.parts.total for e in forecast.phases if e.rank in ranks and e.phase in calls)
             for ranks in groups
         }
 
@@ -253,3 +253,14 @@ def interchangeable_ranks(plan: ExecutionPlan) -> list[tuple[int, ...]]:
         place = tuple(layout.coordinate(rank).pp if rank in layout else -1 for layout in plan.layouts)
         groups.setdefault(place, []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
+
+
+def _ranks_with_other_heads(plan: ExecutionPlan, ranks: Sequence[int]) -> list[int]:
+    """Return one of some interchangeable ranks for each place along ``tp``, where ranks may hold more or fewer heads.
+
+    FSDP pads its shards, so ranks with the same place along ``tp`` hold equally much.
+    """
+    by_place: dict[tuple[int, ...], int] = {}
+    for rank in ranks:
+        by_place.setdefault(tuple(lay.coordinate(rank).tp for lay in plan.layouts if rank in lay), rank)
+    return list(by_place.values())

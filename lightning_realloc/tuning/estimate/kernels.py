@@ -22,7 +22,7 @@ LOGIT_PASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Compute times of one of ``tp`` ranks, in seconds."""
+    """Compute times of the first of ``tp`` ranks, in seconds: no rank has more heads."""
 
     shape: ModelShape
     tp: int
@@ -49,7 +49,7 @@ class Kernels:
 
     def decode(self, sequences: float, context: float) -> float:
         """Return a block's time for one new token of each sequence, with keys and values from the cache."""
-        cache = 2 * sequences * context * self._keys * self.element_bytes
+        cache = 2 * sequences * context * self.shape.keys(self.tp) * self.element_bytes
         return self.products(sequences) + self.device.stream(cache) + self._elementwise(sequences)
 
     def head(self, rows: float) -> float:
@@ -80,8 +80,8 @@ class Kernels:
         return self._products[num_rows]
 
     def _matmuls(self, rows: int) -> float:
-        shape, queries = self.shape, self.shape.queries / self.tp
-        sizes = [(shape.hidden, queries, 1), (shape.hidden, self._keys, 2), (queries, shape.hidden, 1)]
+        shape, queries = self.shape, self.shape.queries(self.tp)
+        sizes = [(shape.hidden, queries, 1), (shape.hidden, self.shape.keys(self.tp), 2), (queries, shape.hidden, 1)]
         attention = sum(n * self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns, n in sizes)
         dense = self._mlp(rows, shape.intermediate / self.tp)
         if shape.experts is None:
@@ -109,14 +109,9 @@ class Kernels:
         routed = self._mlp(each, experts.features_on(self.tp), num_products=reached)
         return router + routed + self._mlp(rows, experts.shared_features_on(self.tp))
 
-    @property
-    def _keys(self) -> float:
-        """Key features on this rank: at least one head, which is replicated where tp exceeds the number of heads."""
-        return max(1.0, self.shape.num_kv_heads / self.tp) * self.shape.head_dim
-
     def _attention_flops(self, pairs: float) -> float:
         """Return the attention flops for some pairs of a token and a token that it attends to."""
-        return 4 * pairs * self.shape.queries / self.tp
+        return 4 * pairs * self.shape.queries(self.tp)
 
     def _elementwise(self, tokens: float) -> float:
         """Return the time of norms, residuals, rotation and activation, each of which is a kernel of its own.
@@ -128,7 +123,7 @@ class Kernels:
         """
         shape, experts = self.shape, self.shape.experts
         hidden = (2 * (7 if shape.rms_norm else 2) + 6) * shape.hidden
-        heads = 6 * (shape.queries / self.tp + self._keys)
+        heads = 6 * (shape.queries(self.tp) + self.shape.keys(self.tp))
         passes = 5 if shape.gated else 2
         mlp = passes * shape.intermediate / self.tp
         if experts is not None:

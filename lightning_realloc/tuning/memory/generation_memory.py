@@ -5,9 +5,11 @@ A draft model has keys and values of its own. They lie next to the target's or, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from lightning_realloc.layout.sharding import local_shard
 from lightning_realloc.limits import (
     BUFFER_SHARE,
     CACHE_MULTIPLE,
@@ -122,7 +124,8 @@ class Cache:
 def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, num_steps: int) -> int:
     """Return the bytes of packed copies of linear layers, without those whose products are summed over ranks.
 
-    A weight with two dims counts as a linear layer's, unless it comes before the blocks. A tied head counts.
+    Counts the first of ``tp`` ranks, which holds the most. A weight with two dims counts as a linear layer's, unless it
+    comes before the blocks. A tied head counts.
     """
     if not engine.packs_weights or num_steps < MIN_PACKED_STEPS:
         return 0
@@ -132,7 +135,7 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
     for param in role.model.params:
         is_linear = len(param.shape) == 2 and (param.section != "input" or param.name in tied)
         if is_linear and (tp == 1 or param.tp is None or param.tp.dim == 0):
-            sizes[_shared_product(param.name)] += param.numel // (1 if param.tp is None else tp)
+            sizes[_shared_product(param.name)] += math.prod(local_shard(param.shape, param.tp, tp, 0, 1, 0).shape)
     return sum(size for size in sizes.values() if size >= least) * element_bytes
 
 

@@ -100,14 +100,19 @@ class _Ranks:
         Ranks are in the order that moves the fewest bytes from ``origin``, the layout that its weights come from.
         """
         model, room = self._models[role], WEIGHTS_SHARE_OF_MEMORY * self._cluster.device_memory_bytes
-        size, degrees = model.num_elements * self._element_bytes, model.tensor_parallel_degrees(len(ranks))
-        tp = next((tp for tp in degrees if len(ranks) % tp == 0 and size / tp <= room), None)
+        degrees = [tp for tp in model.tensor_parallel_degrees(len(ranks)) if len(ranks) % tp == 0]
+        tp = next((tp for tp in degrees if self._largest_share(model, tp) <= room), None)
         if tp is None:
             return None
         dims = ParallelDims(dp=len(ranks) // tp, tp=tp)
         if origin is not None and tp > 1:
             return choose_rank_order(ModelLayout(model, origin), dims, ranks, self._cluster)
         return Layout(dims, ranks)
+
+    def _largest_share(self, model: ModelSpec, tp: int) -> int:
+        """Return the bytes of a replica on the first of its ``tp`` ranks, which holds the most."""
+        replica = ModelLayout(model, Layout(ParallelDims(tp=tp), tuple(range(tp))))
+        return replica.num_local_elements(0) * self._element_bytes
 
     def divided(self, roles: Sequence[str]) -> list[tuple[int, ...]] | None:
         """Return consecutive ranks for each role, in proportion to their sizes; None if there are too few ranks.

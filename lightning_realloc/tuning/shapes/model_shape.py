@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.layout.sharding import group_bounds, head_bounds
 from lightning_realloc.tuning.shapes.experts import Experts, read_size
 
 # ReLU keeps only its result, which the next projection keeps anyway. "gelu_new" consists of seven operations.
@@ -78,22 +79,20 @@ class ModelShape:
             experts=Experts.from_config(text, model),
         )
 
-    @property
-    def queries(self) -> int:
-        """Total features of the query heads."""
-        return self.num_heads * self.head_dim
+    def queries(self, tp: int = 1) -> int:
+        """Return the features of the query heads on the first of ``tp`` ranks, which holds most of them."""
+        return head_bounds(self.num_heads, self.num_kv_heads, tp, 0)[1] * self.head_dim
 
-    @property
-    def keys(self) -> int:
-        """Total features of the key heads, and likewise of the value heads."""
-        return self.num_kv_heads * self.head_dim
+    def keys(self, tp: int = 1) -> int:
+        """Return the features of the key heads, and likewise of the value heads, on the first of ``tp`` ranks."""
+        return group_bounds(self.num_kv_heads, tp, 0)[1] * self.head_dim
 
     def kv_cache_elements(self, tp: int) -> int:
-        """Return the KV-cache elements of one token on each of ``tp`` ranks."""
-        return 2 * self.num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
+        """Return the KV-cache elements of one token on the first of ``tp`` ranks, which has most key-value heads."""
+        return 2 * self.num_layers * self.keys(tp)
 
     def saved_bytes(self, tp: int, element_bytes: int) -> int:
-        """Return the bytes per token that one block keeps for its backward pass, on each of ``tp`` ranks.
+        """Return the bytes per token that one block keeps for its backward pass, on the first of ``tp`` ranks.
 
         Every rank holds whole hidden states: the input and the output of each of two norms and, for RMSNorm, the
         normalized input, in fp32. Heads and MLP features are divided between ranks: queries and keys after rotation,
@@ -101,12 +100,12 @@ class ModelShape:
         and the product.
         """
         norm = 4 + 2 * element_bytes if self.rms_norm else 2 * element_bytes
-        heads = (3 + 2 * self.qk_norm) * self.queries / tp + (2 + 2 * self.qk_norm) * self._local_keys(tp)
+        heads = (3 + 2 * self.qk_norm) * self.queries(tp) + (2 + 2 * self.qk_norm) * self.keys(tp)
         return int(2 * norm * self.hidden + element_bytes * (heads + self._mlp_saved(tp)))
 
     def working_elements(self, tp: int) -> int:
         """Return the peak elements per token of a block's forward pass that keeps nothing."""
-        attention = 3 * self.queries / tp + 3 * self._local_keys(tp)
+        attention = 3 * self.queries(tp) + 3 * self.keys(tp)
         copies = (3 if self.gated else 2) + max(0, self.activation_copies)
         mlp = copies * self.intermediate / tp
         if self.experts is not None:
@@ -122,7 +121,7 @@ class ModelShape:
         if self.experts is not None:
             each, moved = self.experts.features_on(tp), self.experts.per_token
             mlp = moved * max((2 if self.gated else 1) * each, 3 * self.hidden)
-        return int(2 * self.hidden + max(mlp, self.queries / tp + 2 * self._local_keys(tp)))
+        return int(2 * self.hidden + max(mlp, self.queries(tp) + 2 * self.keys(tp)))
 
     def _mlp_saved(self, tp: int) -> float:
         """Return the elements per token that a block keeps of its MLP or its experts, as a mean over blocks.
@@ -136,9 +135,6 @@ class ModelShape:
         routed = self.experts.per_token * (2 * self.hidden + copies * self.experts.features_on(tp))
         mixture = routed + copies * self.experts.shared_features_on(tp) + self.experts.count
         return self.experts.mean_over_blocks(self.num_layers, mixture, dense)
-
-    def _local_keys(self, tp: int) -> float:
-        return max(1, self.num_kv_heads // tp) * self.head_dim
 
 
 def _size(config: Any, *names: str, default: int | None = None) -> int:

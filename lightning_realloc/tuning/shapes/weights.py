@@ -16,9 +16,37 @@ from numpy.typing import NDArray
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec, ParamSpec, stage_blocks
+from lightning_realloc.layout.sharding import TensorParallelCut
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+
+class Ranges(NamedTuple):
+    """Ranges of a dim, one for each of some ranks, as arrays."""
+
+    begin: IntArray
+    end: IntArray
+    length: int
+    """Length of the dim, in the unit of ``begin`` and ``end``."""
+
+    @property
+    def share(self) -> FloatArray:
+        """Size of each range as a fraction of the dim."""
+        share: FloatArray = (self.end - self.begin) / self.length
+        return share
+
+    def chunked(self, index: IntArray, count: int) -> Ranges:
+        """Return chunk ``index`` of ``count`` equal ones of each range."""
+        size, begin = self.end - self.begin, self.begin * count
+        return Ranges(begin + size * index, begin + size * (index + 1), self.length * count)
+
+    def common(self, other: Ranges) -> FloatArray:
+        """Return the fraction of the dim that lies in both ranges, rank by rank."""
+        first = np.maximum(self.begin * other.length, other.begin * self.length)
+        last = np.minimum(self.end * other.length, other.end * self.length)
+        share: FloatArray = np.maximum(0, last - first) / (self.length * other.length)
+        return share
 
 
 class Cut(NamedTuple):
@@ -26,8 +54,8 @@ class Cut(NamedTuple):
 
     along: int | None
     """0: the dim that FSDP chunks as well; 1: another dim; None: not cut."""
-    units: int | None
-    """Number of heads, which are replicated where tp exceeds it; None: tp divides the dim."""
+    heads: TensorParallelCut | None
+    """The cut, if it is one between heads, of which ranks may hold different numbers; None: tp divides the dim."""
     rows: int | None = None
     """Length of the dim that FSDP chunks, if it is a number of experts, too small for equal chunks; None: large."""
 
@@ -37,18 +65,32 @@ class Cut(NamedTuple):
         rows = param.shape[0] if len(param.shape) == 3 else None
         if param.tp is None:
             return cls(None, None, rows)
-        units = param.tp.num_units if param.tp.replicate_units else None
-        return cls(min(param.tp.dim, 1), units, rows if param.tp.dim else None)
+        has_heads = param.tp.num_units is not None and not param.tp.block_sizes
+        return cls(min(param.tp.dim, 1), param.tp if has_heads else None, rows if param.tp.dim else None)
 
-    def parts(self, tp: int) -> int:
-        """Return the number of different pieces that ``tp`` ranks hold."""
-        if self.along is None:
-            return 1
-        return tp if self.units is None else min(tp, self.units)
+    def ranges(self, tp: int, index: IntArray) -> Ranges:
+        """Return the ranges of the cut dim that tensor-parallel ranks hold; the whole dim if it is not cut."""
+        if self.along is None or tp == 1:
+            return Ranges(np.zeros_like(index), np.ones_like(index), 1)
+        if self.heads is None:
+            return Ranges(index, index + 1, tp)
+        bounds, length = _head_bounds(self.heads, tp)
+        return Ranges(bounds[index, 0], bounds[index, 1], length)
+
+    def largest_share(self, tp: int) -> float:
+        """Return the fraction of the parameter that the first of ``tp`` ranks holds; no other rank holds more."""
+        return float(self.ranges(tp, np.zeros(1, dtype=np.int64)).share[0])
 
     def padding(self, fsdp: int) -> float:
         """Return the size of the largest of ``fsdp`` chunks relative to an equal share."""
         return 1.0 if self.rows is None else -(-self.rows // fsdp) * fsdp / self.rows
+
+
+@lru_cache(maxsize=1024)
+def _head_bounds(cut: TensorParallelCut, tp: int) -> tuple[IntArray, int]:
+    """Return begin and end (tp, 2) of each rank's heads, and the number of all heads."""
+    assert cut.num_units is not None, "a cut between heads has units"
+    return np.array([cut.unit_bounds(cut.num_units, tp, index) for index in range(tp)]), cut.num_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +137,7 @@ def _fullest_stage(weights: Weights, pp: int, fsdp: int, tp: int) -> float:
 
 
 def _local(sizes: tuple[tuple[Cut, float], ...], fsdp: int, tp: int) -> float:
-    return sum(size * cut.padding(fsdp) / cut.parts(tp) for cut, size in sizes)
+    return sum(size * cut.padding(fsdp) * cut.largest_share(tp) for cut, size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,23 +221,22 @@ class _Mesh:
         self.begin = np.array([run.start for run in runs])[self.pp]
         self.end = np.array([run.stop for run in runs])[self.pp]
 
-    def part(self, cut: Cut) -> IntArray:
-        """Return the index of the tensor-parallel piece that each rank holds."""
-        part: IntArray = self.tp * cut.parts(self.dims.tp) // self.dims.tp
-        return part
+    def ranges(self, cut: Cut) -> Ranges:
+        """Return the range of the cut dim that each rank holds before FSDP's chunks."""
+        return cut.ranges(self.dims.tp, self.tp)
 
     def held(self, cut: Cut, sizes: _Sizes) -> FloatArray:
         """Return the number of elements that each rank holds."""
         whole = sizes.block * (self.end - self.begin)
         whole = whole + sizes.input * (self.pp == 0) + sizes.output * (self.pp == self.dims.pp - 1)
-        begin, end, length = _chunk(self.fsdp, self.dims.fsdp, cut.rows)
-        held: FloatArray = whole * (end - begin) / (cut.parts(self.dims.tp) * length)
+        held: FloatArray = whole * _chunk(self.fsdp, self.dims.fsdp, cut.rows).share * self.ranges(cut).share
         return held
 
     def is_first(self, cut: Cut) -> NDArray[np.bool_]:
         """Return, for each rank, whether it is the first on its node with its piece."""
-        piece = (self.pp * self.dims.fsdp + self.fsdp) * self.dims.tp + self.part(cut)
-        _, first = np.unique(self.nodes * self.dims.size + piece, return_index=True)
+        ranges = self.ranges(cut)
+        piece = (self.pp * self.dims.fsdp + self.fsdp) * ranges.length + ranges.begin
+        _, first = np.unique(self.nodes * self.dims.size * ranges.length + piece, return_index=True)
         result = np.zeros(len(self.ranks), dtype=np.bool_)
         result[first] = True
         return result
@@ -219,32 +260,22 @@ def _overlap(cut: Cut, sizes: _Sizes, one: tuple[_Mesh, IntArray], other: tuple[
     first = (a.pp[i] == 0) & (b.pp[j] == 0)
     last = (a.pp[i] == a.dims.pp - 1) & (b.pp[j] == b.dims.pp - 1)
     whole = sizes.block * blocks + sizes.input * first + sizes.output * last
-    parts_a, parts_b, part_a, part_b = cut.parts(a.dims.tp), cut.parts(b.dims.tp), a.part(cut)[i], b.part(cut)[j]
+    range_a, range_b = cut.ranges(a.dims.tp, a.tp[i]), cut.ranges(b.dims.tp, b.tp[j])
     if cut.along == 0:  # FSDP chunks the dim that tensor parallelism cuts
-        chunk_a, chunk_b = part_a * a.dims.fsdp + a.fsdp[i], part_b * b.dims.fsdp + b.fsdp[j]
-        share = _common(chunk_a, parts_a * a.dims.fsdp, chunk_b, parts_b * b.dims.fsdp)
+        share = range_a.chunked(a.fsdp[i], a.dims.fsdp).common(range_b.chunked(b.fsdp[j], b.dims.fsdp))
     else:
-        chunks = _common(a.fsdp[i], a.dims.fsdp, b.fsdp[j], b.dims.fsdp, cut.rows)
-        share = chunks * _common(part_a, parts_a, part_b, parts_b)
+        chunks = _chunk(a.fsdp[i], a.dims.fsdp, cut.rows).common(_chunk(b.fsdp[j], b.dims.fsdp, cut.rows))
+        share = chunks * range_a.common(range_b)
     common: FloatArray = whole * share
     return common
 
 
-def _common(index: IntArray, count: int, other: IntArray, other_count: int, rows: int | None = None) -> FloatArray:
-    """Return the fraction of a dim in both chunk ``index`` of ``count`` and chunk ``other`` of ``other_count``."""
-    (begin, end, length), (from_, to, other_length) = _chunk(index, count, rows), _chunk(other, other_count, rows)
-    first = np.maximum(begin * other_length, from_ * length)
-    last = np.minimum(end * other_length, to * length)
-    share: FloatArray = np.maximum(0, last - first) / (length * other_length)
-    return share
+def _chunk(index: IntArray, count: int, rows: int | None) -> Ranges:
+    """Return FSDP's chunks of a dim.
 
-
-def _chunk(index: IntArray, count: int, rows: int | None) -> tuple[IntArray, IntArray, int]:
-    """Return the begin and the end of each chunk, and the length of the dim in the same unit.
-
-    Chunks are equal or, with ``rows``, those of ``torch.chunk``, whose last ones may be shorter or empty.
+    They are equal or, with ``rows``, those of ``torch.chunk``, whose last ones may be shorter or empty.
     """
     if rows is None:
-        return index, index + 1, count
+        return Ranges(index, index + 1, count)
     size = -(-rows // count)
-    return np.minimum(rows, index * size), np.minimum(rows, (index + 1) * size), rows
+    return Ranges(np.minimum(rows, index * size), np.minimum(rows, (index + 1) * size), rows)

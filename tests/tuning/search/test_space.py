@@ -23,6 +23,7 @@ from lightning_realloc.tuning.search.space import (
     rank_sets,
     sizes,
 )
+from lightning_realloc.tuning.shapes.known_models import find_known_model
 
 KINDS: tuple[CallKind, ...] = ("generate", "infer", "train")
 PARAMS = tuple(ParamSpec(f"block.{b}", (24, 4), TensorParallelCut(0, num_units=12), "block", b) for b in range(3))
@@ -75,6 +76,15 @@ def test_degrees_are_those_that_model_kind_and_nodes_allow(model: ModelSpec, kin
     found = legal_dims(model, kind, num_ranks, cluster(3, 8))
     assert set(found) == expected
     assert len(found) == len(expected)
+
+
+def test_degrees_that_do_not_divide_the_heads_are_tried() -> None:
+    def degrees(name: str, num_ranks: int) -> set[int]:
+        model = find_known_model(name).spec()
+        return {dims.tp for dims in legal_dims(model, "generate", num_ranks, cluster(1, num_ranks))}
+
+    assert degrees("Qwen2.5-0.5B", 4) == {1, 2, 4}  # 14 query heads on 2 key-value heads: 4 + 3, twice
+    assert degrees("Qwen2.5-0.5B", 16) == {1, 2, 4, 8}
 
 
 def test_options_depend_on_the_kind_of_a_call() -> None:

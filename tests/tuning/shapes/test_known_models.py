@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, known_models, parse_shape
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
@@ -98,6 +99,16 @@ def test_some_blocks_may_be_dense_and_experts_may_be_shared() -> None:
     assert shape.experts == Experts(count=4, per_token=2, features=32, shared_features=48)
     _, shape = describe("glm4_moe", n_routed_experts=4, n_shared_experts=3, first_k_dense_replace=1, **sizes)
     assert shape.experts == Experts(count=4, per_token=2, features=32, shared_features=96, num_dense_blocks=1)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+def test_no_rank_holds_more_heads_than_the_shape_says(tp: int) -> None:
+    model = find_known_model("Qwen2.5-0.5B")  # 14 query heads on 2 key-value heads
+    layout = ModelLayout(model.spec(), Layout.parse(f"tp{tp}"))
+    for name, size in (("q", model.shape().queries(tp)), ("k", model.shape().keys(tp))):
+        rows = [layout.local_shape(f"model.layers.0.self_attn.{name}_proj.weight", rank)[0] for rank in range(tp)]
+        assert size == rows[0] == max(rows)
+    assert model.shape().kv_cache_elements(tp) == 2 * 24 * model.shape().keys(tp)
 
 
 def test_a_scoring_model_has_one_output_and_no_vocabulary_head() -> None:

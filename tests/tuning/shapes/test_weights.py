@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.weights import Weights, traffic
@@ -19,6 +19,9 @@ from tests.tuning.examples import SMALL
 CLUSTER = ClusterSpec.parse("h100:4x4")
 MODEL = SMALL.spec()
 WEIGHTS = Weights.from_model(MODEL)
+UNEVEN = replace(SMALL, num_heads=9, num_kv_heads=3).spec()
+"""Heads that no degree divides. FSDP cuts the rows of each rank into equal chunks all the same."""
+MODELS = st.sampled_from((MODEL, UNEVEN))
 MIXTURE = replace(SMALL, experts=Experts(count=6, per_token=2, features=32)).spec()
 """FSDP chunks its experts: of four ranks the last one has none, of eight the last two."""
 DEGREES = (1, 2, 4, 8)
@@ -38,11 +41,11 @@ def layouts(draw: st.DrawFn, most_tp: int = 8) -> Layout:
     return Layout(dims, tuple(draw(st.permutations(ranks)) if draw(st.booleans()) else ranks))
 
 
-@given(source=layouts(), target=layouts())
-@settings(max_examples=120, deadline=None)
-def test_traffic_equals_the_elements_that_the_planner_moves(source: Layout, target: Layout) -> None:
-    plan = plan_reallocation(ModelLayout(MODEL, source), ModelLayout(MODEL, target), CLUSTER, element_bytes=1)
-    moved = traffic(WEIGHTS, source, target, CLUSTER)
+@given(model=MODELS, source=layouts(), target=layouts())
+@settings(max_examples=160, deadline=None)
+def test_traffic_equals_the_elements_that_the_planner_moves(model: ModelSpec, source: Layout, target: Layout) -> None:
+    plan = plan_reallocation(ModelLayout(model, source), ModelLayout(model, target), CLUSTER, element_bytes=1)
+    moved = traffic(Weights.from_model(model), source, target, CLUSTER)
     by_rank = plan.bytes_by_rank()
     assert moved.total_received == pytest.approx(plan.bytes_minimum)
     assert moved.total_between == pytest.approx(plan.inter_node_bytes_minimum)
@@ -76,12 +79,12 @@ def test_a_source_sends_the_elements_that_the_planner_assigns_to_it() -> None:
         assert max(moved.sent_inside, moved.sent_between) == pytest.approx(sent, rel=0.05)
 
 
-@given(layout=layouts())
-@settings(max_examples=60, deadline=None)
-def test_the_fullest_stage_equals_that_of_the_layout(layout: Layout) -> None:
-    held = ModelLayout(MODEL, layout)
+@given(model=MODELS, layout=layouts())
+@settings(max_examples=80, deadline=None)
+def test_the_fullest_stage_equals_that_of_the_layout(model: ModelSpec, layout: Layout) -> None:
+    held = ModelLayout(model, layout)
     fullest = max(held.num_local_elements(rank) for rank in layout.ranks)
-    assert WEIGHTS.stage_elements(layout.dims) / layout.dims.fsdp == pytest.approx(fullest)
+    assert Weights.from_model(model).stage_elements(layout.dims) / layout.dims.fsdp == pytest.approx(fullest)
 
 
 def test_the_whole_model_is_counted_once() -> None:
