@@ -7,7 +7,7 @@ import os
 import resource
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Part:
     optimizer: str = "adam"
     family: str = "llama"
     dropout: float = 0.0
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model's config."""
     seed: int = 0
     """Seed of the processes' generators, whose states differ between ranks."""
     in_background: bool = False
@@ -72,7 +74,7 @@ def make_optimizer(name: str) -> Any:
 
 def make_module(part: Part) -> Any:
     """Return the algorithm of a part."""
-    actor = tiny_model(part.family, **({"resid_pdrop": part.dropout} if part.dropout else {}))
+    actor = tiny_model(part.family, **part.sizes, **({"resid_pdrop": part.dropout} if part.dropout else {}))
     # A fixed seed: the parts of a run seed their processes differently, but must draw like one run.
     settings: dict[str, Any] = {"actor": actor, "optimizer": make_optimizer(part.optimizer), "seed": 0}
     settings["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)

@@ -14,6 +14,7 @@ import torch
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoints.checkpoint import random_state, refuse_folder, set_random_state
+from tests.models import UNEVEN_HEADS
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import (
     Linear,
@@ -128,6 +129,22 @@ def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, 
 
     _close(logged[0], [entry for part in logged[1:] for entry in part])
     _close_contents(tmp_path / "5", tmp_path / "straight")
+
+
+def test_a_run_continues_where_ranks_hold_other_numbers_of_heads(workers: WorkerPool, tmp_path: Path) -> None:
+    straight = Part(_sft("fsdp4"), 3, save=tmp_path / "straight", sizes=UNEVEN_HEADS["9/3"])
+    parts = [
+        replace(
+            straight, plan=_sft(layout), max_steps=step + 1, resume=tmp_path / str(step) if step else None,
+            save=tmp_path / str(step + 1),
+        )
+        for step, layout in enumerate(("fsdp2.tp2", "tp4@1,2,3,0", "dp2.tp2"))
+    ]  # fmt: skip
+
+    logged = workers.run(run_parts, [straight, *parts], 4, init_process_group=False, deadline_s=120)[0]
+
+    _close(logged[0], [entry for part in logged[1:] for entry in part])
+    _close_contents(tmp_path / "3", tmp_path / "straight")
 
 
 def test_a_run_on_changing_numbers_of_ranks_equals_a_run_on_four(workers: WorkerPool, tmp_path: Path) -> None:
