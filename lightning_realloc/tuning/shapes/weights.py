@@ -77,6 +77,12 @@ class Cut(NamedTuple):
         bounds, length = _head_bounds(self.heads, tp)
         return Ranges(bounds[index, 0], bounds[index, 1], length)
 
+    def without_even_heads(self, *degrees: int) -> Cut:
+        """Return the cut as one that tp divides, if all of these degrees share its heads evenly."""
+        if self.heads is None or not all(_shares_evenly(self.heads, tp) for tp in degrees):
+            return self
+        return self._replace(heads=None)
+
     def largest_share(self, tp: int) -> float:
         """Return the fraction of the parameter that the first of ``tp`` ranks holds; no other rank holds more."""
         return float(self.ranges(tp, np.zeros(1, dtype=np.int64)).share[0])
@@ -91,6 +97,13 @@ def _head_bounds(cut: TensorParallelCut, tp: int) -> tuple[IntArray, int]:
     """Return begin and end (tp, 2) of each rank's heads, and the number of all heads."""
     assert cut.num_units is not None, "a cut between heads has units"
     return np.array([cut.unit_bounds(cut.num_units, tp, index) for index in range(tp)]), cut.num_units
+
+
+@lru_cache(maxsize=1024)
+def _shares_evenly(cut: TensorParallelCut, tp: int) -> bool:
+    bounds, length = _head_bounds(cut, tp)
+    even = np.arange(tp)[:, None] + (0, 1)
+    return bool((bounds * tp == even * length).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +184,7 @@ def traffic(weights: Weights, source: Layout, target: Layout, cluster: ClusterSp
     is_same = after.ranks[reader] == before.ranks[holder]
     needed, kept, near = (np.zeros(len(target.ranks)) for _ in range(3))
     ingress = np.zeros(nodes)
-    for cut, sizes in _by_cut(weights).items():
+    for cut, sizes in _by_cut(weights, source.dims.tp, target.dims.tp).items():
         own, common = after.held(cut, sizes), _overlap(cut, sizes, (after, reader), (before, holder))
         needed += own
         kept += np.bincount(reader[is_same], weights=common[is_same], minlength=len(needed))
@@ -203,9 +216,14 @@ class _Sizes(NamedTuple):
     output: float
 
 
-def _by_cut(weights: Weights) -> dict[Cut, _Sizes]:
-    parts = [dict(sizes) for sizes in (weights.block, weights.input, weights.output)]
-    return {cut: _Sizes(*(part.get(cut, 0.0) for part in parts)) for cut in {**parts[0], **parts[1], **parts[2]}}
+@lru_cache(maxsize=1024)
+def _by_cut(weights: Weights, *degrees: int) -> dict[Cut, _Sizes]:
+    """Return the elements of each cut; cuts between heads that all of these degrees share evenly count as one."""
+    found: dict[Cut, list[float]] = {}
+    for section, sizes in enumerate((weights.block, weights.input, weights.output)):
+        for cut, size in sizes:
+            found.setdefault(cut.without_even_heads(*degrees), [0.0, 0.0, 0.0])[section] += size
+    return {cut: _Sizes(*sums) for cut, sums in found.items()}
 
 
 class _Mesh:
