@@ -286,15 +286,16 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         """Return the arguments of the chat template besides the row's messages: its tools, and settings by name."""
         return template_input(row.values, row.place, self.chat_template_kwargs)
 
-    def require(self, rows: Sequence[Row], *columns: str) -> None:
-        """Raise DataError if the rows lack one of the ``columns``."""
+    def require(
+        self, rows: Sequence[Row], *columns: str, way_out: str = "rename a column or add the missing ones"
+    ) -> None:
+        """Raise DataError with a ``way_out`` if the rows lack one of the ``columns``."""
         first = rows[0]
         missing = [repr(column) for column in columns if column not in first.values]
         if missing:
             raise DataError(
                 f"{first.place} has no column{'s' * (len(missing) > 1)} {' and '.join(missing)}, only "
-                f"{sorted(first.values)}; {type(self).__name__} needs {', '.join(columns)}, rename a column or add the "
-                f"missing ones"
+                f"{sorted(first.values)}; {type(self).__name__} needs {', '.join(columns)}, {way_out}"
             )
 
     def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:

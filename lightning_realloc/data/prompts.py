@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +18,10 @@ _ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_sta
 """Argument names that reward functions receive in addition to the data's columns."""
 
 
+TextPrompts = Literal["plain", "user", "auto"]
+"""Treatment of prompts that are text."""
+
+
 class PromptDataModule(RowDataModule):
     """Batches of prompts for generation, the same on every rank.
 
@@ -30,6 +34,9 @@ class PromptDataModule(RowDataModule):
         max_prompt_tokens: Maximum length of a prompt; by default one less than the models' context.
         long_prompts: Policy for longer prompts: ``refuse`` raises an error, ``truncate`` keeps their last tokens,
             ``drop`` skips their rows.
+        text_prompts: Treatment of prompts that are text: ``"plain"`` encodes them as they are; ``"user"`` makes each a
+            user message for the chat template, which an instruction-tuned model expects; ``"auto"`` does so if the
+            tokenizer has a template. Reward functions receive text in any case.
         settings: Arguments of :class:`RowDataModule` except ``long_rows``: data, batch size, held-out rows, tokenizer,
             seed, order.
 
@@ -49,12 +56,16 @@ class PromptDataModule(RowDataModule):
         prompt_column: str = "prompt",
         max_prompt_tokens: int | None = None,
         long_prompts: LongRows = "refuse",
+        text_prompts: TextPrompts = "plain",
         **settings: Any,
     ) -> None:
         super().__init__(data, batch_size=batch_size, long_rows=long_prompts, **settings)
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")
+        if text_prompts not in get_args(TextPrompts):
+            raise DataError(f"text_prompts={text_prompts!r} must be one of {', '.join(get_args(TextPrompts))}")
         self.prompt_column = prompt_column
+        self.text_prompts = text_prompts
         self.max_prompt_tokens = max_prompt_tokens
 
     def split_column(self, rows: Sequence[Row]) -> str:
@@ -63,7 +74,7 @@ class PromptDataModule(RowDataModule):
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``prompt`` and the other columns of the rows that fit."""
-        self.require(rows, self.prompt_column)
+        self.require(rows, self.prompt_column, way_out="set prompt_column to one of them")
         taken = sorted(_ARGUMENTS & rows[0].values.keys())
         if taken:
             raise DataError(
@@ -79,7 +90,12 @@ class PromptDataModule(RowDataModule):
         limit = self.token_limit(self.max_prompt_tokens, "max_prompt_tokens", reserved=1)
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        texts = [_opening(tokenizer, row, self.prompt_column, self.template_of(row)) for row in rows]
+        asks = self.text_prompts == "user" or (self.text_prompts == "auto" and tokenizer.chat_template is not None)
+        given = [_as_message(row.values[self.prompt_column], asks) for row in rows]
+        texts = [
+            _opening(tokenizer, prompt, row.place, self.template_of(row))
+            for prompt, row in zip(given, rows, strict=True)
+        ]
         for row, ids in zip(rows, prompt_token_ids(tokenizer, texts), strict=True):
             if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
                 kept.append(row)
@@ -91,15 +107,19 @@ class PromptDataModule(RowDataModule):
         return make_samples({"prompt_ids": Ragged.from_list(prompts)}, len(kept), "prompt", data)
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase, row: Row, column: str, template: Mapping[str, Any]) -> Text:
+def _as_message(prompt: Any, asks: bool) -> Any:
+    """Return a prompt, or the user message that it becomes if it is text and ``asks``."""
+    return [{"role": "user", "content": prompt}] if asks and isinstance(prompt, str) else prompt
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, prompt: Any, place: str, template: Mapping[str, Any]) -> Text:
     """Return the text to generate from; a final assistant message is continued."""
-    prompt = row.values[column]
     if partial_answer(prompt) is None:
-        return prompt_text(tokenizer, prompt, row.place, template=template)
+        return prompt_text(tokenizer, prompt, place, template=template)
     if prompt[-1].get("tool_calls"):
         raise DataError(
-            f"{row.place}: its last message calls tools without a result; add the tool's message, or remove the call"
+            f"{place}: its last message calls tools without a result; add the tool's message, or remove the call"
         )
     return conversation_text(
-        tokenizer, prompt, row.place, add_generation_prompt=False, continue_final_message=True, template=template
+        tokenizer, prompt, place, add_generation_prompt=False, continue_final_message=True, template=template
     )

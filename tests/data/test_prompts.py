@@ -74,6 +74,30 @@ def test_conversations_go_through_the_chat_template() -> None:
         _module([{"prompt": messages}], batch_size=1)
 
 
+@pytest.mark.parametrize(
+    ("setting", "has_template", "rendered"),
+    [
+        ("plain", True, "1+1"),
+        ("user", True, "u:1+1<eos>\na:"),
+        ("auto", True, "u:1+1<eos>\na:"),
+        ("auto", False, "1+1"),
+    ],
+)
+def test_text_becomes_a_user_message_if_asked_for(setting: str, has_template: bool, rendered: str) -> None:
+    tokenizer = _chat_tokenizer() if has_template else byte_tokenizer()
+    module = _module([{"prompt": "1+1"}], batch_size=1, tokenizer=tokenizer, text_prompts=setting)
+    (batch,) = module.train_dataloader()
+    assert tokenizer.decode(batch.ragged("prompt_ids").values) == rendered
+    assert batch.objects("prompt") == ("1+1",)  # reward functions receive text
+
+
+def test_a_text_needs_a_template_to_become_a_message() -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        _module([{"prompt": "1+1"}], batch_size=1, text_prompts="user")
+    with pytest.raises(DataError, match="text_prompts='chat' must be one of plain, user, auto"):
+        PromptDataModule(ROWS, batch_size=1, text_prompts="chat")  # type: ignore[arg-type]
+
+
 def test_a_prompt_may_end_with_the_beginning_of_an_answer() -> None:
     begun = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is"}]
     module = _module([{"prompt": begun}], batch_size=1, tokenizer=_chat_tokenizer())
