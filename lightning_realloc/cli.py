@@ -1,22 +1,25 @@
-"""Command line ``lightning-realloc fit | validate | test | predict | export | verify | plan``, with one YAML file.
+"""Command line ``lightning-realloc fit | validate | test | predict | grpo | ppo | sft | dpo | reward | export | …``.
 
-It is a LightningCLI whose model and data are chosen by class, with ``strategy="realloc"`` as default. ``export`` writes
-a checkpoint as a Hugging Face folder, ``verify`` looks for damage in checkpoints, and ``plan`` finds and prices
-execution plans without devices; they need no configuration. User errors end with one message and exit code 2, and so
-does ``verify`` if a checkpoint is damaged. ``plan`` exits with 3 if no run of its plan can start.
+It is a LightningCLI whose model and data are chosen by class, with ``strategy="realloc"`` as default. ``grpo`` and its
+neighbours run ``fit`` with a configuration made from short flags. The modules of `commands` and `report` hold the other
+commands. User errors end with one message and exit code 2, and so does ``verify`` if a checkpoint is damaged. ``plan``
+exits with 3 if no run of its plan can start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import os
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from pydoc import locate
 from typing import Any, NoReturn
 
+import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
@@ -34,6 +37,16 @@ from lightning_realloc.callbacks import (
     RolloutTable,
     SaveHuggingFace,
 )
+from lightning_realloc.commands.checkpoint_commands import (
+    EXPORT_HELP,
+    VERIFY_HELP,
+    export_parser,
+    run_export,
+    run_verify,
+    verify_parser,
+)
+from lightning_realloc.commands.parsing import describe_full_device
+from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
@@ -44,9 +57,6 @@ from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.setting_hints import describe_unknown_settings, hint_for, setting_defaults
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.checkpoints.export import export_checkpoint
-from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
-from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
 from lightning_realloc.strategies.lightning.failures import (
     CALLER_ERRORS,
     end_started_ranks,
@@ -89,9 +99,11 @@ _UNION_LINE = re.compile(
 )
 """A line about how a value of an optional setting was tried. Between these, the sentence that helps is hard to find."""
 _UNKNOWN_OPTION = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
-_UNKNOWN_KEY = re.compile(r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'")
-EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
-VERIFY_HELP = "Check every file of checkpoints, and print one line for each."
+_UNKNOWN_KEY = re.compile(
+    r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)"
+)
+_ONE_LINE_ERRORS = (*CALLER_ERRORS, torch.OutOfMemoryError)
+"""Exceptions that end a command with one line and exit code 2."""
 
 
 class Parser(LightningArgumentParser):
@@ -114,7 +126,7 @@ class Parser(LightningArgumentParser):
             describe_unknown_settings(cls, [name]) for path, name in unknown if isinstance(cls := locate(path), type)
         ]
         if not hints:
-            hints = [self._option_hint(first or second) for first, second in _UNKNOWN_KEY.findall(message)]
+            hints = [self._option_hint("".join(found)) for found in _UNKNOWN_KEY.findall(message)]
         hints += [_class_hint(first or second) for first, second in _UNKNOWN_CLASS.findall(message)]
         hints = list(filter(None, dict.fromkeys(hints)))
         for hint in hints:
@@ -239,7 +251,7 @@ class ReallocCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except CALLER_ERRORS:
+        except _ONE_LINE_ERRORS:
             end_started_ranks(self.trainer.strategy.launcher)  # they fail alike; report the error last
             raise
 
@@ -256,55 +268,60 @@ class ReallocCLI(LightningCLI):
         action.add_subcommand("export", export_parser(), help=EXPORT_HELP)
         action.add_subcommand("verify", verify_parser(), help=VERIFY_HELP)
         action.add_subcommand("plan", plan_parser(), help=PLAN_HELP)
+        for name, command in COMMANDS.items():
+            action.add_subcommand(name, ArgumentParser(description=command.summary), help=command.summary)
 
 
-def export_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-realloc export``."""
-    parser = ArgumentParser(prog="lightning-realloc export", description=EXPORT_HELP)
-    parser.add_argument("checkpoint", type=str, help="Folder written by ModelCheckpoint or save_checkpoint.")
-    parser.add_argument("--output", type=str, required=True, help="New or empty folder, or an earlier export.")
-    parser.add_argument("--role", type=str, default="actor", help="Model of the checkpoint to export.")
-    parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
-    parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
-    parser.add_argument("--averaged", action="store_true", help="Write the averages of an EMA; default: the weights.")
-    parser.add_argument("--base", type=str | None, default=None, help="Adapters' base model; default: as loaded.")
-    return parser
+def default_precision() -> str | None:
+    """Return the precision of one-line runs on this machine: bf16-mixed on GPUs that have it; None: Lightning's."""
+    return "bf16-mixed" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else None
 
 
-def verify_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-realloc verify``."""
-    parser = ArgumentParser(prog="lightning-realloc verify", description=VERIFY_HELP)
-    parser.add_argument("checkpoints", type=str, nargs="+", help="Checkpoints, or folders that contain some.")
-    return parser
+def _run_short(name: str, arguments: Sequence[str]) -> int:
+    """Run ``fit`` with the configuration of a short command line, or write that configuration to a file."""
+    asked = read_command_line(name, arguments, precision=default_precision)
+    sys.argv[1:] = asked.fit_arguments  # ranks that Lightning starts repeat this command line
+    if asked.save_config is None:
+        ReallocCLI()
+        return 0
+    sys.argv.append("--print_config=skip_default")
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            ReallocCLI()
+    except SystemExit as end:  # also after printing
+        if end.code:
+            raise
+    asked.save_config.parent.mkdir(parents=True, exist_ok=True)
+    asked.save_config.write_text(output.getvalue(), encoding="utf-8")
+    sys.stdout.write(f"{asked.save_config} written; lightning-realloc fit --config {asked.save_config} does the same\n")
+    return 0
+
+
+def _run_plan(arguments: Sequence[str]) -> int:
+    try:
+        code = run_plan(arguments, sys.stdout.write)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
+    return code
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    **{name: partial(_run_short, name) for name in COMMANDS},
+    "export": run_export,
+    "verify": run_verify,
+    "plan": _run_plan,
+}
+"""Commands that are no methods of the Trainer."""
 
 
 def run(args: Sequence[str]) -> int:
     """Run a command and return its exit code; errors are raised."""
-    if args[:1] == ["export"]:
-        chosen = export_parser().parse_args(list(args[1:]))
-        folder = export_checkpoint(
-            Path(chosen.checkpoint),
-            Path(chosen.output),
-            role=chosen.role,
-            dtype=parse_dtype(chosen.dtype),
-            merge=chosen.merge,
-            averaged=chosen.averaged,
-            base=chosen.base,
-        )
-        sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
-    elif args[:1] == ["verify"]:
-        paths = [Path(path) for path in verify_parser().parse_args(list(args[1:])).checkpoints]
-        return 0 if verify_checkpoints(paths, sys.stdout.write) else 2
-    elif args[:1] == ["plan"]:
-        try:
-            code = run_plan(args[1:], sys.stdout.write)
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as head, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-            return 1
-        return code
-    else:
-        ReallocCLI()
+    if args and args[0] in _COMMANDS:
+        return _COMMANDS[args[0]](args[1:])
+    ReallocCLI()
     return 0
 
 
@@ -314,9 +331,10 @@ def main() -> int:
         sys.path.insert(0, os.getcwd())
     try:
         return run(sys.argv[1:])
-    except CALLER_ERRORS as error:
+    except _ONE_LINE_ERRORS as error:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-        sys.stderr.write(one_line_message(error, rank))
+        shown = ConfigError(describe_full_device(error)) if isinstance(error, torch.OutOfMemoryError) else error
+        sys.stderr.write(one_line_message(shown, rank))
         sys.stderr.flush()
         return 2
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ import yaml
 from lightning.pytorch import Callback
 from transformers import AutoModelForCausalLM
 
+from tests.command_lines import run_lines as _run
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.workers import WorkerPool
 
@@ -58,12 +56,6 @@ def short(completion_ids, **columns):
 """
 
 
-class Outcome(NamedTuple):
-    code: int
-    output: str
-    errors: str
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder: a model, prompts, rewards and a configuration."""
@@ -77,29 +69,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "wrong_steps.yaml").write_text("trainer: {max_stepz: 1}")
     (path / "wrong_plan.yaml").write_text("plan: static")
     return path
-
-
-def _command_lines(folder: Path, lines: Sequence[Sequence[str]]) -> list[Outcome]:
-    """Run command lines in sequence, each in a fresh state."""
-    from lightning_realloc import cli
-
-    os.chdir(folder)
-    outcomes = []
-    for arguments in lines:
-        sys.argv = ["lightning-realloc", *arguments]
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            try:
-                code = cli.main()
-            except SystemExit as end:
-                code = int(end.code or 0)
-        outcomes.append(Outcome(code, output.getvalue(), errors.getvalue()))
-    return outcomes
-
-
-def _run(workers: WorkerPool, folder: Path, *lines: Sequence[str]) -> list[Outcome]:
-    outcomes: list[Outcome] = workers.run(_command_lines, folder, lines, world_size=1, init_process_group=False)[0]
-    return outcomes
 
 
 FIT = ("fit", "--config", "grpo.yaml")

@@ -18,6 +18,7 @@ import lightning_realloc
 import lightning_realloc.rewards
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLossName, RatioLevel
+from lightning_realloc.commands.short_run import COMMANDS, short_parser, split_arguments
 from lightning_realloc.report.plan_request import plan_parser
 from lightning_realloc.setting_hints import ALGORITHM_HINTS, settings_of
 from tests.documentation.pages import PAGES, ROOT, examples
@@ -93,6 +94,9 @@ def test_commands_have_flags_that_exist(page: str) -> None:
     text = (ROOT / page).read_text().replace("\\\n", " ")
     for command in re.findall(r"^lightning-realloc plan (.*)$", text, flags=re.MULTILINE):
         plan_parser().parse_args(shlex.split(command.partition("#")[0]))
+    for name, command in re.findall(rf"^lightning-realloc ({'|'.join(COMMANDS)}) (.*)$", text, flags=re.MULTILINE):
+        short, _ = split_arguments(shlex.split(command.partition("#")[0]))
+        short_parser(name).parse(short)
 
 
 def test_the_reference_has_every_public_name() -> None:

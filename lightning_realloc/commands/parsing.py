@@ -1,0 +1,86 @@
+"""Parser of a command's flags, and checks of models and folders that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.setting_hints import hint_for
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser that raises ConfigError for a wrong command line, with similar flags; only ``--help`` exits.
+
+    Args:
+        command: Name of the command.
+        description: Text above the flags in ``--help``.
+        epilog: Text below them.
+    """
+
+    def __init__(self, command: str, description: str, *, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"lightning-realloc {command}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Return the flags.
+
+        Raises:
+            ConfigError: for an unknown flag, or for a value of another type.
+        """
+        flags, unknown = self.parse_known_args(list(arguments))
+        if unknown:
+            self.error(f"there is no flag {unknown[0]}{self._hint(unknown[0])}")
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"{message} ({self.prog} --help lists all flags)")
+
+    def _hint(self, unknown: str) -> str:
+        name = unknown.partition("=")[0]
+        own = [option for action in self._actions for option in action.option_strings]
+        if near := difflib.get_close_matches(name.replace("_", "-"), own, n=2, cutoff=0.7):
+            return f"; did you mean {' or '.join(near)}?"
+        setting = name.lstrip("-").replace("-", "_")
+        elsewhere = hint_for(setting)
+        return "" if elsewhere is None else f"; {setting} is here {elsewhere}"
+
+
+def refuse_gguf(model: str) -> None:
+    """Raise ConfigError for a GGUF file, a folder of such files, or a repository that is named after them."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
+        if not files:
+            return
+        folder, name = str(path), files[0].name
+    elif model.lower().endswith("gguf"):
+        is_file = model.lower().endswith(".gguf")
+        folder, name = (str(path.parent), path.name) if is_file else (model, "NAME.gguf")
+    else:
+        return
+    raise ConfigError(
+        f"{model!r} holds weights in GGUF, which cannot be trained; load them with transformers' "
+        f"AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={name!r}) and AutoTokenizer likewise, write both "
+        f"with save_pretrained(folder), and give that folder"
+    )
+
+
+def describe_full_device(error: torch.OutOfMemoryError) -> str:
+    """Return the message for a device without free memory, with the ways out."""
+    reason = next(iter(str(error).splitlines()), "")
+    return (
+        f"the device is full ({reason}); lower batch_size, sampling.n or max_new_tokens, train adapters (--lora), set "
+        f"model.max_cache_bytes, or look for a plan that fits: lightning-realloc plan --help"
+    )

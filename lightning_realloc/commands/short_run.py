@@ -1,0 +1,264 @@
+"""Translate the short flags of ``lightning-realloc grpo | ppo | sft | dpo | reward`` into arguments of ``fit``.
+
+`configuration` is pure: flags in, nested settings of ``fit`` out. Settings of ``fit``, such as
+``--model.learning_rate``, follow the configuration on the command line, so they take precedence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_realloc.commands.parsing import CommandParser, refuse_gguf
+from lightning_realloc.commands.reward_names import describe_names, reward_setting
+from lightning_realloc.data.sources import is_saved
+from lightning_realloc.errors import ConfigError
+
+SEQUENCES_PER_ITERATION = 128
+"""Responses of an iteration, unless ``--batch-size`` is given. Larger: steadier gradients, slower iterations."""
+ROWS_PER_ITERATION = 16
+"""Rows or pairs of an iteration without generation, unless ``--batch-size`` is given."""
+STEPS_PER_CHECKPOINT = 50
+"""Default of ``--checkpoint-every``."""
+LORA_RANK = 16
+"""Rank of ``--lora`` without a number."""
+_FIT_OPTIONS = frozenset({"--config", "-c", "--ckpt_path", "--weights_only", "--seed_everything", "--print_config"})
+_FIT_GROUPS = ("--trainer.", "--model.", "--data.")
+_DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
+_EPILOG = """\
+Every setting of `fit` can follow, and takes precedence: --model.learning_rate 3e-6, --trainer.devices 2,
+--data.val_fraction 0.1, --config more.yaml, --ckpt_path FOLDER. `lightning-realloc fit --help` lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortCommand:
+    """One command for training, and its classes."""
+
+    summary: str
+    """Sentence for ``--help``."""
+    algorithm: str
+    """Name of the algorithm's class."""
+    data_module: str
+    """Name of the data module's class."""
+    role: str = "actor"
+    """Setting of the algorithm that takes the model."""
+    num_responses: int | None = None
+    """Default number of responses per prompt; None for algorithms that generate nothing."""
+
+
+COMMANDS: Mapping[str, ShortCommand] = {
+    "grpo": ShortCommand(
+        summary="Train a model on rewards by GRPO, in one line.",
+        algorithm="GRPO",
+        data_module="PromptDataModule",
+        num_responses=8,
+    ),
+    "ppo": ShortCommand(
+        summary="Train a model on rewards by PPO with a critic, in one line.",
+        algorithm="PPO",
+        data_module="PromptDataModule",
+        num_responses=1,
+    ),
+    "sft": ShortCommand(
+        summary="Fine-tune a model on given responses, in one line.", algorithm="SFT", data_module="SFTDataModule"
+    ),
+    "dpo": ShortCommand(
+        summary="Train a model on preference pairs by DPO, in one line.",
+        algorithm="DPO",
+        data_module="PreferenceDataModule",
+    ),
+    "reward": ShortCommand(
+        summary="Train a reward model on preference pairs, in one line.",
+        algorithm="RewardModel",
+        data_module="PreferenceDataModule",
+        role="reward",
+    ),
+}
+"""Commands by name."""
+
+
+def short_parser(name: str) -> CommandParser:
+    """Return the parser of a command's short flags."""
+    command = COMMANDS[name]
+    parser = CommandParser(name, command.summary, epilog=_EPILOG)
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="Hugging Face name or folder of the model to train.")
+    add("--data", metavar="DATA", help="JSONL, JSON, CSV or Parquet file, folder of a data set, or name on the hub.")
+    if command.num_responses is not None:
+        add(
+            "--reward",
+            action="append",
+            default=[],
+            metavar="REWARD",
+            help=f"Repeat it for several rewards: {describe_names()}.",
+        )
+        add("--prompt-column", metavar="NAME", default="prompt", help="Column with the prompts. Default: %(default)s.")
+        add("--n", type=int, default=command.num_responses, help="Responses per prompt. Default: %(default)s.")
+        add("--max-new-tokens", type=int, default=512, metavar="N", help="Default: %(default)s.")
+        default_batch = f"{SEQUENCES_PER_ITERATION} / n"
+    else:
+        default_batch = str(ROWS_PER_ITERATION)
+    add("--split", metavar="SPLIT", help="Split of the data set, such as train[:1000]. Default: train.")
+    add("--config-name", metavar="NAME", help="Configuration of the data set on the hub, such as main.")
+    add("--batch-size", type=int, metavar="N", help=f"Rows of the data per iteration. Default: {default_batch}.")
+    add("--steps", type=int, metavar="N", help="Number of iterations. Default: one epoch.")
+    add("--epochs", type=int, metavar="N", help="Number of epochs. Default: 1.")
+    add("--learning-rate", type=float, metavar="RATE", help="Default: that of the algorithm.")
+    add("--lora", type=int, nargs="?", const=LORA_RANK, metavar="RANK", help=f"Train adapters of rank {LORA_RANK}.")
+    add("--output", metavar="FOLDER", default=f"runs/{name}", help="Default: %(default)s.")
+    add("--checkpoint-every", type=int, default=STEPS_PER_CHECKPOINT, metavar="N", help="Default: %(default)s.")
+    add("--save-config", metavar="RUN.YAML", help="Write the configuration for `fit --config`, and do not train.")
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRun:
+    """A run that a command line asks for."""
+
+    fit_arguments: tuple[str, ...]
+    """Arguments of ``lightning-realloc`` that do the same, beginning with ``fit``."""
+    save_config: Path | None
+    """File to write the configuration to in place of training; None: train."""
+
+
+def read_command_line(name: str, arguments: Sequence[str], *, precision: Callable[[], str | None]) -> ShortRun:
+    """Return the run of a command line.
+
+    Args:
+        name: Command, one of `COMMANDS`.
+        arguments: Arguments after the command.
+        precision: Returns the Trainer's precision on this machine; None: Lightning's default.
+
+    Raises:
+        ConfigError: for a flag that is unknown, missing or out of range, and for data or rewards that are not there.
+    """
+    short, settings = split_arguments(arguments)
+    flags = short_parser(name).parse(short)
+    _check(name, flags)
+    config = configuration(name, flags, data_setting(flags.data, flags.split, flags.config_name), precision())
+    path = None if flags.save_config is None else Path(flags.save_config).expanduser()
+    return ShortRun(("fit", "--config", json.dumps(config), *settings), path)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the short flags with their values, and the settings of ``fit`` with theirs.
+
+    >>> split_arguments(["--model", "gpt2", "--model.learning_rate", "1e-6", "--steps", "3"])
+    (['--model', 'gpt2', '--steps', '3'], ['--model.learning_rate', '1e-6'])
+    """
+    short: list[str] = []
+    settings: list[str] = []
+    target = short
+    for argument in arguments:
+        if argument.startswith("-") and not re.match(r"-\.?\d", argument):  # a negative number is a value
+            is_setting = argument.startswith(_FIT_GROUPS) or argument.partition("=")[0] in _FIT_OPTIONS
+            target = settings if is_setting else short
+        target.append(argument)
+    return short, settings
+
+
+def configuration(
+    name: str, flags: argparse.Namespace, data: str | Mapping[str, str], precision: str | None
+) -> dict[str, Any]:
+    """Return the nested settings of ``fit`` for a command's flags. Pure.
+
+    Args:
+        name: Command, one of `COMMANDS`.
+        flags: Flags of the command's parser.
+        data: The data module's ``data``.
+        precision: The Trainer's precision; None leaves it out.
+    """
+    command = COMMANDS[name]
+    generates = command.num_responses is not None
+    default_batch = max(1, SEQUENCES_PER_ITERATION // flags.n) if generates else ROWS_PER_ITERATION
+    model: dict[str, Any] = {command.role: flags.model}
+    rows: dict[str, Any] = {"data": data, "batch_size": flags.batch_size or default_batch}
+    if generates:
+        model["reward"] = reward_setting(flags.reward)
+        model["sampling"] = {"n": flags.n, "max_new_tokens": flags.max_new_tokens}
+        rows |= {"prompt_column": flags.prompt_column, "text_prompts": "auto"}
+    if flags.learning_rate is not None:
+        model["learning_rate"] = flags.learning_rate
+    if flags.lora is not None:
+        model["peft_config"] = {
+            "peft_type": "LORA",
+            "r": flags.lora,
+            "lora_alpha": 2 * flags.lora,
+            "target_modules": "all-linear",
+        }
+    return {
+        "trainer": _trainer(flags, precision),
+        "model": {"class_path": command.algorithm, "init_args": model},
+        "data": {"class_path": command.data_module, "init_args": rows},
+    }
+
+
+def _trainer(flags: argparse.Namespace, precision: str | None) -> dict[str, Any]:
+    """Return the Trainer's settings: length, precision, CSV log, checkpoints, and the model at the end."""
+    output = Path(flags.output)
+    every = flags.checkpoint_every if flags.steps is None else min(flags.checkpoint_every, flags.steps)
+    length = {"max_epochs": flags.epochs or 1} if flags.steps is None else {"max_steps": flags.steps}
+    return {
+        **length,
+        **({} if precision is None else {"precision": precision}),
+        "default_root_dir": str(output),
+        "log_every_n_steps": 1,
+        "logger": {
+            "class_path": "lightning.pytorch.loggers.CSVLogger",
+            "init_args": {"save_dir": str(output), "name": "log", "flush_logs_every_n_steps": 1},
+        },
+        "callbacks": [
+            {
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {"dirpath": str(output / "checkpoints"), "every_n_train_steps": every, "save_last": True},
+            },
+            {"class_path": "SaveHuggingFace", "init_args": {"dirpath": str(output / "model")}},
+        ],
+    }
+
+
+def data_setting(data: str, split: str | None, config_name: str | None) -> str | dict[str, str]:
+    """Return a data module's ``data``: a path that it reads itself, or a mapping for ``datasets``.
+
+    Raises:
+        ConfigError: for a file or folder that does not exist.
+    """
+    path = Path(data).expanduser()
+    by_datasets = split is not None or config_name is not None
+    if path.is_file():
+        by_datasets |= path.suffix in (".csv", ".json")
+    elif path.is_dir():
+        by_datasets |= not is_saved(path)
+    elif path.suffix in _DATA_FILES or data.startswith((".", "/", "~")) or data.count("/") > 1:
+        raise ConfigError(
+            f"--data: there is no {data!r} in {Path.cwd()}; give a file ({', '.join(_DATA_FILES)}), a folder, or the "
+            f"name of a data set on the Hugging Face hub"
+        )
+    else:
+        by_datasets = True
+    if not by_datasets:
+        return str(path)
+    named = {} if config_name is None else {"name": config_name}
+    return {"path": str(path) if path.exists() else data, "split": split or "train", **named}
+
+
+def _check(name: str, flags: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that are missing, out of range or contradict each other."""
+    needed = {"--model": "a Hugging Face name or folder", "--data": "a file, a folder or the name of a data set"}
+    if COMMANDS[name].num_responses is not None:
+        needed["--reward"] = describe_names()
+    for flag, example in needed.items():
+        if not getattr(flags, flag.lstrip("-")):
+            raise ConfigError(f"{name} needs {flag}: {example}")
+    for flag in ("n", "max_new_tokens", "batch_size", "steps", "epochs", "lora", "checkpoint_every"):
+        value = getattr(flags, flag, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')}={value} must be at least 1")
+    if flags.steps is not None and flags.epochs is not None:
+        raise ConfigError(f"--steps={flags.steps} and --epochs={flags.epochs} both end the run; give one of them")
+    refuse_gguf(flags.model)
