@@ -3,7 +3,7 @@
 It is a LightningCLI whose model and data are chosen by class, with ``strategy="realloc"`` as default. ``grpo`` and its
 neighbours run ``fit`` with a configuration made from short flags. The modules of `commands` and `report` hold the other
 commands. User errors end with one message and exit code 2, and so does ``verify`` if a checkpoint is damaged. ``plan``
-exits with 3 if no run of its plan can start.
+exits with 3 if no run of its plan can start, and ``doctor`` with 1 if something does not work.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from lightning_realloc.commands.checkpoint_commands import (
     run_verify,
     verify_parser,
 )
+from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
 from lightning_realloc.commands.parsing import describe_full_device
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.data.demonstrations import SFTDataModule
@@ -268,8 +269,9 @@ class ReallocCLI(LightningCLI):
         action.add_subcommand("export", export_parser(), help=EXPORT_HELP)
         action.add_subcommand("verify", verify_parser(), help=VERIFY_HELP)
         action.add_subcommand("plan", plan_parser(), help=PLAN_HELP)
-        for name, command in COMMANDS.items():
-            action.add_subcommand(name, ArgumentParser(description=command.summary), help=command.summary)
+        shorts = {name: command.summary for name, command in COMMANDS.items()}
+        for name, summary in {**shorts, "doctor": DOCTOR_HELP}.items():
+            action.add_subcommand(name, ArgumentParser(description=summary), help=summary)
 
 
 def default_precision() -> str | None:
@@ -313,6 +315,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": run_export,
     "verify": run_verify,
     "plan": _run_plan,
+    "doctor": lambda arguments: run_doctor(arguments, sys.stdout.write),
 }
 """Commands that are no methods of the Trainer."""
 

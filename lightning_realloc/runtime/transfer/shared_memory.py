@@ -291,7 +291,7 @@ def align_up(num_bytes: int) -> int:
 
 def _require_memory(size: int, backing: str) -> None:
     """Raise OSError if ``size`` bytes are certainly not available; allocating them could kill a process."""
-    available = _available_bytes()
+    available = available_bytes()
     if backing == "file":
         folder = os.statvfs(_SHARED_MEMORY_FOLDER)
         available = min(available, folder.f_bavail * folder.f_frsize)
@@ -300,7 +300,7 @@ def _require_memory(size: int, backing: str) -> None:
         raise OSError(f"{size / 1e6:.0f} MB of shared memory needed, {available / 1e6:.0f} MB free in {where}")
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return the available bytes according to /proc/meminfo and to this control group's limit."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -163,7 +163,7 @@ def _describe_machine(machine: Machine) -> dict[str, str]:
     on_cuda = machine.options.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(machine.options.device) if on_cuda else platform.processor() or "cpu",
-        "cores": str(_num_cores()),
+        "cores": str(num_cores()),
         "threads": str(torch.get_num_threads()),
         "ranks": str(machine.options.world_size),
         "dtype": str(machine.options.copy_dtype),
@@ -172,7 +172,7 @@ def _describe_machine(machine: Machine) -> dict[str, str]:
     }
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
@@ -304,7 +304,7 @@ def make_plan_evaluator(
             ),
             responses=lengths.responses,
             efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(),
-            cores_per_node=max(1, _num_cores() // torch.get_num_threads()) if on_cpu else None,
+            cores_per_node=max(1, num_cores() // torch.get_num_threads()) if on_cpu else None,
         )
         return roofline if profile is None else MeasuredEstimator(roofline, profile.table, profile.models)
 

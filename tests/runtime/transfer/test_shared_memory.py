@@ -120,12 +120,12 @@ def test_only_members_map_the_segment_and_no_rank_has_an_error(workers: WorkerPo
 
 
 def _share_with_too_little() -> str | None:
-    original = shared_memory._available_bytes
-    shared_memory._available_bytes = lambda: 100
+    original = shared_memory.available_bytes
+    shared_memory.available_bytes = lambda: 100
     try:
         return share_segment(4096)[1]
     finally:
-        shared_memory._available_bytes = original
+        shared_memory.available_bytes = original
 
 
 def test_every_rank_gets_the_reason_if_one_lacks_memory(workers: WorkerPool) -> None:
