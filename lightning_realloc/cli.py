@@ -37,6 +37,7 @@ from lightning_realloc.callbacks import (
     RolloutTable,
     SaveHuggingFace,
 )
+from lightning_realloc.commands.chat_command import CHAT_HELP, run_chat
 from lightning_realloc.commands.checkpoint_commands import (
     EXPORT_HELP,
     VERIFY_HELP,
@@ -270,7 +271,7 @@ class ReallocCLI(LightningCLI):
         action.add_subcommand("verify", verify_parser(), help=VERIFY_HELP)
         action.add_subcommand("plan", plan_parser(), help=PLAN_HELP)
         shorts = {name: command.summary for name, command in COMMANDS.items()}
-        for name, summary in {**shorts, "doctor": DOCTOR_HELP}.items():
+        for name, summary in {**shorts, "doctor": DOCTOR_HELP, "chat": CHAT_HELP}.items():
             action.add_subcommand(name, ArgumentParser(description=summary), help=summary)
 
 
@@ -316,6 +317,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "verify": run_verify,
     "plan": _run_plan,
     "doctor": lambda arguments: run_doctor(arguments, sys.stdout.write),
+    "chat": lambda arguments: run_chat(arguments, stdin=sys.stdin, stdout=sys.stdout),
 }
 """Commands that are no methods of the Trainer."""
 

@@ -41,11 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_grpo_trains_logs_and_saves(workers: WorkerPool, folder: Path) -> None:
-    (fitted,) = run_lines(
+def test_grpo_trains_logs_saves_and_answers(workers: WorkerPool, folder: Path) -> None:
+    fitted, answered = run_lines(
         workers,
         folder,
         [*GRPO, "--steps", "2", "--model.learning_rate", "1e-3", "--output", "out"],
+        ["chat", "out", "--device", "cpu", "--max-new-tokens", "3", "--temperature", "0"],
+        typed="1+1=",
     )
     assert fitted.code == 0, fitted.errors
     assert (folder / "out" / "checkpoints" / "last.ckpt").exists()
@@ -56,6 +58,8 @@ def test_grpo_trains_logs_and_saves(workers: WorkerPool, folder: Path) -> None:
     assert config["model"]["init_args"]["learning_rate"] == 1e-3  # the setting of fit, after the short flags
     assert config["data"]["init_args"]["text_prompts"] == "auto"
     AutoModelForCausalLM.from_pretrained(folder / "out" / "model")
+    assert answered.code == 0, answered.errors
+    assert answered.output.endswith("\n")
 
 
 def test_a_saved_configuration_does_the_same_without_the_short_flags(workers: WorkerPool, folder: Path) -> None:
@@ -146,5 +150,5 @@ def test_a_full_device_is_answered_with_ways_out(workers: WorkerPool, folder: Pa
 
 def test_help_lists_the_commands_and_the_flags(workers: WorkerPool, folder: Path) -> None:
     whole, grpo = run_lines(workers, folder, ["--help"], ["grpo", "--help"])
-    assert all(name in whole.output for name in ("grpo", "ppo", "sft", "dpo", "reward"))
+    assert all(name in whole.output for name in ("grpo", "ppo", "sft", "dpo", "reward", "doctor", "chat"))
     assert grpo.code == 0 and "--max-new-tokens" in grpo.output and "math (the final" in grpo.output

@@ -1,0 +1,110 @@
+"""Command ``lightning-realloc chat``: talk to a trained model, with tokens shown as they are generated."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+from lightning_realloc.commands.chat_session import ChatSession
+from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.errors import ConfigError, DataError, GenerationError
+from lightning_realloc.generation import SamplingParams
+
+CHAT_HELP = "Talk to a model: a folder that training has written, a folder of adapters, or a Hugging Face name."
+_COMMANDS = "/reset forgets the conversation, /quit ends it, Ctrl-C stops an answer"
+
+
+def chat_parser() -> CommandParser:
+    """Return the parser of ``lightning-realloc chat``."""
+    parser = CommandParser("chat", CHAT_HELP)
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="Folder of a model, of adapters or of a run, or a Hugging Face name.")
+    add("--system", metavar="TEXT", help="System message at the beginning of the conversation.")
+    add("--prompt", metavar="TEXT", help="One question; without it, standard input is read.")
+    add("--temperature", type=float, default=0.7, help="0 takes the most likely token. Default: %(default)s.")
+    add("--max-new-tokens", type=int, default=512, metavar="N", help="Most tokens of an answer. Default: %(default)s.")
+    add("--seed", type=int, default=0, help="Seed of the sampling. Default: %(default)s.")
+    add("--device", help="Device such as cpu or cuda:1. Default: the first GPU, else the CPU.")
+    return parser
+
+
+def run_chat(arguments: Sequence[str], *, stdin: TextIO, stdout: TextIO) -> int:
+    """Run a command line and return its exit code.
+
+    With ``--prompt``, or if standard input is no terminal, there is one question; the answer alone is written.
+
+    Raises:
+        ReallocError: for a wrong command line, a model that cannot be loaded, and a question that cannot be answered.
+    """
+    flags = chat_parser().parse(arguments)
+    is_interactive = flags.prompt is None and stdin.isatty()
+    question = flags.prompt if flags.prompt is not None or is_interactive else stdin.read()
+    if question is not None and not question.strip():
+        raise ConfigError("the question is empty; give --prompt TEXT, or text on standard input")
+
+    def write(text: str) -> None:
+        stdout.write(text)
+        stdout.flush()
+
+    session = _session(flags, write)
+    if question is not None:
+        session.ask(question.strip())
+        return 0
+    write(f"{_greeting(session, flags)}\n")
+    _talk(session, stdin, write)
+    return 0
+
+
+def _session(flags: argparse.Namespace, write: Callable[[str], object]) -> ChatSession:
+    params = SamplingParams(max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, seed=flags.seed)
+    return ChatSession.load(flags.folder, params, write, system=flags.system, device=flags.device)
+
+
+def _greeting(session: ChatSession, flags: argparse.Namespace) -> str:
+    if session.has_template:
+        return f"{flags.folder} on {session.device}; {_COMMANDS}."
+    return f"{flags.folder} on {session.device} has no chat template, so it continues each text alone; {_COMMANDS}."
+
+
+def _talk(session: ChatSession, stdin: TextIO, write: Callable[[str], object]) -> None:
+    """Answer lines until the input ends or the user quits; a line that cannot be answered changes nothing."""
+    for line in _lines(stdin, write):
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/reset":
+            session.reset()
+            write("(the conversation is empty)\n")
+        elif line.startswith("/"):
+            write(f"({line.split()[0]} is no command; {_COMMANDS})\n")
+        elif line:
+            with _reporting(write):
+                session.ask(line)
+
+
+@contextmanager
+def _reporting(write: Callable[[str], object]) -> Iterator[None]:
+    """Write the reason why a question has no answer, in place of ending the conversation."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        write("\n(stopped)\n")
+    except (DataError, GenerationError) as error:
+        write(f"({error}; /reset forgets the conversation)\n")
+
+
+def _lines(stdin: TextIO, write: Callable[[str], object]) -> Iterator[str]:
+    """Yield the lines of a terminal, with a mark before each, and with history and editing where Python has them."""
+    with suppress(ImportError):  # there is none on Windows
+        import readline  # noqa: F401
+    while True:
+        try:
+            line = input("> ") if stdin is sys.stdin else stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            write("\n")
+            return
+        if not line and stdin is not sys.stdin:
+            return
+        yield line.strip()

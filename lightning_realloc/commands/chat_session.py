@@ -1,0 +1,230 @@
+"""Conversation with a model on the generation engine: load the model, render messages, stream answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.commands.parsing import refuse_gguf
+from lightning_realloc.data.chat import Text, conversation_text, load_tokenizer, prompt_token_ids
+from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.speculative.drafter import Draft, Drafter
+from lightning_realloc.generation.speculative.verify import Verification
+from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
+from lightning_realloc.strategies.checkpoints.checkpoint_files import ROLES_FILE
+
+MODEL_FOLDER = "model"
+"""Folder of the trained model inside the output of a one-line run."""
+
+
+class ChatSession:
+    """Messages so far, and the engine that answers them.
+
+    Args:
+        engine: Engine whose drafter is ``stream``.
+        tokenizer: The model's tokenizer.
+        stream: Receives the tokens of an answer.
+        params: Sampling of the answers.
+        system: System message; None: none.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        tokenizer: Any,
+        stream: TokenStream,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.has_template = tokenizer.chat_template is not None
+        self.device = device
+        if system is not None and not self.has_template:
+            raise ConfigError("--system needs a chat template, and this tokenizer has none; leave it out")
+        self._engine, self._tokenizer, self._stream, self._params = engine, tokenizer, stream, params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._num_asked = 0
+        self.reset()
+
+    @classmethod
+    def load(
+        cls,
+        folder: str,
+        params: SamplingParams,
+        write: Callable[[str], object],
+        *,
+        system: str | None = None,
+        device: str | None = None,
+    ) -> Self:
+        """Load a model and its tokenizer.
+
+        Args:
+            folder: Folder of a model, of adapters, or of a run that wrote one of them; or a Hugging Face name.
+            params: Sampling of the answers.
+            write: Receives the text of answers as it is generated.
+            system: System message.
+            device: Device of the model; None: the first GPU, else the CPU.
+
+        Raises:
+            CheckpointError: for a checkpoint, which has to be exported first.
+            ConfigError: for a folder without a model or a tokenizer.
+        """
+        source = model_folder(folder)
+        chosen = _device(device)
+        model, tokenizer = load_model(source, chosen)
+        stream = TokenStream(tokenizer, write)
+        # A depth of one calls the drafter at every step; it never drafts.
+        watched = Speculation(drafter="none", num_draft_tokens=1)
+        engine = GenerationEngine(model, tokenizer=tokenizer, max_slots=1, speculation=watched, drafter=stream)
+        return cls(engine, tokenizer, stream, params, system=system, device=str(chosen))
+
+    def reset(self) -> None:
+        """Forget all messages but the system message."""
+        self.messages: list[dict[str, str]] = list(self._system)
+
+    def ask(self, question: str) -> str:
+        """Return the answer to a question, and stream it; both become part of the conversation.
+
+        Raises:
+            DataError: for a conversation that the chat template cannot render.
+            GenerationError: for a conversation that does not fit the model's context.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        prompt = prompt_token_ids(self._tokenizer, [self._prompt(messages)])[0]
+        sample_id, self._num_asked = self._num_asked, self._num_asked + 1  # other random numbers for each question
+        (completion,) = self._engine.generate([prompt], self._params, sample_ids=[sample_id])
+        self._stream.finish(completion.token_ids)
+        answer = str(self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
+        if self.has_template:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    def _prompt(self, messages: Sequence[dict[str, str]]) -> Text:
+        if not self.has_template:
+            return Text(messages[-1]["content"], "the question", add_bos=True)
+        return conversation_text(self._tokenizer, list(messages), "the conversation", add_generation_prompt=True)
+
+
+class TokenStream(Drafter):
+    """Writes an answer in whole words while it is generated. As a drafter it sees every token, and drafts nothing.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        write: Receives text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
+        self._words = _WordStreamer(tokenizer, write)
+        self._num_seen = 0
+
+    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
+        """Start with an empty answer."""
+        self._words.token_cache, self._words.print_len, self._num_seen = [], 0, 0
+
+    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
+        """Write new tokens, and draft nothing."""
+        for sample in running:
+            self._add(sample.token_ids)
+        return super().propose(running, limits)
+
+    def finish(self, token_ids: Sequence[int]) -> None:
+        """Write the rest of an answer, and end its line."""
+        self._add(token_ids)
+        self._words.end()
+
+    def _add(self, token_ids: Sequence[int]) -> None:
+        new = token_ids[self._num_seen :]
+        if new:
+            self._words.put(torch.tensor(new))
+            self._num_seen = len(token_ids)
+
+
+class _WordStreamer(TextStreamer):
+    """TextStreamer that writes to a function."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Write text, and a line break at the end."""
+        if stream_end or text:
+            self._write(text + ("\n" if stream_end else ""))
+
+
+def model_folder(given: str) -> str:
+    """Return the folder of a model or of adapters, inside a run's folder if need be; a hub name as it is.
+
+    Raises:
+        CheckpointError: for a checkpoint, which has to be exported first.
+        ConfigError: for a folder that does not exist or holds no model.
+    """
+    refuse_gguf(given)
+    path = Path(given).expanduser()
+    if not path.exists():
+        if given.startswith((".", "/", "~")) or given.count("/") > 1:
+            raise ConfigError(f"there is no folder {given!r} in {Path.cwd()}; give the folder of a model")
+        return given
+    if (path / ROLES_FILE).is_file():
+        raise CheckpointError(
+            f"{given!r} is a checkpoint of a run; write its model as a folder first: lightning-realloc export {given} "
+            f"--output FOLDER, then lightning-realloc chat FOLDER"
+        )
+    for folder in (path, path / MODEL_FOLDER):
+        if any((folder / name).is_file() for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE)):
+            return str(folder)
+    raise ConfigError(
+        f"{given!r} holds neither {CONFIG_FILE} nor {ADAPTER_CONFIG_FILE}; a run writes its model at the end of "
+        f"training, and lightning-realloc export writes that of a checkpoint"
+    )
+
+
+def load_model(source: str, device: torch.device) -> tuple[nn.Module, Any]:
+    """Return a causal language model for inference, with adapters merged, and its tokenizer.
+
+    Raises:
+        ConfigError: if either cannot be loaded.
+    """
+    base, adapters, named = source, None, source
+    if (Path(source) / ADAPTER_CONFIG_FILE).is_file():
+        base, adapters = _base_of(Path(source)), source
+        named = source if (Path(source) / "tokenizer_config.json").is_file() else base
+    tokenizer = load_tokenizer(named)
+    model = Role(name="model", source=base, trained=False, peft=adapters).build(seed=0).eval()
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return model.to(device, torch.bfloat16 if has_bf16 else torch.float32), tokenizer
+
+
+def _base_of(adapters: Path) -> str:
+    """Return the base model that a folder of adapters names."""
+    try:
+        settings: Any = json.loads((adapters / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+        base = settings["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{adapters / ADAPTER_CONFIG_FILE} cannot be read ({error}); write it again") from error
+    if not base:
+        raise ConfigError(
+            f"{adapters / ADAPTER_CONFIG_FILE} names no base model; set its base_model_name_or_path, or merge them: "
+            f"lightning-realloc export CHECKPOINT --merge --base NAME --output FOLDER"
+        )
+    return str(base)
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"--device={name} is no device; give cpu, cuda or cuda:1") from error
+    if chosen.type == "cuda" and not (torch.cuda.is_available() and (chosen.index or 0) < torch.cuda.device_count()):
+        raise ConfigError(f"--device={name}: there are {torch.cuda.device_count()} CUDA devices; give cpu or another")
+    return chosen
