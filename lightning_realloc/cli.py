@@ -47,7 +47,7 @@ from lightning_realloc.commands.checkpoint_commands import (
     verify_parser,
 )
 from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
-from lightning_realloc.commands.parsing import describe_full_device
+from lightning_realloc.commands.parsing import describe_full_device, has_bf16
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
@@ -277,7 +277,7 @@ class ReallocCLI(LightningCLI):
 
 def default_precision() -> str | None:
     """Return the precision of one-line runs on this machine: bf16-mixed on GPUs that have it; None: Lightning's."""
-    return "bf16-mixed" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else None
+    return "bf16-mixed" if has_bf16() else None
 
 
 def _run_short(name: str, arguments: Sequence[str]) -> int:

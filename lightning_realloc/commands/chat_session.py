@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from lightning_realloc.algorithms.base.role import Role
-from lightning_realloc.commands.parsing import refuse_gguf
+from lightning_realloc.commands.parsing import has_bf16, refuse_gguf
 from lightning_realloc.data.chat import Text, conversation_text, load_tokenizer, prompt_token_ids
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
@@ -201,8 +201,8 @@ def load_model(source: str, device: torch.device) -> tuple[nn.Module, Any]:
         named = source if (Path(source) / "tokenizer_config.json").is_file() else base
     tokenizer = load_tokenizer(named)
     model = Role(name="model", source=base, trained=False, peft=adapters).build(seed=0).eval()
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return model.to(device, torch.bfloat16 if has_bf16 else torch.float32), tokenizer
+    dtype = torch.bfloat16 if device.type == "cuda" and has_bf16() else torch.float32
+    return model.to(device, dtype), tokenizer
 
 
 def _base_of(adapters: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
-from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.commands.parsing import CommandParser, has_bf16
 from lightning_realloc.report.tables import gib
 from lightning_realloc.runtime.transfer.shared_memory import available_bytes
 from lightning_realloc.strategies.measure.profiling import num_cores
@@ -168,7 +168,7 @@ def _check_gpu(index: int) -> CheckResult:
         ones = torch.ones(256, 256, device=name)
         if float((ones @ ones)[0, 0]) != 256.0:
             return CheckResult(name, "failed", "a product of matrices is wrong; the device is damaged")
-        dtype = "bf16" if torch.cuda.is_bf16_supported() else "no bf16: use precision 32-true"
+        dtype = "bf16" if has_bf16() else "no bf16: use precision 32-true"
     except RuntimeError as error:
         return CheckResult(name, "failed", next(iter(str(error).splitlines()), type(error).__name__))
     about = f"{torch.cuda.get_device_name(index)}, {dtype}, {gib(free)} of {gib(total)} free"

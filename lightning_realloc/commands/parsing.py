@@ -1,4 +1,4 @@
-"""Parser of a command's flags, and checks of models and folders that several commands share."""
+"""Parser of a command's flags, and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ class CommandParser(argparse.ArgumentParser):
         setting = name.lstrip("-").replace("-", "_")
         elsewhere = hint_for(setting)
         return "" if elsewhere is None else f"; {setting} is here {elsewhere}"
+
+
+def has_bf16() -> bool:
+    """Return whether the current GPU computes in bf16 without emulation; False without a GPU."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def refuse_gguf(model: str) -> None:

@@ -99,7 +99,13 @@ def short_parser(name: str) -> CommandParser:
         )
         add("--prompt-column", metavar="NAME", default="prompt", help="Column with the prompts. Default: %(default)s.")
         add("--n", type=int, default=command.num_responses, help="Responses per prompt. Default: %(default)s.")
-        add("--max-new-tokens", type=int, default=512, metavar="N", help="Default: %(default)s.")
+        add(
+            "--max-new-tokens",
+            type=int,
+            default=512,
+            metavar="N",
+            help="Tokens of the longest response. Default: %(default)s.",
+        )
         default_batch = f"{SEQUENCES_PER_ITERATION} / n"
     else:
         default_batch = str(ROWS_PER_ITERATION)
@@ -108,10 +114,18 @@ def short_parser(name: str) -> CommandParser:
     add("--batch-size", type=int, metavar="N", help=f"Rows of the data per iteration. Default: {default_batch}.")
     add("--steps", type=int, metavar="N", help="Number of iterations. Default: one epoch.")
     add("--epochs", type=int, metavar="N", help="Number of epochs. Default: 1.")
-    add("--learning-rate", type=float, metavar="RATE", help="Default: that of the algorithm.")
-    add("--lora", type=int, nargs="?", const=LORA_RANK, metavar="RANK", help=f"Train adapters of rank {LORA_RANK}.")
-    add("--output", metavar="FOLDER", default=f"runs/{name}", help="Default: %(default)s.")
-    add("--checkpoint-every", type=int, default=STEPS_PER_CHECKPOINT, metavar="N", help="Default: %(default)s.")
+    add("--learning-rate", type=float, metavar="RATE", help="Learning rate. Default: that of the algorithm.")
+    add(
+        "--lora",
+        type=int,
+        nargs="?",
+        const=LORA_RANK,
+        metavar="RANK",
+        help=f"Train adapters; rank {LORA_RANK} by default.",
+    )
+    add("--output", metavar="FOLDER", default=f"runs/{name}", help="Model, checkpoints and log. Default: %(default)s.")
+    every = "Iterations between checkpoints. Default: %(default)s."
+    add("--checkpoint-every", type=int, default=STEPS_PER_CHECKPOINT, metavar="N", help=every)
     add("--save-config", metavar="RUN.YAML", help="Write the configuration for `fit --config`, and do not train.")
     return parser
 

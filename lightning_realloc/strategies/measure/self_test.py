@@ -72,7 +72,7 @@ def _run_rank(rank: int, store: str, cores: int) -> list[TrialResult]:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        "gloo" if device.type == "cpu" else "nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=WORLD_SIZE,
