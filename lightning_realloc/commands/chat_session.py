@@ -35,6 +35,7 @@ class ChatSession:
         stream: Receives the tokens of an answer.
         params: Sampling of the answers.
         system: System message; None: none.
+        device: Name of the model's device.
     """
 
     def __init__(
