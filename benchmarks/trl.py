@@ -18,7 +18,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -28,7 +28,6 @@ from typing import Any
 
 from benchmarks.harness import BenchmarkReport, be_quiet, make_parser, paired_ratio
 
-ARMS = ("trl", "realloc")
 TARGET_RATIO = 1.5
 
 
@@ -187,13 +186,16 @@ def train_with_trl(work: Workload, folder: str) -> Turn:
     return watch.turn(rewards, lengths)
 
 
+Arms = Mapping[str, Callable[[Any, str], Turn]]
+"""Name -> function that trains on a workload with the model in a folder."""
+
+
 # --- taking turns -----------------------------------------------------------------------------------------------------
 
 
-def serve(arm: str, work: Workload, folder: str, connection: Connection) -> None:
-    """Train one arm for each message from ``connection`` until it is closed, and send the measurements."""
+def serve(train: Callable[[Any, str], Turn], work: Any, folder: str, connection: Connection) -> None:
+    """Train for each message from ``connection`` until it is closed, and send the measurements."""
     be_quiet()
-    train = {"realloc": train_with_realloc, "trl": train_with_trl}[arm]
     while True:
         try:
             connection.recv()
@@ -204,12 +206,12 @@ def serve(arm: str, work: Workload, folder: str, connection: Connection) -> None
 
 
 @contextmanager
-def _workers(work: Workload, folder: str) -> Iterator[dict[str, Connection]]:
+def _workers(arms: Arms, work: Any, folder: str) -> Iterator[dict[str, Connection]]:
     context = multiprocessing.get_context("spawn")
     connections, processes = {}, []
-    for arm in ARMS:
+    for arm, train in arms.items():
         connections[arm], theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(arm, work, folder, theirs)))
+        processes.append(context.Process(target=serve, args=(train, work, folder, theirs)))
         processes[-1].start()
         theirs.close()
     try:
@@ -221,19 +223,17 @@ def _workers(work: Workload, folder: str) -> Iterator[dict[str, Connection]]:
             process.join()
 
 
-def take_turns(work: Workload, turns: int) -> dict[str, list[Turn]]:
-    """Return the turns of each arm."""
-    measured: dict[str, list[Turn]] = {arm: [] for arm in ARMS}
-    with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as folder:
-        save_model(work, folder)
-        with _workers(work, folder) as connections:
-            for number in range(turns):
-                for arm, connection in connections.items():
-                    connection.send(number)
-                    try:
-                        measured[arm].append(connection.recv())
-                    except EOFError:
-                        raise RuntimeError(f"the process of arm {arm!r} ended; its error is above") from None
+def take_turns(arms: Arms, work: Any, folder: str, turns: int) -> dict[str, list[Turn]]:
+    """Return the turns of each arm, which read the model in ``folder``."""
+    measured: dict[str, list[Turn]] = {arm: [] for arm in arms}
+    with _workers(arms, work, folder) as connections:
+        for number in range(turns):
+            for arm, connection in connections.items():
+                connection.send(number)
+                try:
+                    measured[arm].append(connection.recv())
+                except EOFError:
+                    raise RuntimeError(f"the process of arm {arm!r} ended; its error is above") from None
     return measured
 
 
@@ -253,7 +253,7 @@ def fill(report: BenchmarkReport, work: Workload, measured: Mapping[str, list[Tu
             last_reward=turns[0].rewards[-1],
             peak_mib=round(turns[-1].peak_bytes / 2**20),
         )
-    theirs, ours = ([turn.cpu_s for turn in measured[arm]] for arm in ARMS)
+    theirs, ours = ([turn.cpu_s for turn in measured[arm]] for arm in ("trl", "realloc"))
     report.require_at_least("sequences per CPU-second over TRL's", paired_ratio(theirs, ours), TARGET_RATIO)
 
 
@@ -270,7 +270,13 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
     work = Workload(steps=options.steps)
     report = BenchmarkReport("trl", settings={"clock": "process CPU time", "turns": options.turns} | asdict(work))
-    fill(report, work, take_turns(work, options.turns))
+    with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as folder:
+        save_model(work, folder)
+        fill(
+            report,
+            work,
+            take_turns({"trl": train_with_trl, "realloc": train_with_realloc}, work, folder, options.turns),
+        )
     return report.finish(options)
 
 

@@ -1,0 +1,71 @@
+"""The demo with a real model runs on a tiny one, and its YAML and script name the same model and data on the hub."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import yaml
+
+from examples import gsm8k
+from lightning_realloc.rewards import NumericAnswer
+from tests.models import byte_tokenizer, tiny_model
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "examples/gsm8k.yaml"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def write_model(folder: Path) -> str:
+    """Write a tiny model whose tokenizer has a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    tiny_model("llama", vocab_size=320, max_position_embeddings=256).save_pretrained(folder)
+    return str(folder)
+
+
+def chain_sum(name: str, *, size: int, seed: int, **_: Any) -> list[dict[str, Any]]:
+    """Return problems in the form of reasoning-gym's."""
+    assert name == "chain_sum"
+    return [{"question": f"{seed + index} + 1 =", "answer": str(seed + index + 1)} for index in range(size)]
+
+
+def run_demo(folder: str) -> dict[str, list[str]]:
+    """Run the demo for one iteration on one rank."""
+    with mock.patch.dict(sys.modules, {"reasoning_gym": SimpleNamespace(create_dataset=chain_sum)}):
+        from examples import demo_real
+
+    model = Path(write_model(Path(folder) / "model"))
+    settings = demo_real.Settings(
+        folder=Path(folder), num_ranks=1, iterations=1, prompts_per_iteration=2, num_held_out=2
+    )
+    with mock.patch.object(demo_real, "model_folder", lambda: model):
+        for name, count in (("train", 4), ("held_out", 2)):
+            demo_real.write_problems(settings.folder / f"{name}.jsonl", count, seed=0)
+        outcomes = {name: demo_real.learn(name, settings) for name in demo_real.VARIANTS}
+        demo_real.conclude(outcomes, settings)
+    return {name: sorted(outcome.seconds) for name, outcome in outcomes.items()}
+
+
+def test_the_demo_trains_all_weights_and_adapters(workers: WorkerPool, tmp_path: Path) -> None:
+    (calls,) = workers.run(run_demo, str(tmp_path), world_size=1, init_process_group=False, deadline_s=120.0)
+    assert calls == {"all weights": ["actor.generate", "actor.train"], "LoRA": ["actor.generate", "actor.train"]}
+    assert (tmp_path / "all_weights/model.safetensors").exists()
+    assert (tmp_path / "LoRA/adapter_model.safetensors").exists()
+
+
+def test_script_and_file_name_the_same_model_data_and_settings() -> None:
+    config = yaml.safe_load(CONFIG.read_text())
+    with mock.patch.object(gsm8k, "train") as train:
+        gsm8k.main()
+    (model, data, held_out, _), settings = train.call_args.args, train.call_args.kwargs
+    assert model == config["model"]["init_args"]["actor"]
+    assert settings["learning_rate"] == config["model"]["init_args"]["learning_rate"]
+    for source, named in ((data, "data"), (held_out, "val_data")):
+        assert {"path": source.path, "name": source.name, "split": source.split} == config["data"]["init_args"][named]
+    assert config["model"]["init_args"]["reward"]["class_path"].endswith(NumericAnswer.__name__)
