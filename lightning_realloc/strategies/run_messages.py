@@ -74,7 +74,8 @@ def _size(name: str, role: RoleMemory, *, is_trained: bool) -> str:
     if role.shares is not None:
         return f"{name} (the base of {role.shares})"
     trained = f" ({_count(role.model.num_elements - role.num_frozen)} trained)" if is_trained else ""
-    return f"{name} {_count(role.model.num_elements)}{trained}"
+    packed = f" over {_gib(role.quantized_bytes)} of 4-bit weights" if role.quantized_bytes else ""
+    return f"{name} {_count(role.model.num_elements)}{trained}{packed}"
 
 
 def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Trainer) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from transformers import PreTrainedModel
+
 from lightning_realloc.errors import ConfigError
 
 _MOST_NAMED = 4
@@ -39,6 +41,26 @@ def require_known(where: str, unused: list[str]) -> None:
         raise ConfigError(
             f"{where} has weights that its config.json has no place for: {_listed(unused)}; give the config that they "
             f"were saved with, or set allow_missing=True to leave them out"
+        )
+
+
+def require_output(where: str, model: PreTrainedModel, missing: Iterable[str]) -> None:
+    """Raise ConfigError for a language model whose file lacks weights of the head."""
+    head = model.get_output_embeddings()
+    outputs = tuple(f"{name}." for name, module in model.named_modules() if module is head)
+    if random := sorted(name for name in missing if name.startswith(outputs)):
+        raise ConfigError(
+            f"{where} brings no weights for {', '.join(random)}, and random ones say nothing; give a model that was "
+            f"saved as {type(model).__name__}, no classifier and no bare backbone"
+        )
+
+
+def require_head(role: str, kind: str, missing: list[str]) -> None:
+    """Raise ConfigError for a classifier that is not trained, of the class ``kind``, whose file lacks its head."""
+    if missing:
+        raise ConfigError(
+            f"{role} is not trained here and brings no weights for {', '.join(missing)}: random ones say nothing; give "
+            f"a model that was saved as {kind} with num_labels=1"
         )
 
 

@@ -30,6 +30,7 @@ from lightning_realloc.algorithms.base.optimizers import (
     chosen_for,
     state_bytes,
 )
+from lightning_realloc.algorithms.base.quantization import LoadingOptions
 from lightning_realloc.algorithms.base.role import ModelSource, Role, Task, without_weights
 from lightning_realloc.algorithms.base.rollout_columns import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
@@ -68,6 +69,7 @@ class ModuleSettings(TypedDict, total=False):
     max_cache_bytes: int | None
     sample_reallocation: SampleReallocation
     peft_config: Any
+    quantization_config: Any
     allow_missing: bool
     liger_kernels: bool
     seed: int | None
@@ -100,6 +102,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             that wait for a slot; ``"all"``: running ones too. Tokens stay the same.
         peft_config: Adapters to train: a ``LoraConfig``, a mapping with ``peft_type: LORA``, or a folder of saved ones,
             for every trained role; or role -> one of these.
+        quantization_config: 4-bit weights under the adapters: a ``BitsAndBytesConfig(load_in_4bit=True)`` or the same
+            as a mapping, for every trained role; or role -> one of these, also for roles that are not trained. None:
+            weights as their folders hold them.
         allow_missing: Whether a folder may lack weights of its config (then random) or hold others. New heads may
             always be missing.
         liger_kernels: Use Liger's kernels; needs CUDA and the package liger-kernel.
@@ -145,6 +150,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         max_cache_bytes: int | None = None,
         sample_reallocation: SampleReallocation = False,
         peft_config: Any = None,
+        quantization_config: Any = None,
         allow_missing: bool = False,
         liger_kernels: bool = False,
         seed: int | None = None,
@@ -167,7 +173,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         )
         self._set_generation(options if generation is None else generation.over(options))
         self.peft_config = peft_config
-        self.allow_missing = allow_missing
+        self.loading = LoadingOptions(quantization_config=quantization_config, allow_missing=allow_missing)
         self.liger_kernels = liger_kernels
         check_type(Integral, seed=seed)
         self._seed = seed
@@ -252,16 +258,28 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return config if trained else None
 
     def make_role(self, name: str, *, trained: bool, task: Task = "causal_lm") -> Role:
-        """Return a role with the weights of ``sources[name]`` and the adapters that ``peft_config`` gives it."""
-        peft = self.peft_of(name, trained=trained)
-        return Role(name=name, source=self.sources[name], trained=trained, task=task, peft=peft)
+        """Return a role with the weights of ``sources[name]``, and the adapters and quantization that settings give."""
+        return Role(
+            name=name,
+            source=self.sources[name],
+            trained=trained,
+            task=task,
+            peft=self.peft_of(name, trained=trained),
+            quantization=self.loading.quantization_of(name, trained=trained),
+        )
 
     def reference_of(self, actor: Role, source: ModelSource | None) -> Role:
         """Return a frozen reference from ``source``, or the actor's initial weights (with adapters: its base)."""
         peft = self.peft_of("reference", trained=False)
         if source is None and peft is None and actor.has_adapters:
             return Role(name="reference", source=actor.source, trained=False, shares=actor.name)
-        return Role(name="reference", source=actor.source if source is None else source, trained=False, peft=peft)
+        return Role(
+            name="reference",
+            source=actor.source if source is None else source,
+            trained=False,
+            peft=peft,
+            quantization=self.loading.quantization_of("reference", trained=False),
+        )
 
     def with_carried(self, batch: Samples) -> Samples:
         """Return the prompts of an iteration: the loader's batch, and prompts with unfinished responses.
@@ -360,7 +378,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         self._unregister_sources()
         for role in self.roles():
             if role.shares is None and not hasattr(self, role.name):
-                model = role.build(seed=self.seed, allow_missing=self.allow_missing)
+                model = role.build(seed=self.seed, allow_missing=self.loading.allow_missing)
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)
@@ -377,6 +395,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     def _check_named_roles(self) -> None:
         config, trained = self.peft_config, self.dataflow.trained_roles
         refuse_unknown_roles(config, [role.name for role in self.roles()])
+        self.loading.check_roles(self.roles(), type(self).__name__)
         for role in self.roles():
             if role.peft is None and self.peft_of(role.name, trained=role.trained) is not None:
                 raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -27,7 +27,20 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
-from lightning_realloc.algorithms.base.loaded_weights import require_complete, require_known, require_shapes
+from lightning_realloc.algorithms.base.loaded_weights import (
+    require_complete,
+    require_head,
+    require_known,
+    require_output,
+    require_shapes,
+)
+from lightning_realloc.algorithms.base.quantization import (
+    QuantizationSource,
+    check_quantized,
+    quantize_description,
+    read_quantization,
+    without_heads,
+)
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.renamed_settings import rename_settings
@@ -39,6 +52,7 @@ from lightning_realloc.runtime.model.adapter_layers import (
     use_trained_copies,
 )
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
+from lightning_realloc.runtime.model.quantized import pin_quantized_weights, quantized_layers
 from lightning_realloc.runtime.model.structure import (
     copy_model,
     copy_without_weights,
@@ -111,6 +125,8 @@ class Role:
     """Weight of the trained role in each update, which follows each of its training calls: 1 less the decay."""
     peft: AdapterSource | None = None
     """Adapters to train in place of the weights; for a role that is not trained, saved ones to merge."""
+    quantization: QuantizationSource | None = None
+    """How weights of a name or folder are quantized while they are loaded; None: as the folder says."""
     shares: str | None = None
     """Role with adapters whose base is also this model, without a second copy; None: a model of its own."""
 
@@ -168,8 +184,8 @@ class Role:
         Raises:
             ConfigError: for a source that cannot be loaded, weights that are missing or have no place in the model, a
                 language model without its head or with an encoder's attention, a frozen classifier whose head was never
-                trained, a quantized base, a trained model whose config asks for a router's loss, and adapters that do
-                not fit.
+                trained, a quantized base that is not frozen, a trained model whose config asks for a router's loss, and
+                adapters that do not fit.
         """
         self._check_config()
         adapters = self._adapters()
@@ -204,21 +220,23 @@ class Role:
         """
         self._check_config()
         source, adapters = self.source, self._adapters()
-        if isinstance(source, nn.Module) and not (
-            isinstance(source, PreTrainedModel) and self._has_another_head(source)
-        ):
-            if adapters is None and not adapted_layers(source):
+        if isinstance(source, nn.Module) and not self._has_another_head(source):
+            if adapters is None and not adapted_layers(source) and not quantized_layers(source):
                 return source
             with torch.device("meta"):
-                return self._adapt(self._copied(source).to("meta"), adapters)
+                return self._adapt(self._copied(source, copy_without_weights), adapters)
         config = self.config()
         assert config is not None, "models of transformers, names and folders have one"
+        quantization = read_quantization(self.quantization, config, self.name)
         with torch.device("meta"):
-            return self._adapt(self._from_config(config), adapters)
+            model = self._from_config(config)
+            if quantization is not None:
+                quantize_description(model, without_heads(quantization, head_names(model)))
+            return self._adapt(model, adapters)
 
     def resembling(self, config: PreTrainedConfig) -> Role:
         """Return a role of another size with random weights, and adapters of the same kind."""
-        return replace(self, source=config, peft=self._adapter_config(), shares=None)
+        return replace(self, source=config, peft=self._adapter_config(), quantization=None, shares=None)
 
     def describe_adapters(self) -> tuple[Any, ...]:
         """Return the adapter options that affect the time of passes; () without adapters."""
@@ -246,7 +264,8 @@ class Role:
         return None if self.peft is None else Adapters.read(self.peft, self.name, self.task)
 
     def _adapt(self, model: nn.Module, adapters: Adapters | None) -> nn.Module:
-        """Add or merge adapters, and set which parameters are trained, in place."""
+        """Add or merge adapters, pin 4-bit weights, and set which parameters are trained, in place."""
+        pin_quantized_weights(model, self.name)
         if adapters is not None and adapted_layers(model):
             raise ConfigError(f"{self.name} has adapters in it already; leave its peft_config out, or give its base")
         if adapters is not None:
@@ -274,12 +293,16 @@ class Role:
 
     def _check_config(self) -> None:
         config = self.config()
-        if settings := getattr(config, "quantization_config", None):
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
-            raise ConfigError(
-                f"{self.name} is quantised ({getattr(method, 'value', method)}): weights that are packed into integers "
-                f"can neither be cut over ranks nor cast; give a base in bfloat16 or float32, as model.dequantize() "
-                f"makes one, and save memory by fsdp or tp; under precision='bf16-mixed' a frozen base is in bfloat16"
+        given = self.source if isinstance(self.source, nn.Module) else nn.Module()
+        if quantized_layers(given) or read_quantization(self.quantization, config, self.name) is not None:
+            check_quantized(
+                self.name,
+                trained=self.trained,
+                adapters=self._adapter_config(),
+                merges=not self.trained and (self.peft is not None or bool(adapted_layers(given))),
+                averages=self.average_of is not None,
+                is_loadable=isinstance(self.source, str | Path)
+                or bool(self.quantization is None and quantized_layers(given) and not self._has_another_head(given)),
             )
         if self.trained and (asked := router_loss_of(config)):
             raise ConfigError(
@@ -298,7 +321,7 @@ class Role:
             config.num_labels = 1
         return _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
-    def _copied(self, module: nn.Module) -> nn.Module:
+    def _copied(self, module: nn.Module, copier: Callable[[nn.Module], nn.Module] = copy_model) -> nn.Module:
         unwrap: Callable[[], nn.Module] = getattr(module, "get_base_model", lambda: module)
         source = unwrap()  # without PEFT's wrapper; adapters stay inside
         if isinstance(source, PreTrainedModel) and self._has_another_head(source):
@@ -320,9 +343,11 @@ class Role:
         labels = getattr(getattr(source, "config", None), "num_labels", 1)
         if self.task != "causal_lm" and labels != 1:
             raise ConfigError(f"{self.name} is a classifier of {labels} labels; give one with num_labels=1")
-        return copy_model(source)
+        return copier(source)
 
-    def _has_another_head(self, model: PreTrainedModel) -> bool:
+    def _has_another_head(self, model: nn.Module) -> bool:
+        if not isinstance(model, PreTrainedModel):
+            return False
         kind = type(model.config)
         others: list[Any] = [
             classes[kind] for task, classes in _CLASSES.items() if task != self.task and kind in classes
@@ -330,7 +355,12 @@ class Role:
         return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
 
     def _load(self, source: str | Path, adapters: Adapters | None, *, allow_missing: bool) -> nn.Module:
-        options = {} if self.task == "causal_lm" else {"num_labels": 1}
+        options: dict[str, Any] = {} if self.task == "causal_lm" else {"num_labels": 1}
+        quantization = read_quantization(self.quantization, None, self.name)
+        if quantization is not None:
+            with torch.device("meta"):
+                heads = head_names(self._from_config(AutoConfig.from_pretrained(source)))
+            options["quantization_config"] = without_heads(quantization, heads)
         auto: Any = _AUTO_CLASSES[self.task]
         try:
             model, found = auto.from_pretrained(
@@ -342,7 +372,7 @@ class Role:
         require_shapes(where, found["mismatched_keys"])
         missing, heads = sorted(found["missing_keys"]), head_names(model)
         if self.task == "causal_lm":
-            self._require_output(model, missing)
+            require_output(where, model, missing)
         elif adapters is None or not adapters.weights:  # they include a head
             self._require_head([name for name in missing if name.startswith(heads)])
         if not allow_missing:
@@ -350,21 +380,9 @@ class Role:
             require_known(where, unused_weights(model, found["unexpected_keys"]))
         return model  # type: ignore[no-any-return]
 
-    def _require_output(self, model: PreTrainedModel, missing: Iterable[str]) -> None:
-        head = model.get_output_embeddings()
-        outputs = tuple(f"{name}." for name, module in model.named_modules() if module is head)
-        if random := sorted(name for name in missing if name.startswith(outputs)):
-            raise ConfigError(
-                f"{self.name}={str(self.source)!r} brings no weights for {', '.join(random)}, and random ones say "
-                f"nothing; give a model that was saved as {type(model).__name__}, no classifier and no bare backbone"
-            )
-
     def _require_head(self, missing: list[str]) -> None:
-        if missing and not self.trained:
-            raise ConfigError(
-                f"{self.name} is not trained here and brings no weights for {', '.join(missing)}: random ones say "
-                f"nothing; give a model that was saved as {_AUTO_CLASSES[self.task].__name__} with num_labels=1"
-            )
+        if not self.trained:
+            require_head(self.name, _AUTO_CLASSES[self.task].__name__, missing)
 
     def _not_loaded(self, error: Exception) -> ConfigError:
         assert isinstance(self.source, str | Path), "modules and configs are not loaded"

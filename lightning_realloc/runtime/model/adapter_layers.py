@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from lightning_realloc.runtime.model.quantized import quantized_layers
+
 ADAPTER = "default"
 """PEFT's name for the adapters of a model that has one set of them."""
 FILE_PREFIX = "base_model.model."
@@ -90,9 +92,13 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 def adapters_merged(model: nn.Module) -> Iterator[None]:
     """Make a model compute with merged copies of the adapted weights inside the block, as fast as its base model.
 
-    Under FSDP, whose forward gathers the weights, nothing is merged and the adapters are computed separately.
+    Adapters are computed next to the weights under FSDP, whose forward gathers the weights, and over 4-bit weights,
+    which a merge would round.
     """
-    layers = [] if any(isinstance(module, FSDPModule) for module in model.modules()) else adapted_layers(model).values()
+    is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
+    packed = set(quantized_layers(model).values())
+    adapted = () if is_gathered else adapted_layers(model).values()
+    layers = [layer for layer in adapted if layer.base_layer not in packed]
     bases: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
     try:
         for layer in layers:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_realloc.runtime.model.quantized import replacements_in_copy
+
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
 """Causal masks and rotary frequencies, which older versions of transformers saved with the weights."""
 
@@ -93,9 +95,13 @@ def copy_model(model: nn.Module, replacements: Mapping[int, object] | None = Non
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module:
-    """Return a deep copy whose parameters have shapes but no storage; buffers are real copies, ties are kept."""
-    without_storage = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    return copy_model(model, without_storage)
+    """Return a deep copy whose parameters have shapes but no storage; buffers are real copies, ties are kept.
+
+    4-bit weights that are pinned are shared with the copy.
+    """
+    replacements = replacements_in_copy(model)
+    for parameter in model.parameters():
+        if id(parameter) not in replacements:
+            empty = torch.empty_like(parameter, device="meta")
+            replacements[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return copy_model(model, replacements)

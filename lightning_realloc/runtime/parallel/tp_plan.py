@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import TensorParallelCut, group_bounds, head_bounds
+from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -87,6 +88,9 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> 
     # Transformers' own plans have entries for modules that only some variants of a model have.
     patterns = {key: style for key, style in (getattr(model, "tp_plan", None) or {}).items() if key in known}
     patterns.update(tp_plan or {})
+    if quantized_layers(model):
+        refusal = "its 4-bit weights are packed in blocks, which a cut would break"
+        return TensorParallelPlan({}, {}, {}, refusal=refusal)
     try:
         return _plan_for(model, _styles_by_module(model, patterns))
     except LayoutError as refusal:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_permanently, saved_names
+from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors
 
 CONFIG_FILE = "config.json"
@@ -141,6 +142,11 @@ def _base_weights(
             f"the adapters' base {str(source)!r} could not be loaded ({type(error).__name__}: {error}); give it as base"
         ) from error
     model, found = loaded
+    if quantized_layers(model):
+        raise CheckpointError(
+            f"the adapters' base {str(source)!r} holds 4-bit weights, and a merge would round them again; give the "
+            f"unquantized model as base, or export the adapters alone"
+        )
     named = model.named_parameters(remove_duplicate=False)
     plain = {name: parameter.detach() for name, parameter in named if name not in found["missing_keys"]}
     return {

@@ -165,6 +165,7 @@ def write_model(
     config = read_config(model_class, description)
     if (description / ADAPTER_CONFIG_FILE).is_file():
         weights = merged_weights(model_class, description, weights, base)
+        vars(config).pop("quantization_config", None)  # the adapters' base may be; merged weights are not
     with torch.device("meta"):
         model = model_class(config)
     if (description / BUFFERS_FILE).is_file():

@@ -209,6 +209,7 @@ def _build(role: Role, depth: int, device: torch.device, seed: int) -> nn.Module
         if isinstance(value, list) and len(value) == count:  # one entry per block, as layer_types
             setattr(text, name, (value * depth)[:depth])
     text.num_hidden_layers = depth
+    vars(config).pop("quantization_config", None)  # random weights cannot be quantized
     with device:
         return role.resembling(config).build(seed=seed)
 

@@ -25,6 +25,7 @@ from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.forward.packed_linear import packs
 from lightning_realloc.generation.speculative.draft_model import describe_draft_model
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.model.quantized import quantized_bytes
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
@@ -57,7 +58,11 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
         if hasattr(config, "get_text_config"):
             shape = ModelShape.from_config(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
         described[role.name] = RoleMemory(
-            model=spec, shape=shape, frozen_params=role.frozen_parameters(model), average_of=role.average_of
+            model=spec,
+            shape=shape,
+            frozen_params=role.frozen_parameters(model),
+            quantized_bytes=quantized_bytes(model),
+            average_of=role.average_of,
         )
     return described
 

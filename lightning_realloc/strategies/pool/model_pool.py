@@ -21,6 +21,7 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.model.adapter_layers import adapter_config, adapters_disabled, adapters_merged
+from lightning_realloc.runtime.model.quantized import free_quantized_weights
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize
@@ -86,9 +87,9 @@ class ModelPool:
         # Weights that no optimizer changes need no more precision than other replicas. Buffers (rotary frequencies) do.
         unchanged = self._frozen[role] if role in self.changing_roles else None
         cast_parameters(model, self._options.copy_dtype, names=unchanged)
+        model.to(self._options.device)  # first, so that 4-bit weights, which all replicas share, move once
         self._blanks[role] = weightless_copy(model)
         self._add_copies(role, home)
-        model.to(self._options.device)
         self._home[role] = self._lay_out(role, model, home)
 
     def apply_plan(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -178,6 +179,8 @@ class ModelPool:
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] != role}
         old = self._home[role]
         blank = empty_model_like(self._blanks[role], old, self._options.device, has_weights=False)
+        for model in (blank, self._blanks[role]):
+            free_quantized_weights(model)
         self._home[role] = Replica(role, old.model_layout, blank)
         self.released.add(role)
 

@@ -186,13 +186,18 @@ class _Forecaster:
 
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
         """Return the bytes of weights and optimizer states, without the parts in ``away``, which are offloaded."""
-        parts = MemoryParts()
+        parts = MemoryParts(weights=self._quantized_bytes)
         for name in self._owners:
             weights, optimizer = self._home_shard(name, rank)
             parts += MemoryParts(
                 weights=0 if name in away else weights, optimizer=0 if name + OPTIMIZER_SUFFIX in away else optimizer
             )
         return parts
+
+    @property
+    def _quantized_bytes(self) -> int:
+        """Bytes of 4-bit weights, which are on every rank and are not offloaded."""
+        return sum(self.roles[name].quantized_bytes for name in self._owners)
 
     def _home_shard(self, role: str, rank: int) -> tuple[int, int]:
         """Return the bytes of a rank's shard of the home, and of its optimizer state."""
@@ -262,13 +267,14 @@ class _Forecaster:
     def _set_up(self, rank: int) -> MemoryParts:
         """Return the bytes of building models: all whole models if on the counted device, else one at a time."""
         if self.settings.builds_on_device:
-            return MemoryParts(weights=4 * sum(self.roles[name].model.num_elements for name in self._owners))
+            elements = sum(self.roles[name].model.num_elements for name in self._owners)
+            return MemoryParts(weights=4 * elements + self._quantized_bytes)
         most, sharded_bytes = 0, 0
         for name in self._owners:
             whole = _whole_bytes(self.roles[name], self.settings, is_trained=self._is_trained(name))
             most = max(most, sharded_bytes + whole)  # also on ranks outside of the home, which then free it
             sharded_bytes += self._home_shard(name, rank)[0]
-        return MemoryParts(weights=max(most, sharded_bytes))
+        return MemoryParts(weights=max(most, sharded_bytes) + self._quantized_bytes)
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
         chosen = self.plan.call(call.name)

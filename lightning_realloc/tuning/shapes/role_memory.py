@@ -18,6 +18,8 @@ class RoleMemory:
     """Sizes of the decoder; None for a module without a config, whose activations and caches are then left out."""
     frozen_params: frozenset[str] = frozenset()
     """Names of the parameters of a trained role that have no gradient, as under adapters."""
+    quantized_bytes: int = 0
+    """Bytes of 4-bit weights, which are no parameters of ``model``; every rank holds them once, in any layout."""
     average_of: str | None = None
     """The trained role whose weights this role averages, with the precision of trained weights; None: no averaging."""
     shares: str | None = None

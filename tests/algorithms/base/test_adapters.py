@@ -249,14 +249,14 @@ def test_dora_is_refused_in_layouts_that_cut_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, BitsAndBytesConfig(load_in_8bit=True)],
+    "settings", [{"quant_method": "gptq", "bits": 4}, BitsAndBytesConfig(load_in_8bit=True)],
     ids=["as a file has it", "as transformers has it"],
 )  # fmt: skip
-def test_quantised_bases_are_refused(settings: Any) -> None:
+def test_other_bases_than_4_bit_ones_of_bitsandbytes_are_refused(settings: Any) -> None:
     config: PreTrainedConfig = tiny_model("llama").config
     config.quantization_config = settings
     for attempt in (lambda: _actor(config).describe(), lambda: _actor(config, _lora()).build(seed=0)):
         with pytest.raises(
-            ConfigError, match=r"actor is quantised \(bitsandbytes\).*give a base in bfloat16 or float32"
+            ConfigError, match=r"actor is quantized \((gptq|bitsandbytes)\).*give a base in bfloat16 or float32"
         ):
             attempt()
