@@ -1,4 +1,4 @@
-"""Numbers that a run and the estimates of its memory share, so that both change together.
+"""Numbers that a run and its estimates share, so that both change together.
 
 Each was chosen by a benchmark of `docs/benchmarks/generation.md` unless it says otherwise.
 """
@@ -26,3 +26,6 @@ TILE_ELEMENTS = 1 << 26
 the head's weight less often."""
 CHUNK_ELEMENTS = 1 << 23
 """Logits converted to fp32 at a time (32 MiB). Raising it takes more memory and fewer kernel launches."""
+MAX_CAPTURED_TOKENS = 512
+"""Tokens of the largest decoding step that is captured as a CUDA graph, padding included. Larger steps keep the device
+busy for longer than launching takes."""

@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from lightning_realloc.generation.cache.kv_cache import SlotCache, SlotPlaces
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep
 from lightning_realloc.generation.forward.runner import run_packed
+from lightning_realloc.limits import MAX_CAPTURED_TOKENS
 
 _log = logging.getLogger(__name__)
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures work on tensors that stay in place, and returns a function that replays it."""
 
-_MOST_TOKENS = 512
-"""Tokens of the largest captured step, padding included. Larger steps keep the device busy for longer than launching
-takes."""
 _ROWS_PER_OCTAVE = 4
 _LENGTHS_PER_OCTAVE = 2
 _LEAST_LENGTH = 128
@@ -191,7 +189,7 @@ class StepGraphs:
         if self._window and max_length <= self._window:
             length = min(length, self._window)  # attention refuses some models beyond it
         shape = StepShape(num_rows, width, min(length, self._cache.capacity))
-        return shape if shape.num_tokens <= _MOST_TOKENS else None
+        return shape if shape.num_tokens <= MAX_CAPTURED_TOKENS else None
 
     def _capture(self, shape: StepShape) -> _Graph | None:
         """Return a new graph of this shape; None if the model's forward cannot be captured."""

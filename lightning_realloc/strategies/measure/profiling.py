@@ -303,7 +303,7 @@ def make_plan_evaluator(
                 module, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
             ),
             responses=lengths.responses,
-            efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(),
+            efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(captures_steps=module.engine == "native"),
             cores_per_node=max(1, num_cores() // torch.get_num_threads()) if on_cpu else None,
         )
         return roofline if profile is None else MeasuredEstimator(roofline, profile.table, profile.models)

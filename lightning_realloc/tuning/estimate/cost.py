@@ -7,6 +7,7 @@ same links, and framework time between kernels beyond one launch time per block.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,11 +18,12 @@ from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import stage_blocks
+from lightning_realloc.limits import MAX_CAPTURED_TOKENS
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Group, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.decoding import plan_decoding
+from lightning_realloc.tuning.shapes.decoding import DecodeSegment, count_step_shapes, plan_decoding
 from lightning_realloc.tuning.shapes.weights import Weights
 
 
@@ -153,12 +155,14 @@ class CallCost:
         share = math.ceil(load.num_sequences / self._shares)
         waves = max(math.ceil(share / max_slots), min(pp, share))
         prompts = math.ceil(share / load.samples_per_prompt) * load.prompt_tokens / waves
-        prefill = self._forward_stage(prompts, load.prompt_tokens / 2, self._sampled_head(share / waves))
+        launch, head = self.links.efficiency.decode_launch_s, self._sampled_head(share / waves)
+        prefill = self._forward_stage(prompts, load.prompt_tokens / 2, head, launch_s=launch)
         parts = self._pipelined(prefill, self._exposed_gather(prefill), waves, self._send(prompts))
-        for segment in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
+        segments = plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots)
+        for segment in segments:
             # Under a pipeline the sequences form as many groups as there are stages, so that every stage is busy.
             batch = segment.sequences / pp
-            stage = self._decode_stage(batch, segment.context)
+            stage = self._decode_stage(batch, segment.longest)
             step = CallSeconds(
                 compute=stage.compute,
                 tensor_parallel=stage.exchange,
@@ -166,13 +170,19 @@ class CallCost:
                 sharding=self._exposed_gather(stage),
             )
             parts += step.scaled(segment.steps * pp)
-        return parts
+        return parts + self._capture(segments)
+
+    def _capture(self, segments: Sequence[DecodeSegment]) -> CallSeconds:
+        """Return the time to capture each shape of a generation's steps once, since its graphs are freed at its end."""
+        efficiency = self.links.efficiency
+        shapes = count_step_shapes([segment for segment in segments if self._is_captured(segment.sequences)])
+        launched = self.kernels.shape.num_layers * efficiency.decode_launch_s
+        return CallSeconds(compute=shapes * efficiency.capture_steps * launched)
 
     # ---- stages
-    def _forward_stage(self, tokens: float, context: float, head: Pass) -> Pass:
-        block = self._launched(
-            self.kernels.forward(tokens, context), self._exchange(tokens), self.links.efficiency.layer_launch_s
-        )
+    def _forward_stage(self, tokens: float, context: float, head: Pass, *, launch_s: float | None = None) -> Pass:
+        launch = self.links.efficiency.layer_launch_s if launch_s is None else launch_s
+        block = self._launched(self.kernels.forward(tokens, context), self._exchange(tokens), launch)
         return self._slowest_stage(block, head)
 
     def _backward_stage(self, micro: MeanMicroBatch, checkpointing: bool) -> Pass:
@@ -186,12 +196,21 @@ class CallCost:
         head = Pass((1 + share) * self.kernels.head(rows) + self.kernels.tiled_head(rows) + self.kernels.logprobs(rows))
         return self._slowest_stage(block, head)
 
-    def _decode_stage(self, sequences: float, context: float) -> Pass:
-        efficiency = self.links.efficiency
-        block = self._launched(
-            self.kernels.decode(sequences, context), self._exchange(sequences), efficiency.decode_launch_s
-        )
-        return self._slowest_stage(block, self._sampled_head(sequences).plus(Pass(efficiency.step_s)))
+    def _decode_stage(self, sequences: float, attended: float) -> Pass:
+        efficiency, kernels = self.links.efficiency, self.kernels.decode(sequences, attended)
+        if self._is_captured(sequences):
+            block = Pass(kernels + efficiency.captured_block_s)
+        else:
+            block = self._launched(kernels, self._exchange(sequences), efficiency.decode_launch_s)
+        host = Pass(efficiency.step_s + efficiency.row_s * sequences)
+        return self._slowest_stage(block, self._sampled_head(sequences).plus(host))
+
+    def _is_captured(self, sequences: float) -> bool:
+        """Return whether a decoding step is a CUDA graph: no communication, an unbounded cache, not too many tokens."""
+        engine, dims = self.settings.engine, self.dims
+        num_tokens = sequences * (1 + engine.num_ahead)
+        is_local = dims.tp == dims.fsdp == dims.pp == 1 and engine.max_cache_bytes is None
+        return self.links.efficiency.captures_steps and is_local and num_tokens <= MAX_CAPTURED_TOKENS
 
     def _scored_head(self, rows: float) -> Pass:
         """Return the pass of the head on ``rows`` tokens, with their logprobs."""

@@ -7,7 +7,7 @@ replaces both.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from lightning_realloc.errors import PlanError
@@ -48,35 +48,48 @@ class Efficiency:
     with causal masks and short sequences."""
     memory_share: float = 0.8
     """Fraction of memory bandwidth in streaming kernels. Source: STREAM copies reach 80 to 90 % on A100 and H100."""
+    cache_share: float = 0.43
+    """Fraction of memory bandwidth at which one token's attention reads the cache. Measured with torch's own attention:
+    2.0 and 2.2 of an H200's 4.8 TB/s (docs/benchmarks/generation_cuda.md)."""
     link_share: float = 0.8
     """Fraction of a link's bandwidth in collectives. Source: nccl-tests, all-reduce on 8 A100, 235 of 300 GB/s."""
     layer_launch_s: float = 0.5e-3
     """Host time to launch one block's forward pass, which a faster device waits for. Eager modules launch 30 to 40
     kernels, 10 to 15 us each."""
-    decode_launch_s: float = 0.5e-3
-    """Host time to launch one block in a decoding step. A captured CUDA graph takes a fraction of it."""
+    decode_launch_s: float = 0.88e-3
+    """Host time to launch one block in a generation step that is no CUDA graph: about 44 kernels, 20 us each. Measured
+    on an H200's host: 14 ms for 16 blocks (docs/benchmarks/generation_cuda.md)."""
+    captures_steps: bool = True
+    """Whether the generation engine captures decoding steps as CUDA graphs where it can."""
+    captured_block_s: float = 0.11e-3
+    """Time that a block in a CUDA graph takes beyond its arithmetic and memory traffic: each of about 44 kernels starts
+    when the one before has ended. Measured on an H200: 0.10 to 0.13 ms from 1 to 128 rows, as above."""
+    capture_steps: float = 2.5
+    """Time to capture a step of another shape, in steps that are no CUDA graph. Measured: two or three."""
     experts_launch_s: float = 0.2e-3
     """Host time that experts add to the launch of a block: about fifteen more kernels (Mixtral's block runs 49, Llama's
     34). They choose experts, sort tokens by expert and restore the order of the results."""
     collective_launch_s: float = 0.05e-3
     """Host time of one collective inside a block: launching it, and waiting for the last rank's launch. Nominal; ranks
     that drift apart in decoding need 0.4 ms (fitted, as above)."""
-    step_s: float = 1e-3
-    """Host time of a decoding step outside of blocks: drawing tokens and scheduling."""
+    step_s: float = 0.7e-3
+    """Host time of a decoding step outside of blocks: drawing tokens and scheduling. Measured next to an H200."""
+    row_s: float = 30e-6
+    """Host time for each sequence of a decoding step: its token, its stop rule and its next input. Fitted to
+    docs/benchmarks/generation_cuda.md, with 1 to 128 sequences."""
     call_s: float = 10e-3
     """Fixed time of any call: packing samples, agreeing on them and waiting for the slowest rank."""
     hides_communication: bool = True
     """Whether FSDP's gathers and reductions overlap with computation; on CPU they use the same cores."""
 
     def __post_init__(self) -> None:
-        for name in ("matmul_share", "attention_share", "memory_share", "link_share"):
+        for name in ("matmul_share", "attention_share", "memory_share", "cache_share", "link_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise PlanError(f"{name}={getattr(self, name)} is a share of a nominal rate; use one in (0, 1]")
         for name in ("tile", "thin_tile", "tiles_at_once"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be at least 1")
-        launches = ("layer_launch_s", "decode_launch_s", "experts_launch_s", "collective_launch_s", "step_s", "call_s")
-        for name in ("depth_overhead", *launches):
+        for name in ("depth_overhead", "capture_steps", *(f.name for f in fields(self) if f.name.endswith("_s"))):
             if getattr(self, name) < 0:
                 raise PlanError(f"{name}={getattr(self, name)} may not be negative")
 
@@ -89,8 +102,10 @@ CPU_EFFICIENCY = Efficiency(
     depth_overhead=16,
     attention_share=0.3,
     memory_share=0.7,
+    cache_share=0.7,
     layer_launch_s=1e-4,
     decode_launch_s=1e-4,
+    captures_steps=False,
     experts_launch_s=1e-4,
     collective_launch_s=0.0,
     step_s=1e-3,
@@ -137,6 +152,10 @@ class Device:
     def stream(self, num_bytes: float) -> float:
         """Return the time to read or write this many bytes of device memory."""
         return num_bytes / (self.efficiency.memory_share * self.cluster.device_memory_bytes_per_s)
+
+    def read_cache(self, num_bytes: float) -> float:
+        """Return the time of one token's attention to this many bytes of keys and values."""
+        return num_bytes / (self.efficiency.cache_share * self.cluster.device_memory_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

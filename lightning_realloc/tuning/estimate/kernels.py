@@ -48,9 +48,9 @@ class Kernels:
         )
 
     def decode(self, sequences: float, context: float) -> float:
-        """Return a block's time for one new token of each sequence, with keys and values from the cache."""
+        """Return a block's time for one new token of each sequence, each with ``context`` keys and values to read."""
         cache = 2 * sequences * context * self.shape.keys(self.tp) * self.element_bytes
-        return self.products(sequences) + self.device.stream(cache) + self._elementwise(sequences)
+        return self.products(sequences) + self.device.read_cache(cache) + self._elementwise(sequences)
 
     def head(self, rows: float) -> float:
         """Return the time to compute logits or scores for ``rows`` tokens."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ class DecodeSegment(NamedTuple):
     """Mean number of sequences in a step."""
     context: float
     """Mean number of tokens that a sequence attends to."""
+    longest: float
+    """Number of tokens that the longest running sequence attends to. Rows are padded to it when they read the cache."""
 
 
 def sample_lengths(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -62,11 +65,19 @@ def plan_decoding(lengths: tuple[int, ...], prompt_tokens: int, count: int, slot
     edges = np.linspace(0, last, min(MAX_SEGMENTS, last) + 1)
     left, right = np.maximum(first, edges[:-1]), np.minimum(end, edges[1:])
     running = np.maximum(0, right - left)  # steps of each sequence in each segment
-    contexts = running * (prompt_tokens + (left + right) / 2 - first)
-    steps = np.diff(edges)
-    total = running.sum(axis=0)
+    attended = np.where(running > 0, prompt_tokens + (left + right) / 2 - first, 0)
+    columns = np.diff(edges), running.sum(axis=0), (running * attended).sum(axis=0), attended.max(axis=0)
     return tuple(
-        DecodeSegment(float(n), float(t / n), float(r / t))
-        for n, t, r in zip(steps, total, contexts.sum(axis=0), strict=True)
-        if t > 0
+        DecodeSegment(float(steps), float(total / steps), float(contexts / total), float(longest))
+        for steps, total, contexts, longest in zip(*columns, strict=True)
+        if total > 0
     )
+
+
+def count_step_shapes(segments: Iterable[DecodeSegment]) -> int:
+    """Return the number of shapes that steps are padded to for CUDA graphs.
+
+    There are four sizes to an octave of sequences, and two to an octave of lengths from 128 on.
+    """
+    sizes = ((max(1.0, segment.sequences), max(128.0, segment.longest)) for segment in segments)
+    return len({(math.ceil(4 * math.log2(rows)), math.ceil(2 * math.log2(length))) for rows, length in sizes})

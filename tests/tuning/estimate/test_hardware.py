@@ -27,11 +27,14 @@ IDEAL = Efficiency(
     depth_overhead=0,
     attention_share=1,
     memory_share=1,
+    cache_share=1,
     link_share=1,
     layer_launch_s=0,
     decode_launch_s=0,
+    captures_steps=False,
     collective_launch_s=0,
     step_s=0,
+    row_s=0,
     call_s=0,
 )
 LINKS = Links(ROUND, IDEAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,7 @@ from lightning_realloc.tuning.estimate.estimator import CallSeconds, Estimator
 from lightning_realloc.tuning.estimate.hardware import Efficiency
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.memory.parts import EngineMemory, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -79,7 +80,9 @@ def test_without_overheads_inference_takes_flops_over_the_device_rate() -> None:
 def test_without_overheads_decoding_reads_weights_and_cache_in_every_step() -> None:
     load = replace(LOAD, num_sequences=8, response_tokens=101)
     answers = estimator(
-        cluster=replace(CLUSTER, device_flops=1e30), load=load, efficiency=replace(IDEAL, memory_share=0.5)
+        cluster=replace(CLUSTER, device_flops=1e30),
+        load=load,
+        efficiency=replace(IDEAL, memory_share=0.5, cache_share=0.5),
     )
     read = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096 * 32000
     cache = 2 * 2 * 32 * 4096 * (128 + 50)  # per sequence: keys and values of 178 tokens on average
@@ -141,7 +144,7 @@ def test_shards_across_nodes_cost_more_than_inside_one() -> None:
 
 
 def test_a_launch_bound_generation_takes_the_seconds_of_its_launches() -> None:
-    slow = replace(Efficiency(), decode_launch_s=4e-3, collective_launch_s=0.5e-3, step_s=0.0)
+    slow = replace(Efficiency(), decode_launch_s=4e-3, collective_launch_s=0.5e-3, step_s=0.0, row_s=0.0)
     generated = seconds("actor.generate", "tp8", estimator(efficiency=slow), max_slots=512)
     assert generated.total == pytest.approx(383 * 32 * 5e-3, rel=0.05)
     assert seconds("actor.generate", "tp8", estimator(efficiency=slow), max_slots=64).total > 7 * generated.total
@@ -164,6 +167,65 @@ def test_fewer_key_heads_read_less_cache_but_at_least_one_head_per_rank() -> Non
     assert seconds("actor.generate", "tp8", grouped).total == pytest.approx(
         seconds("actor.generate", "tp8", few).total, rel=1e-6
     )
+
+
+def decoding_step_s(layout: str, efficiency: Efficiency | None = None, settings: MemorySettings = HALF,
+                    **load: int) -> float:  # fmt: skip
+    """Return the seconds that the second of two decoding steps takes, for a capture costs none here."""
+    efficiency = replace(efficiency or Efficiency(), capture_steps=0)
+
+    def generation_s(response_tokens: int) -> float:
+        roles = {name: LLAMA.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+        work = replace(LOAD, response_tokens=response_tokens, **load)
+        answers = RooflineEstimator(PPO_FLOW, CLUSTER, roles, settings, work, efficiency=efficiency)
+        return seconds("actor.generate", layout, answers, max_slots=1024).total
+
+    return generation_s(3) - generation_s(2)
+
+
+def test_a_captured_step_takes_less_than_the_launches_of_its_kernels() -> None:
+    captured, launched = (
+        decoding_step_s("dp8", Efficiency(captures_steps=is_on), num_sequences=8) for is_on in (True, False)
+    )
+    assert launched > 32 * Efficiency().decode_launch_s  # the host is the limit
+    assert captured < launched / 2
+    # Weights are read, and the kernels of 32 blocks run one after the other.
+    read = 2 * 6.738e9 / CLUSTER.device_memory_bytes_per_s
+    assert captured > read + 32 * Efficiency().captured_block_s
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp8", "pp2"])
+def test_steps_that_communicate_are_not_captured(layout: str) -> None:
+    captured, launched = (decoding_step_s(layout, Efficiency(captures_steps=is_on)) for is_on in (True, False))
+    assert captured == launched
+
+
+def test_steps_of_a_bounded_cache_and_of_many_tokens_are_not_captured() -> None:
+    launched = decoding_step_s("dp8", Efficiency(captures_steps=False))
+    bounded = replace(HALF, engine=EngineMemory(max_cache_bytes=10**10))
+    assert decoding_step_s("dp8", settings=bounded) == launched
+    drafting = replace(HALF, engine=EngineMemory(num_ahead=7))
+    assert decoding_step_s("dp8", settings=drafting, num_sequences=8 * 64) < launched  # 512 tokens
+    assert decoding_step_s("dp8", settings=drafting, num_sequences=8 * 65) >= launched
+
+
+def test_a_captured_step_takes_longer_with_more_sequences_and_longer_contexts() -> None:
+    sizes = [decoding_step_s("dp1", num_sequences=count) for count in (1, 8, 32, 128, 512, 513)]
+    contexts = [decoding_step_s("dp1", num_sequences=32, prompt_tokens=count) for count in (16, 128, 1024, 8192)]
+    for times in (sizes, contexts):
+        assert all(more > less for less, more in pairwise(times))
+
+
+def test_graphs_are_captured_anew_in_every_generation() -> None:
+    few, many = (Efficiency(capture_steps=count) for count in (1, 2))
+    long = replace(LOAD, response_tokens=1024)
+    once, twice, never = (
+        seconds("actor.generate", "dp8", estimator(load=long, efficiency=one)).total
+        for one in (few, many, Efficiency(capture_steps=0))
+    )
+    assert twice - once == pytest.approx(once - never)
+    shapes = (once - never) / (32 * Efficiency().decode_launch_s)
+    assert 4 <= shapes <= 8  # two lengths to an octave, from 128 + 1 to 128 + 1024 tokens
 
 
 def test_a_generating_pipeline_takes_one_turn_per_stage() -> None:

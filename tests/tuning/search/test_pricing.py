@@ -128,7 +128,7 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     monkeypatch.setattr(
         "tests.tuning.search.test_pricing.LOAD", Workload(num_sequences=8, prompt_tokens=16, response_tokens=32)
     )
-    bench, limits = pricer(720 << 20, cluster="a100-80g:4x8"), {"seed": 0, "seconds": 60, "max_evaluations": 1000}
+    bench, limits = pricer(620 << 20, cluster="a100-80g:4x8"), {"seed": 0, "seconds": 60, "max_evaluations": 1000}
     task = bench.task
     fastest = search_plan(
         task.dataflow, task.models, task.cluster, bench.estimator, memory_budget=task.memory_budget, **limits

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.tuning.shapes.decoding import plan_decoding, sample_lengths
+from lightning_realloc.tuning.shapes.decoding import DecodeSegment, count_step_shapes, plan_decoding, sample_lengths
 
 
 def test_equal_lengths_decode_together_with_half_a_response_as_mean_context() -> None:
@@ -44,4 +44,15 @@ def test_every_token_is_decoded_once(lengths: tuple[int, ...], count: int, slots
     stretches = plan_decoding(lengths, 5, count, slots)
     tokens = sum(length - 1 for length in sample_lengths(lengths, count))
     assert sum(s.steps * s.sequences for s in stretches) == pytest.approx(tokens)
-    assert all(s.sequences <= slots + 1e-9 and 5 <= s.context <= 5 + max(lengths) for s in stretches)
+    assert all(s.sequences <= slots + 1e-9 for s in stretches)
+    assert all(5 <= s.context <= s.longest + 1e-9 <= 5 + max(lengths) + 1e-9 for s in stretches)
+
+
+def test_step_shapes_grow_with_octaves_of_rows_and_of_lengths() -> None:
+    def shapes(*sizes: tuple[float, float]) -> int:
+        return count_step_shapes(DecodeSegment(1, rows, length, length) for rows, length in sizes)
+
+    assert shapes() == 0
+    assert shapes((64, 200), (63, 210)) == 1
+    assert shapes((64, 200), (64, 400), (64, 800)) == 3
+    assert shapes((64, 200), (32, 200), (0.5, 200)) == 3
