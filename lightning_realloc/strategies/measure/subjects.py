@@ -231,22 +231,23 @@ _FORWARDS: Mapping[str, Forward] = {
 
 def _make_decode(machine: Machine) -> Decode:
     def decode(model: nn.Module, group: dist.ProcessGroup | None, size: Size, num_steps: int) -> list[float]:
-        lockstep = None if group is None else Lockstep(group, machine.options.device)
-        ticks: list[float] = []
+        ends: list[float] = []
 
-        def tick(has_work: bool) -> bool:
-            goes_on = has_work if lockstep is None else lockstep(has_work)
+        def record_end() -> bool:
             if machine.options.device.type == "cuda":
                 torch.cuda.synchronize(machine.options.device)
-            ticks.append(machine.clock())
-            return goes_on
+            ends.append(machine.clock())
+            return False  # the generation continues
 
-        engine = GenerationEngine(model, max_slots=size.sequences, lockstep=tick)
+        lockstep = None if group is None else Lockstep(group, machine.options.device)
+        engine = GenerationEngine(model, max_slots=size.sequences, lockstep=lockstep)
         params = SamplingParams(max_new_tokens=num_steps + 2, ignore_eos=True, n=size.sequences)
         config: Any = model.config
         room = getattr(config.get_text_config(), "max_position_embeddings", math.inf) - params.max_new_tokens
-        engine.generate([[3] * int(max(1, min(size.prompt, room)))], params)
-        steps = [end - begin for begin, end in itertools.pairwise(ticks)]
-        return steps[2:]  # the first step is the prefill, the second one warms up decoding
+        prompt = [3] * int(max(1, min(size.prompt, room)))
+        # A spent budget asks after every step. A lockstep of one rank would do so too, but its steps are not captured.
+        engine.generate([prompt], params, token_budget=1, may_stop=record_end)
+        steps = [end - begin for begin, end in itertools.pairwise(ends)]
+        return steps[1:]  # the first one warms up decoding; the prefill came before it
 
     return decode
