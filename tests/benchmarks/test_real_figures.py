@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,17 @@ def test_two_constants_fit_the_column_to_its_measurements() -> None:
 def test_every_other_cell_is_a_prediction_with_a_target(tmp_path: Path) -> None:
     assert main(["--json", str(tmp_path / "out.json"), "--strict", "--evaluations", "0"]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
-    assert [(row["plan"], row["use"]) for row in report["rows"]].count(("baseline", "")) == 9
-    assert [(row["plan"], row["use"]) for row in report["rows"]].count(("searched", "")) == 12
-    assert len(report["targets"]) == 9 + 1
+    uses = Counter((row["plan"], row["use"]) for row in report["rows"])
+    assert uses["baseline", "fitted"] == 3
+    assert (uses["baseline", ""], uses["searched", ""]) == (9, 12)
+    assert uses["baseline", "held out"] == uses["searched", "held out"] == 9
+    assert all(target["met"] for target in report["targets"])
+
+
+def test_a_column_names_the_model_that_differs() -> None:
+    models = {column.name: (column.model("actor"), column.model("critic")) for column in COLUMNS}
+    assert models["actor 70B"] == ("Llama-2-70b-hf", "Llama-2-7b-hf")
+    assert models["critic 34B"] == ("Llama-2-7b-hf", "CodeLlama-34b-hf")
 
 
 def test_the_found_plan_is_faster_than_the_documented_pattern_at_the_same_prices() -> None:
