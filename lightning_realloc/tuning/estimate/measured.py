@@ -74,11 +74,12 @@ class MeasuredCost(CallCost):
             self._measured("decode", min(share, max_slots), load.prompt_tokens)
         )
         parts = CallSeconds(compute=first.total)
-        for segment in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
+        segments = plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots)
+        for segment in segments:
             batch = segment.sequences / pp
             stage = self._measured("decode", batch, segment.context)
             parts += CallSeconds(compute=stage.compute, pipeline=self._send(batch)).scaled(segment.steps * pp)
-        return parts.scaled(self.contention(1.0))
+        return parts.scaled(self.contention(1.0)) + self._capture(segments)
 
     def _measured(self, kind: PassKind, first: float, second: float, *, rest: bool = True) -> Pass:
         times = self.passes[kind]
