@@ -169,6 +169,7 @@ def _describe_machine(machine: Machine) -> dict[str, str]:
         "dtype": str(machine.options.copy_dtype),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **({"decoding": "CUDA graphs"} if on_cuda else {}),  # earlier profiles have steps without graphs
     }
 
 
