@@ -31,6 +31,7 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.model.recorded_init import weight_values
 from lightning_realloc.runtime.parallel.packed_forward import predicting_logits, predicting_states
 
 DistillationDivergence = Literal["sampled", "reverse_kl", "forward_kl", "js"]
@@ -190,4 +191,4 @@ def _head_of(teacher: Any) -> TeacherHead:
             f"({', '.join(changed) or 'no linear head'}); use divergence='sampled', which asks for log-probabilities"
         )
     with torch.no_grad():
-        return TeacherHead(head.weight.clone(), None if head.bias is None else head.bias.clone())
+        return TeacherHead(weight_values(head.weight).clone(), None if head.bias is None else head.bias.clone())

@@ -41,6 +41,7 @@ from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.advice import find_excess
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
+from lightning_realloc.tuning.memory.parts import MemorySettings
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer, PricedPlan
@@ -232,8 +233,7 @@ def check_plan(request: PlanRequest, write: Write) -> None:
     plan.check_models(flow, {name: role.model for name, role in roles.items()})
 
     def forecast(wanted: PlanRequest, roles: Mapping[str, RoleMemory], candidate: ExecutionPlan) -> MemoryForecast:
-        settings = settings_of_precision(wanted.flags.precision)
-        return forecast_memory(flow, candidate, roles, settings, workload, ranks=range(world_size))
+        return forecast_memory(flow, candidate, roles, _settings(wanted), workload, ranks=range(world_size))
 
     def lighter() -> Iterator[tuple[str, Callable[[ExecutionPlan], MemoryForecast]]]:
         for text, other in request.lighter():
@@ -253,18 +253,22 @@ def _roles(request: PlanRequest, *, is_priced: bool) -> dict[str, RoleMemory]:
     return read_roles(sources, request.dataflow, is_priced=is_priced, adapters=adapters, shares=shares)
 
 
+def _settings(request: PlanRequest) -> MemorySettings:
+    settings = settings_of_precision(request.flags.precision)
+    if request.cluster is None or not request.is_cpu:
+        return settings
+    return replace(settings, builds_on_device=True, shares_memory=request.cluster.num_nodes == 1)
+
+
 def _task(request: PlanRequest) -> PlanningTask:
     cluster, budget = request.cluster, request.memory_budget
     assert cluster is not None and budget is not None, "only a check needs no cluster"
-    settings = settings_of_precision(request.flags.precision)
-    if request.is_cpu:
-        settings = replace(settings, builds_on_device=True, shares_memory=cluster.num_nodes == 1)
     roles = _roles(request, is_priced=True)
     return PlanningTask(
         dataflow=request.dataflow,
         roles=roles,
         cluster=cluster,
-        settings=settings,
+        settings=_settings(request),
         workload=request.workload,
         memory_budget=budget,
         headroom=request.headroom,

@@ -38,8 +38,8 @@ def report_title(priced: PricedPlan, subject: str) -> str:
 def setup_shortage(priced: PricedPlan) -> str:
     """Return the memory that building models needs on a device."""
     return (
-        f"before the first iteration a rank needs {gib(priced.set_up_bytes)} of {gib(priced.memory_budget)}, since a "
-        f"model is whole on every rank before it is divided"
+        f"before the first iteration a rank needs {gib(priced.set_up_bytes)} of {gib(priced.memory_budget)}, to build "
+        f"the models that it divides"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -61,6 +62,7 @@ def _gain_what_is_no_part_of_it(weights: Weights) -> None:
     weights["model.vision_tower.layers.0.weight"] = torch.ones(1)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("task", ["causal_lm", "token_classification"])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -72,12 +74,12 @@ def _gain_what_is_no_part_of_it(weights: Weights) -> None:
     ],
 )
 def test_a_folder_with_other_weights_is_refused_unless_allowed(
-    tmp_path: Path, task: str, change: Callable[[Weights], None], message: str
+    tmp_path: Path, task: str, change: Callable[[Weights], None], message: str, deferred: bool
 ) -> None:
     role = Role(name="actor", source=rewrite(tmp_path / "m", change), trained=True, task=task)
     with pytest.raises(ConfigError, match=f"^actor='.*{message}"):
-        role.build(seed=0)
-    assert role.build(seed=0, allow_missing=True).config.num_hidden_layers == 2
+        role.build(seed=0, deferred=deferred)
+    assert role.build(seed=0, allow_missing=True, deferred=deferred).config.num_hidden_layers == 2
 
 
 def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
@@ -85,9 +87,10 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
     message = r"m' holds model.layers.0.mlp.down_proj.weight with the shape \[\d+, \d+\], and its config.json"
-    for allow_missing in (False, True):
+    role = Role(name="actor", source=folder, trained=True)
+    for allow_missing, deferred in itertools.product((False, True), repeat=2):
         with pytest.raises(ConfigError, match=message):
-            Role(name="actor", source=folder, trained=True).build(seed=0, allow_missing=allow_missing)
+            role.build(seed=0, allow_missing=allow_missing, deferred=deferred)
 
 
 def test_weights_of_other_modules_and_old_buffers_are_left_out(tmp_path: Path) -> None:
@@ -124,8 +127,9 @@ def test_two_different_weights_that_the_config_ties_stay_two(tmp_path: Path) -> 
 def test_a_damaged_file_of_weights_is_refused_by_its_role(tmp_path: Path, content: bytes) -> None:
     folder = rewrite(tmp_path, lambda weights: None)
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"actor='.*' could not be loaded \("):
-        Role(name="actor", source=folder, trained=True).build(seed=0)
+    for deferred in (False, True):
+        with pytest.raises(ConfigError, match=r"actor='.*' could not be loaded \("):
+            Role(name="actor", source=folder, trained=True).build(seed=0, deferred=deferred)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json"])

@@ -266,9 +266,20 @@ def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[
     assert "reward.train" in ask(capsys, "--reward", TINY, "--algorithm", "reward", *SMALL)
 
 
-LARGE = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
-WHOLE = ("--actor", LARGE, "--reference", "none", "--batch", "16", "--memory-per-device", "20GiB")
-"""A model of 25 GiB in float32 while it is built, and of a few GiB on each of 16 devices."""
+EXPERTS = "layers=8,hidden=1024,intermediate=2816,heads=16,vocabulary=8000,experts=8,experts_per_token=2"
+WHOLE = (
+    "--actor",
+    EXPERTS,
+    "--reference",
+    "none",
+    "--batch",
+    "16",
+    "--memory-per-device",
+    "2GiB",
+    "--cluster",
+    "cpu:2x8",
+)
+"""Experts of 2.2 GiB in float32, which every CPU rank merges before it keeps a sixteenth of them."""
 
 
 def code_and_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -280,25 +291,25 @@ def test_a_plan_that_cannot_start_is_reported_first_and_ends_with_code_3(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.yaml"
-    code, text = code_and_text(capsys, *WHOLE, "--cluster", "h100:2x8", "--seconds", "0.5", "--save", str(file))
+    code, text = code_and_text(capsys, *WHOLE, "--seconds", "0.5", "--save", str(file))
     first, second, *_ = text.splitlines()
-    assert code == 3 and first == "The best plan found cannot start on such devices: grpo on h100:2x8"
-    need = re.search(r"before the first iteration a rank needs (2[0-9.]+ GiB) of 20.0 GiB", second)
+    assert code == 3 and first == "The best plan found cannot start on such devices: grpo on cpu:2x8"
+    need = re.search(r"before the first iteration a rank needs (2[0-9.]+ GiB) of 2.0 GiB", second)
     assert need is not None and "Best plan found" not in text
-    assert re.search(r"ranks [0-9-]+: at most 1[0-7][0-9.]* GiB of 20.0 GiB \(10% head-room kept\)", text)
+    assert re.search(r"ranks [0-9-]+: at most 1[0-9.]* GiB of 2.0 GiB \(10% head-room kept\)", text)
     assert "--check rejects it" in text.splitlines()[-1]
     comment, *_ = file.read_text().splitlines()
-    assert comment.startswith("# This plan cannot start on h100:2x8: ") and need[1] in comment
-    assert "in set-up, and a device has 20.00 GiB" in refused("--check", str(file), *WHOLE, "--cluster", "h100:2x8")
+    assert comment.startswith("# This plan cannot start on cpu:2x8: ") and need[1] in comment
+    assert "in set-up, and a device has 2.00 GiB" in refused("--check", str(file), *WHOLE)
     capsys.readouterr()
 
-    code, text = code_and_text(capsys, *WHOLE, "--cluster", "h100:2x8", "--compare", str(file), str(file))
-    assert code == 3 and text.splitlines()[0] == "grpo on h100:2x8: A and B cannot start on such devices"
+    code, text = code_and_text(capsys, *WHOLE, "--compare", str(file), str(file))
+    assert code == 3 and text.splitlines()[0] == "grpo on cpu:2x8: A and B cannot start on such devices"
     assert f"  B cannot start: {need[0]}" in text
 
-    sweep = ("--cluster", "h100:2x8", "--seconds", "0.2", "--sweep", "nodes=2")
+    sweep = ("--seconds", "0.2", "--sweep", "nodes=2")
     code, text = code_and_text(capsys, *WHOLE, *sweep)
-    assert code == 3 and text.startswith("No plan that was found can start on such devices: grpo on h100:2x8")
+    assert code == 3 and text.startswith("No plan that was found can start on such devices: grpo on cpu:2x8")
     assert f"  2 nodes: the plan cannot start: {need[0]}" in text
 
 

@@ -1,12 +1,15 @@
-"""Refuse a folder of weights that does not match its config, naming the weights."""
+"""Refuse a folder of weights that does not match its config, naming the weights; log weights that fill memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.model.mapped_weights import is_mapped
 
 _MOST_NAMED = 4
 """Number of weights that an error names; it counts the others."""
@@ -61,6 +64,17 @@ def require_head(role: str, kind: str, missing: list[str]) -> None:
         raise ConfigError(
             f"{role} is not trained here and brings no weights for {', '.join(missing)}: random ones say nothing; give "
             f"a model that was saved as {kind} with num_labels=1"
+        )
+
+
+def log_whole(where: str, model: nn.Module, missing: Collection[str]) -> None:
+    """Log the bytes of weights from files that are in memory, whole on every rank until they are divided."""
+    merged = [p for name, p in model.named_parameters() if name not in missing and not is_mapped(p)]
+    if merged:
+        rank_zero_info(
+            f"{where}: {len(merged)} of its weights ({sum(p.nbytes for p in merged) / 2**30:.2f} GiB) are whole on "
+            f"every rank before they are divided, since they are merged from several in the files, or the files "
+            f"cannot be mapped into memory; files that save_pretrained writes in safetensors format can be"
         )
 
 

@@ -376,9 +376,13 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         """Build every model that does not exist yet; Lightning calls it again before validate and test."""
         self._check_named_roles()
         self._unregister_sources()
+        # A strategy divides models. A subclass of a user that extends this method may change weights: in float32.
+        divides = self._trainer is not None and type(self).configure_model.__module__.startswith("lightning_realloc.")
+        placed = self.dataflow.roles if divides else ()
         for role in self.roles():
             if role.shares is None and not hasattr(self, role.name):
-                model = role.build(seed=self.seed, allow_missing=self.loading.allow_missing)
+                deferred = role.name in placed
+                model = role.build(seed=self.seed, allow_missing=self.loading.allow_missing, deferred=deferred)
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)

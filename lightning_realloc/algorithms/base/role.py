@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -28,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
 from lightning_realloc.algorithms.base.loaded_weights import (
+    log_whole,
     require_complete,
     require_head,
     require_known,
@@ -52,7 +54,9 @@ from lightning_realloc.runtime.model.adapter_layers import (
     use_trained_copies,
 )
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
+from lightning_realloc.runtime.model.mapped_weights import shown_as_float32, weights_left_in_files, widen
 from lightning_realloc.runtime.model.quantized import pin_quantized_weights, quantized_layers
+from lightning_realloc.runtime.model.recorded_init import defer_init
 from lightning_realloc.runtime.model.structure import (
     copy_model,
     copy_without_weights,
@@ -170,7 +174,18 @@ class Role:
         if is_path and not os.path.exists(os.path.expanduser(text)):
             raise ConfigError(f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; {self._sources()}")
 
-    def build(self, *, seed: int, allow_missing: bool = False) -> nn.Module:
+    @property
+    def can_defer_weights(self) -> bool:
+        """Whether `build` can leave weights out of memory.
+
+        Not a module's, nor ones that are quantized or that adapters are computed with.
+        """
+        if isinstance(self.source, nn.Module) or (self.peft is not None and not self.trained):
+            return False
+        is_quantized = read_quantization(self.quantization, self.config(), self.name) is not None
+        return not is_quantized and not getattr(self._adapter_config(), "use_dora", False)
+
+    def build(self, *, seed: int, allow_missing: bool = False, deferred: bool = False) -> nn.Module:
         """Return the model with full weights, the same on every rank: a module's in their dtype, others in float32.
 
         A module is copied, so two roles may use the same one. A classifier takes the backbone of a module with another
@@ -180,6 +195,8 @@ class Role:
         Args:
             seed: Seed of random weights.
             allow_missing: Whether weights in a folder may differ from its config; missing ones are random.
+            deferred: Leave weights out of memory where possible: in memory-mapped files, in their dtype, or on the meta
+                device, to be made from the config (see `weight_values`).
 
         Raises:
             ConfigError: for a source that cannot be loaded, weights that are missing or have no place in the model, a
@@ -188,11 +205,11 @@ class Role:
                 adapters that do not fit.
         """
         self._check_config()
-        adapters = self._adapters()
+        adapters, deferred = self._adapters(), deferred and self.can_defer_weights
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if isinstance(self.source, PreTrainedConfig):
-                model = self._from_config(self.source)
+                model = defer_init(self._from_config, self.source) if deferred else self._from_config(self.source)
             elif isinstance(self.source, nn.Module):
                 if _is_empty(self.source):
                     raise ConfigError(
@@ -201,8 +218,9 @@ class Role:
                     )
                 model = self._copied(self.source)
             else:
-                model = self._load(self.source, adapters, allow_missing=allow_missing)
-            self._adapt(model, adapters)
+                model = self._load(self.source, adapters, allow_missing=allow_missing, deferred=deferred)
+            with shown_as_float32(model) if deferred else nullcontext():
+                self._adapt(model, adapters)
         if self.task == "causal_lm" and attends_to_later_tokens(model):
             raise ConfigError(
                 f"{self.name} is a {type(model).__name__} whose tokens attend to later ones, as in an encoder, so it "
@@ -319,7 +337,8 @@ class Role:
         if self.task != "causal_lm":
             config = copy.deepcopy(config)
             config.num_labels = 1
-        return _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+        model: nn.Module = _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)
+        return model
 
     def _copied(self, module: nn.Module, copier: Callable[[nn.Module], nn.Module] = copy_model) -> nn.Module:
         unwrap: Callable[[], nn.Module] = getattr(module, "get_base_model", lambda: module)
@@ -354,7 +373,7 @@ class Role:
         ]
         return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
 
-    def _load(self, source: str | Path, adapters: Adapters | None, *, allow_missing: bool) -> nn.Module:
+    def _load(self, source: str | Path, adapters: Adapters | None, *, allow_missing: bool, deferred: bool) -> nn.Module:
         options: dict[str, Any] = {} if self.task == "causal_lm" else {"num_labels": 1}
         quantization = read_quantization(self.quantization, None, self.name)
         if quantization is not None:
@@ -363,9 +382,10 @@ class Role:
             options["quantization_config"] = without_heads(quantization, heads)
         auto: Any = _AUTO_CLASSES[self.task]
         try:
-            model, found = auto.from_pretrained(
-                source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
+            with weights_left_in_files() if deferred else nullcontext():
+                model, found = auto.from_pretrained(
+                    source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                )
         except Exception as error:  # damaged files raise errors of any class
             raise self._not_loaded(error) from error
         where = f"{self.name}={str(source)!r}"
@@ -378,6 +398,11 @@ class Role:
         if not allow_missing:
             require_complete(where, [name for name in missing if not name.startswith(heads)])
             require_known(where, unused_weights(model, found["unexpected_keys"]))
+        if deferred:
+            if adapted_layers(model):  # a folder of adapters, which are merged or checked in float32
+                return self._load(source, adapters, allow_missing=allow_missing, deferred=False)
+            widen(model, heads)
+            log_whole(where, model, missing)
         return model  # type: ignore[no-any-return]
 
     def _require_head(self, missing: list[str]) -> None:

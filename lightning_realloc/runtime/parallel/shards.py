@@ -1,4 +1,4 @@
-"""Access the local weights of a distributed model, and bind tensors to copies without weights.
+"""Fill and access the local weights of a distributed model, and bind tensors to copies without weights.
 
 A copy lets one model exist in two layouts: a reallocation fills the storage to which its parameters are bound. Calling
 the first module with other weights (``functional_call``) would be silently wrong under FSDP.
@@ -19,8 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
+from lightning_realloc.runtime.model.recorded_init import weight_values
 from lightning_realloc.runtime.model.structure import copy_without_weights, replace_parameter, tied_names
+from lightning_realloc.runtime.transfer.transport import region_view
 
 
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -45,20 +48,64 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def move_to_own_storage(model: nn.Module) -> None:
-    """Copy weights from memory that torch cannot free, such as a mapped file, into memory that it can free."""
-    for parameter in model.parameters():
-        if not local_tensor(parameter).untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
+def take_weights(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, nn.Parameter]:
+    """Replace the parameters of an undivided model by ones on the meta device, and return them by owner name.
+
+    Args:
+        model: The model; ties are kept.
+        dtypes: Dtype of every parameter from now on, by owner name.
+    """
+    taken = {}
+    for owner, names in tied_names(model).items():
+        taken[owner] = parameter = model.get_parameter(owner)
+        empty = torch.empty(parameter.shape, dtype=dtypes[owner], device="meta")
+        replace_parameter(model, names, nn.Parameter(empty, parameter.requires_grad))
+    return taken
 
 
-def free_weights(model: nn.Module) -> None:
-    """Free the weights on a rank outside the layout; parameters keep shape, dtype, device and identity.
+def allocate_weights(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a laid-out model on the meta device memory on ``device``, and move its buffers there."""
+    if isinstance(model, FSDPModule):
+        buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+        model.to_empty(device=device)
+        for module, name, buffer in buffers:  # to_empty would leave them undefined, and not shared with other replicas
+            module._buffers[name] = buffer if buffer is None or buffer.device == device else buffer.to(device)
+        return
+    for owner, names in tied_names(model).items():
+        parameter = model.get_parameter(owner)
+        replace_parameter(
+            model, names, nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        )
+    model.to(device)
+
+
+def fill_weights(model: nn.Module, model_layout: ModelLayout, rank: int, taken: dict[str, nn.Parameter]) -> None:
+    """Copy this rank's regions of whole weights into a laid-out model, and drop each whole weight after its copy.
+
+    Args:
+        model: The model that `allocate_weights` gave memory.
+        model_layout: Its layout.
+        rank: This rank, inside the layout.
+        taken: The parameters that `take_weights` returned.
+    """
+    for name, local in local_tensors(model).items():
+        whole = weight_values(taken.pop(name))
+        for piece in model_layout.pieces(name, rank):
+            source = region_view(whole, piece.region.starts, piece.region.shape)
+            region_view(local, piece.offset, piece.region.shape).copy_(source)
+    reshard(model)
+
+
+def free_weights(model: nn.Module, device: torch.device) -> None:
+    """Leave the model without memory for weights on ``device``, as on a rank outside its layout.
 
     Each parameter becomes one expanded element. An optimizer can be created for it but must not step.
     """
-    for parameter in model.parameters():
-        parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    for owner, names in tied_names(model).items():
+        parameter = model.get_parameter(owner)
+        element = torch.zeros(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        replace_parameter(model, names, nn.Parameter(element, parameter.requires_grad))
+    model.to(device)
 
 
 def weightless_copy(model: nn.Module) -> nn.Module:

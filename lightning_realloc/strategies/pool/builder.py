@@ -51,6 +51,8 @@ NamedPlan = ExecutionPlan | Literal["heuristic", "static"]
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Attribute under which a LightningModule keeps its pool for the next Trainer."""
+_MIN_WEIGHTS_ANNOUNCED = 500_000_000
+"""Weights from which on a model is announced before it is read, which takes seconds to minutes."""
 _ROLES_ATTRIBUTE = "_realloc_roles"
 """Attribute with the roles' descriptions. Describing them again would take a tenth of the time of a change of plans."""
 
@@ -130,6 +132,7 @@ class PoolBuilder:
             copy_dtype=torch.bfloat16 if self.precision.startswith("bf16") else torch.float32,
             mixed_precision=policy if self.precision == "bf16-mixed" else None,
             transport=self.transport,
+            master_dtype=self.master_dtype,
             tp_plans=self.tp_plans,
             averages=self.averages,
             sharers=self.sharers,
@@ -218,9 +221,11 @@ class PoolBuilder:
         earlier: ModelPool | None = vars(self.module).get(_POOL_ATTRIBUTE)
         models = self.module.models()
         if self.master_dtype != torch.float32:
-            cast_parameters(self.module, self.master_dtype)
+            placed = {id(parameter) for model in models.values() for parameter in model.parameters()}
+            others = {name for name, parameter in self.module.named_parameters() if id(parameter) not in placed}
+            cast_parameters(self.module, self.master_dtype, names=others)
         elif earlier is None:
-            self._widen_masters(models)
+            self._log_widened(models)
         specs = self._specs(models, earlier)
         plan = self.plan(source, specs)
         if earlier is not None:
@@ -231,26 +236,24 @@ class PoolBuilder:
         pool = ModelPool(self.dataflow, plan, meshes, self.options)
         for role in self.dataflow.roles:
             if role not in self.sharers:
+                _announce(role, specs[role], plan.layout(self.dataflow.home_call(role).name))
                 pool.place(role, models[role], specs[role])
         setattr(self.module, _POOL_ATTRIBUTE, pool)
         return pool
 
-    def _widen_masters(self, models: Mapping[str, nn.Module]) -> None:
-        """Cast to float32 the weights that optimizers and moving averages change: narrower ones lose small updates."""
+    def _log_widened(self, models: Mapping[str, nn.Module]) -> None:
+        """Log given models whose trained or averaged weights become float32: narrower ones lose small updates."""
+        given = {role.name for role in self.module.roles() if isinstance(role.source, nn.Module)}
         found: dict[str, torch.dtype] = {}
         for role in (*self.dataflow.trained_roles, *self.averages):
-            parameters = models[role].named_parameters() if role in models else ()
-            changing = {name: p for name, p in parameters if p.requires_grad or role in self.averages}
-            others = {
-                name: p.dtype for name, p in changing.items() if p.is_floating_point() and p.dtype != torch.float32
-            }
-            if others:
-                found[role] = next(iter(others.values()))
-                cast_parameters(models[role], torch.float32, names=others.keys())
+            for parameter in models[role].parameters() if role in models and role in given else ():
+                changes = parameter.requires_grad or role in self.averages
+                if changes and parameter.is_floating_point() and parameter.dtype != torch.float32:
+                    found.setdefault(role, parameter.dtype)
         if found:
-            given = ", ".join(f"{role} ({str(dtype).removeprefix('torch.')})" for role, dtype in found.items())
+            casts = ", ".join(f"{role} ({str(dtype).removeprefix('torch.')})" for role, dtype in found.items())
             rank_zero_info(
-                f"precision={self.precision!r} trains float32 weights, so these were cast: {given}; set "
+                f"precision={self.precision!r} trains float32 weights, so these were cast: {casts}; set "
                 f"precision='bf16-true' to train bfloat16 weights"
             )
 
@@ -275,3 +278,8 @@ class PoolBuilder:
                 )
             if any(call.kind == "train" for call in self.dataflow.calls_of(role)):
                 raise PlanError(f"role {role!r} shares the base of {owner!r} and has a training call; train {owner}")
+
+
+def _announce(role: str, model: ModelSpec, layout: Layout) -> None:
+    if model.num_elements >= _MIN_WEIGHTS_ANNOUNCED:
+        rank_zero_info(f"reading {role}, {model.num_elements / 1e9:.1f} billion weights, into {layout}")

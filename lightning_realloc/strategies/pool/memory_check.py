@@ -63,6 +63,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
             frozen_params=role.frozen_parameters(model),
             quantized_bytes=quantized_bytes(model),
             average_of=role.average_of,
+            deferred=role.can_defer_weights,
         )
     return described
 

@@ -21,24 +21,25 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.model.adapter_layers import adapter_config, adapters_disabled, adapters_merged
-from lightning_realloc.runtime.model.quantized import free_quantized_weights
+from lightning_realloc.runtime.model.quantized import free_quantized_weights, quantized_layers
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.parallel.shards import (
+    allocate_weights,
     bind_tensors,
+    fill_weights,
     free_weights,
     local_tensors,
-    move_to_own_storage,
     reshard,
+    take_weights,
     weightless_copy,
 )
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
-from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.strategies.pool.replan import StateMover, move_optimizer, move_weights
-from lightning_realloc.strategies.pool.replica import Replica, WeightCopy, empty_model_like, prepare_copy, refuse_thawed
+from lightning_realloc.strategies.pool.replica import Replica, WeightCopy, prepare_copy, refuse_thawed, undivided_like
 
 
 class ModelPool:
@@ -71,12 +72,15 @@ class ModelPool:
 
     # ---- building
     def place(self, role: str, model: nn.Module, spec: ModelSpec) -> None:
-        """Shard a model into its home layout, and prepare the role's other replicas.
+        """Lay a model out in its home layout, and prepare the role's other replicas.
+
+        The model is divided without weights. Then each rank copies its own regions of the full weights, one parameter
+        after the other, so that a device holds no whole model.
 
         Args:
             role: The role's name.
-            model: The model, with full weights.
-            spec: Its description, made before the model is sharded.
+            model: The model, with full weights in host memory, in mapped files, or as recipes.
+            spec: Its description.
 
         Raises:
             LayoutError: when a layout of one of the role's calls does not fit the model.
@@ -84,13 +88,25 @@ class ModelPool:
         trains = role in self.dataflow.trained_roles
         self._frozen[role] = frozenset(n for n, p in model.named_parameters() if trains and not p.requires_grad)
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
-        # Weights that no optimizer changes need no more precision than other replicas. Buffers (rotary frequencies) do.
-        unchanged = self._frozen[role] if role in self.changing_roles else None
-        cast_parameters(model, self._options.copy_dtype, names=unchanged)
-        model.to(self._options.device)  # first, so that 4-bit weights, which all replicas share, move once
+        if quantized_layers(model):
+            model.to(self._options.device)  # first, since all replicas share 4-bit weights
+        whole = take_weights(model, self._home_dtypes(role, model))
         self._blanks[role] = weightless_copy(model)
         self._add_copies(role, home)
         self._home[role] = self._lay_out(role, model, home)
+        if self._options.rank in home.layout:
+            fill_weights(model, home, self._options.rank, whole)
+
+    def _home_dtypes(self, role: str, model: nn.Module) -> dict[str, torch.dtype]:
+        """Return the dtype of every parameter of the home replica.
+
+        Weights that nothing changes need no more precision than other replicas. Buffers (rotary frequencies) do.
+        """
+        master, copy = self._options.master_dtype, self._options.copy_dtype
+        changes = role in self.changing_roles
+        return {
+            name: master if changes and name not in self._frozen[role] else copy for name, _ in model.named_parameters()
+        }
 
     def apply_plan(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Switch to another plan: move weights and optimizer state of every role whose home layout changes.
@@ -142,23 +158,20 @@ class ModelPool:
         return reads and is_wrapped and dtypes == {self._options.copy_dtype}
 
     def _lay_out(self, role: str, model: nn.Module, home: ModelLayout) -> Replica:
-        """Make ``model``, which holds full weights, the home replica."""
+        """Make ``model``, whose parameters are on the meta device, the home replica, with undefined weights."""
         if self.plan.call(self.dataflow.home_call(role).name).gradient_checkpointing:
             enable_activation_checkpointing(model)
         tp_plan = self._options.tp_plans.get(role)
         if self._options.rank in home.layout:
             policy = self._options.mixed_precision if needs_fsdp(model, home.layout) else None
             parallelize(model, home, self.meshes, mixed_precision=policy, tp_plan=tp_plan)
-            if role in self.plan.offload:
-                move_to_own_storage(model)
+            allocate_weights(model, self._options.device)
         else:
-            free_weights(model)
+            free_weights(model, self._options.device)
         return Replica(role, home, model, version=1, frozen_version=1)
 
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
-        has_weights = self._options.rank in home.layout
-        model = empty_model_like(self._blanks[old.role], old, self._options.device, has_weights=has_weights)
-        new = self._lay_out(old.role, model, home)
+        new = self._lay_out(old.role, undivided_like(self._blanks[old.role], old), home)
         new.version, new.frozen_version = old.version + 1, old.frozen_version + 1
         mover = StateMover(old.model_layout, home, self._options)
         move_weights(old, new, mover)
@@ -178,7 +191,8 @@ class ModelPool:
             return
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] != role}
         old = self._home[role]
-        blank = empty_model_like(self._blanks[role], old, self._options.device, has_weights=False)
+        blank = undivided_like(self._blanks[role], old)
+        free_weights(blank, self._options.device)
         for model in (blank, self._blanks[role]):
             free_quantized_weights(model)
         self._home[role] = Replica(role, old.model_layout, blank)

@@ -44,6 +44,8 @@ class PoolOptions:
     """Policy of FSDP for home replicas; None without mixed precision."""
     transport: TransportName
     """How weights travel; ``auto`` probes."""
+    master_dtype: torch.dtype = torch.float32
+    """Dtype of weights that training changes, in home replicas."""
     tp_plans: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Role -> tensor-parallel styles, for models without a plan of their own."""
     averages: Mapping[str, MovingAverage] = field(default_factory=dict)

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 
-import torch
 from torch import Tensor, nn
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
-from lightning_realloc.runtime.parallel.shards import bind_tensors, weightless_copy
+from lightning_realloc.runtime.parallel.shards import allocate_weights, take_weights, weightless_copy
 from lightning_realloc.runtime.parallel.stage import cut_stage
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
@@ -125,33 +125,24 @@ def prepare_copy(
     if options.rank not in target.layout.ranks:
         return model
     if target.layout.dims.fsdp > 1:
-        bind_tensors(model, {
-            spec.name: torch.empty(spec.shape, dtype=options.copy_dtype, device=options.device)
-            for spec in target.model.params
-        })  # fmt: skip
-        return parallelize(model, target, meshes, tp_plan=tp_plan)
+        take_weights(model, dict.fromkeys(tied_names(model), options.copy_dtype))
+        parallelize(model, target, meshes, tp_plan=tp_plan)
+        allocate_weights(model, options.device)
+        return model
     tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
     if target.layout.dims.pp > 1:
         cut_stage(model, target, options.rank)
     return model
 
 
-def empty_model_like(blank: nn.Module, old: Replica, device: torch.device, *, has_weights: bool) -> nn.Module:
-    """Return an undivided model like ``old``'s with undefined weights.
+def undivided_like(blank: nn.Module, old: Replica) -> nn.Module:
+    """Return an undivided model on the meta device. Collective if ``old`` is a pipeline.
 
     Args:
         blank: The same model without weights.
-        old: The replica whose frozen parameters and training mode are taken over. Collective if it is a pipeline.
-        device: Device of the weights.
-        has_weights: Whether to allocate memory for them.
+        old: The replica whose frozen parameters and training mode are taken over.
     """
     model = weightless_copy(blank)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        room = torch.empty(parameter.shape if has_weights else (1,), dtype=parameter.dtype, device=device)
-        tensors[name] = room.expand(parameter.shape)
-    bind_tensors(model, tensors)
-    model.to(device)
     frozen = {name for name, parameter in old.model.named_parameters() if not parameter.requires_grad}
     if old.layout.dims.pp > 1:  # this rank may hold one stage of the old model
         frozen = set().union(*gather_objects(frozen))

@@ -265,16 +265,20 @@ class _Forecaster:
         return staged
 
     def _set_up(self, rank: int) -> MemoryParts:
-        """Return the bytes of building models: all whole models if on the counted device, else one at a time."""
-        if self.settings.builds_on_device:
-            elements = sum(self.roles[name].model.num_elements for name in self._owners)
-            return MemoryParts(weights=4 * elements + self._quantized_bytes)
-        most, sharded_bytes = 0, 0
+        """Return the bytes of building models: shards, one whole tensor, and on CPU the models that are built whole.
+
+        Those are all in memory before the first one is divided.
+        """
+        counted = self.settings.builds_on_device
+        whole = {n: 4 * role.model.num_elements for n, role in self.roles.items() if counted and role.built_whole}
+        undivided, shards = sum(whole.get(name, 0) for name in self._owners), 0
+        most = undivided
         for name in self._owners:
-            whole = _whole_bytes(self.roles[name], self.settings, is_trained=self._is_trained(name))
-            most = max(most, sharded_bytes + whole)  # also on ranks outside of the home, which then free it
-            sharded_bytes += self._home_shard(name, rank)[0]
-        return MemoryParts(weights=max(most, sharded_bytes) + self._quantized_bytes)
+            shards += self._home_shard(name, rank)[0]
+            largest = max(param.numel for param in self.roles[name].model.params) * self._home_bytes(name)
+            most = max(most, undivided + shards + (largest if rank in self._home(name) else 0))
+            undivided -= whole.get(name, 0)
+        return MemoryParts(weights=most + self._quantized_bytes)
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
         chosen = self.plan.call(call.name)
@@ -307,7 +311,7 @@ def transition_bytes(
 ) -> int:
     """Return the most bytes that a rank needs during a change of plans, beyond those before it.
 
-    Roles move one after the other. Each is built whole and sharded on the ranks of its new home, then receives weights
+    Roles move one after the other. Each gets memory for its shard on the ranks of its new home, then receives weights
     and optimizer state; then the old home is freed. Other replicas do not move, and are filled again later.
 
     Raises:
@@ -324,16 +328,9 @@ def transition_bytes(
         elements, trains = RoleElements(roles[name]), name in dataflow.trained_roles
         freed = _shard_bytes(elements, old.layout, rank, settings, is_trained=trains)
         weights, state = _shard_bytes(elements, new.layout, rank, settings, is_trained=trains)
-        whole = _whole_bytes(roles[name], settings, is_trained=trains) if rank in new.layout else 0
-        most = max(most, held + whole + weights, held + weights + state)
+        most = max(most, held + weights + state)
         held += weights + state - sum(freed)
     return most
-
-
-def _whole_bytes(role: RoleMemory, settings: MemorySettings, *, is_trained: bool) -> int:
-    """Return the bytes of a role's home on a rank that holds it whole."""
-    count = role.model.num_elements
-    return settings.weights_bytes(role, count, count - role.num_frozen, is_trained=is_trained)
 
 
 def _shard_bytes(

@@ -70,7 +70,7 @@ class MemorySettings:
     frees_copies: bool = False
     """Whether a replica outside of its home is freed when its call ends."""
     builds_on_device: bool = False
-    """Whether models are built in the counted memory, all roles before the first one is sharded (CPU)."""
+    """Whether models that are built whole are in the counted memory, all before the first is divided (CPU)."""
     engine: EngineMemory = EngineMemory()
     """Settings of the generation engine."""
 

@@ -22,8 +22,15 @@ class RoleMemory:
     """Bytes of 4-bit weights, which are no parameters of ``model``; every rank holds them once, in any layout."""
     average_of: str | None = None
     """The trained role whose weights this role averages, with the precision of trained weights; None: no averaging."""
+    deferred: bool = True
+    """Whether weights are out of memory until they are divided: in files, or random. Those of modules are not."""
     shares: str | None = None
     """The role whose replicas this role's calls use, since it has none of its own; None: it has its own."""
+
+    @property
+    def built_whole(self) -> bool:
+        """Whether the model is whole in host memory before it is divided; experts are, since loading merges them."""
+        return not self.deferred or (self.shape is not None and self.shape.experts is not None)
 
     @property
     def num_frozen(self) -> int:

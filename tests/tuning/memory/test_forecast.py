@@ -16,6 +16,7 @@ from lightning_realloc.limits import CHUNK_ELEMENTS, TILE_ELEMENTS
 from lightning_realloc.tuning.memory.advice import find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload, parse_bytes
+from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -103,7 +104,7 @@ def test_a_role_that_shares_a_base_is_counted_once() -> None:
     roles = {"actor": adapted, "reference": RoleMemory(model=adapted.model, shares="actor")}
     beside = forecast(plan("dp1", "dp1", "dp1"), roles=roles)
     assert beside.at("reference.infer", 0) == MemoryParts(weights=5 * 4000, optimizer=4 * 8000)
-    assert beside.at("set-up", 0).weights == 5 * 4000
+    assert beside.at("set-up", 0).weights == 5 * 4000 + 4000  # and one whole tensor
     # Generation merges adapters into a copy of the one adapted weight.
     assert beside.at("actor.generate", 0).copies == 4000
     # If the two calls have one layout, they share a replica; otherwise the reference has its own.
@@ -112,6 +113,26 @@ def test_a_role_that_shares_a_base_is_counted_once() -> None:
     apart = forecast(plan("dp1@0", "dp1@1", "dp1@0"), roles=roles)
     assert apart.at("reference.infer", 1).copies == 5 * 4000
     assert apart.at("actor.train", 0).copies == 0
+
+
+def test_building_needs_shards_and_one_tensor_at_a_time() -> None:
+    # A quarter of the actor's 4000 weights and of the reference's; the embedding has 1000, all of 4 bytes.
+    assert forecast(plan("fsdp4", "fsdp4", "fsdp4")).at("set-up", 0) == MemoryParts(weights=2 * 4000 + 4000)
+    # Rank 3 has none of the actor; rank 0 has none of the reference.
+    apart = forecast(plan("dp1@0", "dp1@3", "dp1@0"))
+    assert [apart.at("set-up", rank).weights for rank in (0, 1, 3)] == [5 * 4000, 0, 5 * 4000]
+
+
+def test_models_that_are_built_whole_count_on_cpu_until_they_are_divided() -> None:
+    given = {name: replace(role, deferred=False) for name, role in ROLES.items()}
+    layouts = plan("fsdp4", "fsdp4", "fsdp4")
+    # Both whole models, with the actor's shard and a tensor, before the first of them is freed.
+    assert forecast(layouts, roles=given, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000 + 4000
+    assert forecast(layouts, roles=given).at("set-up", 0).weights == 2 * 4000 + 4000
+    assert forecast(layouts, builds_on_device=True).at("set-up", 0).weights == 2 * 4000 + 4000
+    experts = replace(SHAPE, experts=Experts(count=2, per_token=1, features=20))
+    merged = {name: replace(role, shape=experts) for name, role in ROLES.items()}
+    assert forecast(layouts, roles=merged, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000 + 4000
 
 
 def test_the_cache_holds_every_slot_at_full_length() -> None:

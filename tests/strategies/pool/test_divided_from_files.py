@@ -1,0 +1,108 @@
+"""Ranks read their own regions of the weights from a folder: the same bits as whole models, without their memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.measure.memory_stats import StorageMeter
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.parallelize import parallelize
+from lightning_realloc.runtime.parallel.shards import allocate_weights, fill_weights, local_tensors, take_weights
+from tests.models import tiny_model, tiny_scorer
+from tests.runtime.reference import local_part
+from tests.strategies.peft.peft_runs import LORA
+from tests.workers import WorkerPool
+
+LAYOUTS = ("fsdp2@0-1", "fsdp4@0-3", "tp2@2-3", "dp2.tp2@0-3", "pp2@0-1", "fsdp2.tp2@0-3", "dp4@3,1,2,0", "dp1@2")
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def roles(tmp_path_factory: pytest.TempPathFactory) -> list[Role]:
+    """Roles from folders in bfloat16: biases, an odd vocabulary, tied weights, heads saved and new, adapters."""
+    models: dict[str, Any] = {
+        "biases": tiny_model("qwen2", tie_word_embeddings=False),
+        "odd": tiny_model("llama", vocab_size=131),
+        "tied": tiny_model("qwen2", vocab_size=129),
+        "scorer": tiny_scorer("llama"),
+        "fused": tiny_model("phi3"),
+    }
+    folders = {}
+    for name, model in models.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.to(torch.bfloat16).save_pretrained(folders[name], max_shard_size="90KB" if name == "odd" else "5GB")
+    policies = [Role(name=name, source=folders[name], trained=True) for name in ("biases", "odd", "tied", "fused")]
+    return [
+        *policies,
+        Role(name="reward", source=folders["scorer"], trained=False, task="sequence_classification"),
+        Role(name="critic", source=folders["odd"], trained=True, task="token_classification"),
+        Role(name="adapted", source=folders["biases"], trained=True, peft=LORA),
+    ]
+
+
+def _read(roles: list[Role], layout_text: str) -> dict[str, bool]:
+    """Return, by role, whether this rank's tensors equal those of the whole model, in float32."""
+    meshes, layout, rank = MeshRegistry("cpu"), Layout.parse(layout_text), dist.get_rank()
+    meshes.create([layout])
+    facts = {}
+    for role in roles:
+        whole, model = role.build(seed=5), role.build(seed=5, deferred=True)
+        if (layout.dims.pp > 1 and role.name == "tied") or rank not in layout:
+            continue
+        expected, placed = dict(whole.named_parameters()), ModelLayout(describe_model(whole), layout)
+        values = take_weights(model, dict.fromkeys(expected, torch.float32))
+        parallelize(model, placed, meshes)
+        allocate_weights(model, DEVICE)
+        fill_weights(model, placed, rank, values)
+        tensors = local_tensors(model)
+        facts[role.name] = list(tensors) == list(placed.names(rank)) and all(
+            torch.equal(tensor, local_part(expected[name].detach(), placed, name, rank))
+            for name, tensor in tensors.items()
+        )
+        buffers = dict(model.named_buffers())
+        facts[f"{role.name} buffers"] = all(
+            torch.equal(buffer, buffers[name]) for name, buffer in whole.named_buffers() if name in buffers
+        )
+    return facts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_reads_the_regions_of_its_layout(layout: str, roles: list[Role], workers: WorkerPool) -> None:
+    answers = workers.run(_read, roles, layout)
+    assert any(answers)
+    for facts in answers:
+        assert all(facts.values()), facts
+
+
+def _peak_bytes(folder: Path, layout_text: str) -> tuple[int, int, int]:
+    """Return the peak bytes while a model is read, those of this rank's shard, and those of the largest tensor."""
+    meshes, layout, rank = MeshRegistry("cpu"), Layout.parse(layout_text), dist.get_rank()
+    meshes.create([layout])
+    meter = StorageMeter()
+    meter.start()
+    before = meter.current_bytes
+    model = Role(name="actor", source=folder, trained=True).build(seed=0, deferred=True)
+    placed = ModelLayout(describe_model(model), layout)
+    values = take_weights(model, {name: torch.float32 for name, _ in model.named_parameters()})
+    parallelize(model, placed, meshes)
+    allocate_weights(model, DEVICE)
+    fill_weights(model, placed, rank, values)
+    meter.stop()
+    largest = max(param.numel for param in placed.model.params)
+    return meter.take_peak() - before, 4 * placed.num_local_elements(rank), 4 * largest
+
+
+@pytest.mark.parametrize("layout", ["fsdp4@0-3", "tp4@0-3", "fsdp2.tp2@0-3"])
+def test_a_rank_needs_memory_for_its_shard_and_one_tensor(layout: str, tmp_path: Path, workers: WorkerPool) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    tiny_model("llama", num_key_value_heads=4, **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
+    for peak, shard, largest in workers.run(_peak_bytes, tmp_path, layout):
+        assert shard <= peak <= 1.15 * (shard + largest)
