@@ -16,8 +16,10 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import allocate_weights, fill_weights, local_tensors, take_weights
-from tests.models import tiny_model, tiny_scorer
+from lightning_realloc.strategies import ReallocStrategy
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.runtime.reference import local_part
+from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA
 from tests.workers import WorkerPool
 
@@ -80,6 +82,41 @@ def test_every_rank_reads_the_regions_of_its_layout(layout: str, roles: list[Rol
     assert any(answers)
     for facts in answers:
         assert all(facts.values()), facts
+
+
+class BuiltWhole(runs.RecordedPPO):
+    """PPO that extends `configure_model`, so that models are built whole."""
+
+    def configure_model(self) -> None:
+        """Build the models."""
+        super().configure_model()
+
+
+def _train(kind: type[runs.RecordedPPO], folder: Path, source: str, precision: str) -> list[dict[str, float]]:
+    """Return the metrics of two iterations of PPO in layouts of all kinds."""
+    actor: Any = folder if source == "folder" else tiny_model("llama", vocab_size=131).config
+    plan = runs.calls(actor_generate="dp2", actor_train="fsdp2", critic_infer="tp2", critic_train="tp2",
+                      reference_infer="pp2")  # fmt: skip
+    record = runs.Record()
+    trainer = runs.trainer(ReallocStrategy(plan), 2, callbacks=[record], precision=precision)
+    settings: dict[str, Any] = {"sampling": runs.SAMPLING, "tokenizer": byte_tokenizer(), "learning_rate": 1e-2}
+    trainer.fit(kind(actor, runs.low_tokens, critic=actor, reference=actor, **settings), runs.Batches(2))
+    return record.logged
+
+
+@pytest.mark.parametrize(
+    ("source", "precision"), [("folder", "32-true"), ("folder", "bf16-mixed"), ("config", "bf16-true")]
+)
+def test_training_equals_that_of_models_that_are_built_whole(
+    source: str, precision: str, roles: list[Role], workers: WorkerPool
+) -> None:
+    folder = next(role.source for role in roles if role.name == "odd")
+    found, whole = (
+        workers.run(_train, kind, folder, source, precision, world_size=2, init_process_group=False)
+        for kind in (runs.RecordedPPO, BuiltWhole)
+    )
+    assert found == whole
+    assert len(found[0]) == 2 and found[0][0] != found[0][1]
 
 
 def _peak_bytes(folder: Path, layout_text: str) -> tuple[int, int, int]:
