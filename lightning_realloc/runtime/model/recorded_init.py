@@ -116,6 +116,7 @@ class _Recorder(TorchDispatchMode):
         self._recipes: dict[int, Recipe] = {}
         self._parameters: list[nn.Parameter] = []
         """Parameters with recipes. They keep their storages alive, which identify them."""
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def free(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """Release the memory of a new parameter."""
@@ -171,7 +172,15 @@ class _Recorder(TorchDispatchMode):
             recipe.steps.clear()
         recipe.steps.append(step)
         if is_random:
-            func(torch.empty(target.shape, dtype=target.dtype), *others, **options)
+            func(self._room_for(target), *others, **options)
+
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        """Return undefined memory of a tensor's shape, the same for all: malloc would fragment memory by new blocks."""
+        num_bytes = tensor.numel() * tensor.itemsize
+        if len(self._scratch) < num_bytes:
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # first free the old block
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _view(func: Any, target: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -62,8 +62,9 @@ def test_deferred_weights_take_the_memory_of_one_of_them() -> None:
     model = defer_init(policy, config)
     meter.stop()
     largest = 4 * max(parameter.numel() for parameter in model.parameters())
-    assert meter.take_peak() - before < 3 * largest  # a weight, its temporary one, and kept vectors
-    assert 3 * largest < sum(parameter.nbytes for parameter in model.parameters()) / 5
+    # A weight as it is constructed, its copy, a block for random numbers, and what recipes hold.
+    assert meter.take_peak() - before < 4 * largest
+    assert 4 * largest < sum(parameter.nbytes for parameter in model.parameters()) / 5
 
 
 class _Steps(PreTrainedModel):
