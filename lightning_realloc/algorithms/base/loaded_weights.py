@@ -72,9 +72,9 @@ def log_whole(where: str, model: nn.Module, missing: Collection[str]) -> None:
     merged = [p for name, p in model.named_parameters() if name not in missing and not is_mapped(p)]
     if merged:
         rank_zero_info(
-            f"{where}: {len(merged)} of its weights ({sum(p.nbytes for p in merged) / 2**30:.2f} GiB) are whole on "
-            f"every rank before they are divided, since they are merged from several in the files, or the files "
-            f"cannot be mapped into memory; files that save_pretrained writes in safetensors format can be"
+            f"{where}: every rank holds {len(merged)} of its weights ({sum(p.nbytes for p in merged) / 2**30:.2f} GiB) "
+            f"whole before it divides them, since loading merges them or cannot map their files; files that "
+            f"save_pretrained writes can be mapped"
         )
 
 

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_realloc.runtime.model.adapter_layers import head_names
+from lightning_realloc.runtime.model.recorded_init import weight_values
+from lightning_realloc.runtime.model.structure import replace_parameter, tied_names
+
 _ONE_AFTER_ANOTHER = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable with which transformers loads in this thread, the only one that a function mode sees."""
 
@@ -74,8 +78,13 @@ def shown_as_float32(model: nn.Module) -> Iterator[None]:
     """Replace narrow parameters, and those on the meta device, inside the block by float32 ones that take no memory.
 
     PEFT creates adapters in the dtype and on the device of the weights around them. What the block sets in
-    ``requires_grad`` stays.
+    ``requires_grad`` stays. Heads get their values, since files of adapters may replace them.
     """
+    heads = head_names(model)
+    for owner, names in tied_names(model).items():
+        parameter = model.get_parameter(owner)
+        if owner.startswith(heads) and parameter.is_meta:
+            replace_parameter(model, names, nn.Parameter(weight_values(parameter), parameter.requires_grad))
     held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     stand_ins: dict[int, nn.Parameter] = {}
     for module, name, parameter in held:

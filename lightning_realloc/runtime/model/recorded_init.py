@@ -185,11 +185,9 @@ class _Recorder(TorchDispatchMode):
 
 def _view(func: Any, target: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return a view of a tensor without memory; views are checked against the size of the storage."""
-    storage, most = (
-        target.untyped_storage(),
-        1 + sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)),
-    )
-    storage.resize_((int(target.storage_offset()) + most) * target.itemsize)
+    storage = target.untyped_storage()
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    storage.resize_((int(target.storage_offset()) + last + 1) * target.itemsize)
     try:
         return func(*args, **options)
     finally:
