@@ -1,4 +1,4 @@
-"""Apply a layout to a model with full weights: tensor parallelism, then pipeline stages, then FSDP2.
+"""Apply a layout to a model with full weights or none: tensor parallelism, then pipeline stages, then FSDP2.
 
 Tensor parallelism slices plain tensors. Modules of other pipeline stages are removed. FSDP2 wraps each remaining
 block and the root. The resulting shard of every parameter is the one that `ModelLayout` computes.
@@ -28,7 +28,10 @@ def parallelize(
     mixed_precision: MixedPrecisionPolicy | None = None,
     tp_plan: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Distribute ``model``, which holds the same full weights on every rank of the layout, in place, and return it.
+    """Distribute ``model`` in place, and return it.
+
+    It holds the same full weights on every rank of the layout, or none: parameters on the meta device stay there, with
+    the shapes of shards, until `allocate_weights`.
 
     If `needs_fsdp` is False, the model is not wrapped. With pp > 1 the model becomes a stage, which `pipeline` runs.
     Gradients of a backward pass are complete: summed over ``tp`` where needed, averaged over ``dp`` and ``fsdp``.

@@ -101,7 +101,7 @@ def _without_alternative(worst: PhaseMemory, changes: Sequence[tuple[str, int]])
     nearest = f" (the nearest: {text}, {_gib(size)})" if size < worst.parts.total else ""
     way_out = "smaller models, or devices with more memory"
     if worst.phase == "set-up":
-        return f"models that files do not hold as they are are whole before they are divided{nearest}; use {way_out}"
+        return f"given modules and experts are whole on every rank before they are divided{nearest}; use {way_out}"
     return f"no change that was tried makes it fit{nearest}; use more ranks, {way_out}"
 
 
