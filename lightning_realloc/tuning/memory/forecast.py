@@ -267,17 +267,19 @@ class _Forecaster:
     def _set_up(self, rank: int) -> MemoryParts:
         """Return the bytes of building models: shards, one whole tensor, and on CPU the models that are built whole.
 
-        Those are all in memory before the first one is divided.
+        Those are all in memory before the first one is divided, and are freed as their shards fill.
         """
         counted = self.settings.builds_on_device
         whole = {n: 4 * role.model.num_elements for n, role in self.roles.items() if counted and role.built_whole}
         undivided, shards = sum(whole.get(name, 0) for name in self._owners), 0
         most = undivided
         for name in self._owners:
-            shards += self._home_shard(name, rank)[0]
-            largest = max(param.numel for param in self.roles[name].model.params) * self._home_bytes(name)
-            most = max(most, undivided + shards + (largest if rank in self._home(name) else 0))
+            if rank in self._home(name):
+                filled = 0 if name in whole else self._home_shard(name, rank)[0]
+                largest = max(param.numel for param in self.roles[name].model.params) * self._home_bytes(name)
+                most = max(most, undivided + shards + filled + largest)
             undivided -= whole.get(name, 0)
+            shards += self._home_shard(name, rank)[0]
         return MemoryParts(weights=most + self._quantized_bytes)
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:

@@ -126,13 +126,13 @@ def test_building_needs_shards_and_one_tensor_at_a_time() -> None:
 def test_models_that_are_built_whole_count_on_cpu_until_they_are_divided() -> None:
     given = {name: replace(role, deferred=False) for name, role in ROLES.items()}
     layouts = plan("fsdp4", "fsdp4", "fsdp4")
-    # Both whole models, with the actor's shard and a tensor, before the first of them is freed.
-    assert forecast(layouts, roles=given, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000 + 4000
+    # Both whole models, and a tensor of the first one's shard.
+    assert forecast(layouts, roles=given, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000
     assert forecast(layouts, roles=given).at("set-up", 0).weights == 2 * 4000 + 4000
     assert forecast(layouts, builds_on_device=True).at("set-up", 0).weights == 2 * 4000 + 4000
     experts = replace(SHAPE, experts=Experts(count=2, per_token=1, features=20))
     merged = {name: replace(role, shape=experts) for name, role in ROLES.items()}
-    assert forecast(layouts, roles=merged, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000 + 4000
+    assert forecast(layouts, roles=merged, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000
 
 
 def test_the_cache_holds_every_slot_at_full_length() -> None:
