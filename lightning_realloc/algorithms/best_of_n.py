@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import train
-from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group

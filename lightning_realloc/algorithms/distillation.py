@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
-from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import model_mask, response_summary
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.losses.functional import kept_tokens, sequence_sums

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, train
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.referenced import ReferencedModule, ReferencedSettings
-from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.losses.functional import sequence_sums
 from lightning_realloc.algorithms.losses.pair_metrics import ranking_metrics
 from lightning_realloc.algorithms.losses.preference_losses import kto_loss

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import train
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.pairs import pair_metrics, sides
-from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.best_of_n import best_rows
 from lightning_realloc.algorithms.losses.policy_losses import response_sums
 from lightning_realloc.algorithms.losses.preference_losses import (

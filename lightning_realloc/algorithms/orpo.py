@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.module import ModuleSettings
 from lightning_realloc.algorithms.base.pairs import (
     PairwiseModule,
@@ -16,7 +17,7 @@ from lightning_realloc.algorithms.base.pairs import (
     pair_sums,
     sides,
 )
-from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.losses.preference_losses import odds_ratio_loss
 from lightning_realloc.algorithms.settings import Unpack, check_not_negative
 from lightning_realloc.batch.packing import PackedBatch

@@ -11,9 +11,10 @@ from typing import get_args
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.algorithms.base.optimizers import with_learning_rate
-from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import (
     num_model_tokens,
     response_summary,

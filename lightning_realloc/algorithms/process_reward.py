@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
-from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.losses.functional import sequence_sums
 from lightning_realloc.algorithms.losses.preference_losses import step_loss
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 from lightning_realloc.algorithms.base.calls import compute
-from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.losses.functional import (
     KLEstimator,
     group_advantages,

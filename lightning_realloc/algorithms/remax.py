@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.calls import compute
-from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.losses.functional import KLEstimator
 from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage

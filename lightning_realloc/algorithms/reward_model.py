@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.module import ModuleSettings
 from lightning_realloc.algorithms.base.pairs import PairwiseModule, both_sides, pair_metrics, sides
-from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.losses.pair_metrics import calibration_error, ranking_metrics
 from lightning_realloc.algorithms.losses.preference_losses import bradley_terry_loss
 from lightning_realloc.algorithms.settings import Unpack, check_not_negative

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.losses.functional import KLEstimator, leave_one_out_advantages
 from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage

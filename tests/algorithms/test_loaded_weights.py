@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_realloc.algorithms.base.role import Role, is_model_source
+from lightning_realloc.algorithms.base.loaded_weights import is_model_source
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import ConfigError
 from tests.models import byte_tokenizer, tiny_model

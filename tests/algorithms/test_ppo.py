@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
-from lightning_realloc.algorithms.base.role import is_model_source
+from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.vocabulary import retokenized
 from lightning_realloc.algorithms.ppo import PPO
 from lightning_realloc.batch.ragged import Ragged

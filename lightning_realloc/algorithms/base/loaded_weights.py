@@ -1,18 +1,55 @@
-"""Refuse a folder of weights that does not match its config, naming the weights; log weights that fill memory."""
+"""Sources of a role's weights, and checks of what was loaded from them."""
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TypeGuard
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
+from lightning_realloc.runtime.model.structure import copy_without_weights
 
+ModelSource = str | Path | PreTrainedConfig | nn.Module
+"""A Hugging Face name or folder, a config (random weights), or a module."""
 _MOST_NAMED = 4
 """Number of weights that an error names; it counts the others."""
+
+
+def is_model_source(source: object) -> TypeGuard[ModelSource]:
+    """Return whether ``source`` names or is a model; the alternative is a function.
+
+    Text with a colon, or with dots and no slash, is a function's import path, unless such a folder exists.
+    """
+    if isinstance(source, str):
+        is_path = os.path.exists(os.path.expanduser(source)) or "/" in source  # False for a name that is too long
+        return is_path or not (":" in source or "." in source)
+    return isinstance(source, nn.Module | PreTrainedConfig | Path)
+
+
+def check_source(role: str, source: object, *, way_out: str = "") -> None:
+    """Raise ConfigError, with a further ``way_out``, for anything but a name, folder, config or module."""
+    if not isinstance(source, str | Path | PreTrainedConfig | nn.Module):
+        kind = "function" if inspect.isroutine(source) else type(source).__name__
+        raise ConfigError(
+            f"{role} is a {kind}; give a model: a Hugging Face name or folder, a config, or a module{way_out}"
+        )
+
+
+def without_weights(source: ModelSource) -> ModelSource:
+    """Return a source of the same model; a module becomes a copy whose parameters have no storage."""
+    return copy_without_weights(source) if isinstance(source, nn.Module) and not is_empty(source) else source
+
+
+def is_empty(module: nn.Module) -> bool:
+    """Return whether a module lies on the meta device, without weights."""
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def require_shapes(where: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:

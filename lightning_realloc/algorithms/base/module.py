@@ -22,6 +22,7 @@ from lightning_realloc.algorithms.base.adapters import AdapterSource, refuse_unk
 from lightning_realloc.algorithms.base.calls import dataflow_of_calls, declared_calls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource, without_weights
 from lightning_realloc.algorithms.base.optimizers import (
     NoDecay,
     Parameters,
@@ -31,7 +32,7 @@ from lightning_realloc.algorithms.base.optimizers import (
     state_bytes,
 )
 from lightning_realloc.algorithms.base.quantization import LoadingOptions
-from lightning_realloc.algorithms.base.role import ModelSource, Role, Task, without_weights
+from lightning_realloc.algorithms.base.role import Role, Task
 from lightning_realloc.algorithms.base.rollout_columns import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_not_negative, check_type, refuse_contradictions

@@ -9,8 +9,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import infer
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
-from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.vocabulary import own_tokenizer, require_same_vocabulary
 from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch

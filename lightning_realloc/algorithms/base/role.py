@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,9 @@ from transformers.models.auto.modeling_auto import (
 
 from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
 from lightning_realloc.algorithms.base.loaded_weights import (
+    ModelSource,
+    check_source,
+    is_empty,
     log_whole,
     require_complete,
     require_head,
@@ -64,9 +66,6 @@ from lightning_realloc.runtime.model.structure import (
     unused_weights,
 )
 
-ModelSource = str | Path | PreTrainedConfig | nn.Module
-"""A Hugging Face name or folder, a config (random weights), or a module."""
-
 Task = Literal["causal_lm", "sequence_classification", "token_classification"]
 
 _AUTO_CLASSES = {
@@ -79,35 +78,6 @@ _CLASSES = {
     "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
-
-
-def is_model_source(source: object) -> TypeGuard[ModelSource]:
-    """Return whether ``source`` names or is a model; the alternative is a function.
-
-    Text with a colon, or with dots and no slash, is a function's import path, unless such a folder exists.
-    """
-    if isinstance(source, str):
-        is_path = os.path.exists(os.path.expanduser(source)) or "/" in source  # False for a name that is too long
-        return is_path or not (":" in source or "." in source)
-    return isinstance(source, nn.Module | PreTrainedConfig | Path)
-
-
-def check_source(role: str, source: object, *, way_out: str = "") -> None:
-    """Raise ConfigError, with a further ``way_out``, for anything but a name, folder, config or module."""
-    if not isinstance(source, str | Path | PreTrainedConfig | nn.Module):
-        kind = "function" if inspect.isroutine(source) else type(source).__name__
-        raise ConfigError(
-            f"{role} is a {kind}; give a model: a Hugging Face name or folder, a config, or a module{way_out}"
-        )
-
-
-def without_weights(source: ModelSource) -> ModelSource:
-    """Return a source of the same model; a module becomes a copy whose parameters have no storage."""
-    return copy_without_weights(source) if isinstance(source, nn.Module) and not _is_empty(source) else source
-
-
-def _is_empty(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
 
 
 @rename_settings(follows="average_of", follow_rate="average_rate")
@@ -211,7 +181,7 @@ class Role:
             if isinstance(self.source, PreTrainedConfig):
                 model = defer_init(self._from_config, self.source) if deferred else self._from_config(self.source)
             elif isinstance(self.source, nn.Module):
-                if _is_empty(self.source):
+                if is_empty(self.source):
                     raise ConfigError(
                         f"{self.name} is a module on the meta device, which holds no weights; give one that does. A "
                         f"LightningModule that built its models has let go of those that it was given: make a new one"

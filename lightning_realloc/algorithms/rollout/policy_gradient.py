@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, train
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
-from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
 from lightning_realloc.algorithms.losses.functional import (

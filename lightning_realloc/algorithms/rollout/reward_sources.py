@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.base.role import ModelSource, Role, is_model_source
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource, is_model_source
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, judged_responses, response_texts
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
 from lightning_realloc.algorithms.settings import check_choice

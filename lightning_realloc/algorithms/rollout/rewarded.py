@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer
-from lightning_realloc.algorithms.base.role import ModelSource, Role, check_source
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource, check_source
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings

@@ -65,9 +65,9 @@ def replacements_in_copy(model: nn.Module) -> dict[int, object]:
     return found
 
 
-def free_quantized_weights(model: nn.Module) -> None:
-    """Free a model's 4-bit weights, in place; they keep shape and dtype."""
-    for layer in quantized_layers(model).values():
+def free_quantized_weights(*models: nn.Module) -> None:
+    """Free the models' 4-bit weights, in place; they keep shape and dtype."""
+    for layer in (layer for model in models for layer in quantized_layers(model).values()):
         layer._buffers["weight"], layer.quant_state = _without_storage(layer.weight), None
 
 

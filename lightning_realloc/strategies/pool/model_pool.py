@@ -90,23 +90,13 @@ class ModelPool:
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
         if quantized_layers(model):
             model.to(self._options.device)  # first, since all replicas share 4-bit weights
-        whole = take_weights(model, self._home_dtypes(role, model))
+        unchanged = self._frozen[role] if role in self.changing_roles else None
+        whole = take_weights(model, self._options.home_dtypes(model, unchanged))
         self._blanks[role] = weightless_copy(model)
         self._add_copies(role, home)
         self._home[role] = self._lay_out(role, model, home)
         if self._options.rank in home.layout:
             fill_weights(model, home, self._options.rank, whole)
-
-    def _home_dtypes(self, role: str, model: nn.Module) -> dict[str, torch.dtype]:
-        """Return the dtype of every parameter of the home replica.
-
-        Weights that nothing changes need no more precision than other replicas. Buffers (rotary frequencies) do.
-        """
-        master, copy = self._options.master_dtype, self._options.copy_dtype
-        changes = role in self.changing_roles
-        return {
-            name: master if changes and name not in self._frozen[role] else copy for name, _ in model.named_parameters()
-        }
 
     def apply_plan(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Switch to another plan: move weights and optimizer state of every role whose home layout changes.
@@ -193,8 +183,7 @@ class ModelPool:
         old = self._home[role]
         blank = undivided_like(self._blanks[role], old)
         free_weights(blank, self._options.device)
-        for model in (blank, self._blanks[role]):
-            free_quantized_weights(model)
+        free_quantized_weights(blank, self._blanks[role])
         self._home[role] = Replica(role, old.model_layout, blank)
         self.released.add(role)
 

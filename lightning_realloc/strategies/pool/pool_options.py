@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_realloc.errors import ConfigError
@@ -52,6 +52,19 @@ class PoolOptions:
     """Role -> the moving average that its weights are."""
     sharers: Mapping[str, str] = field(default_factory=dict)
     """Role without weights of its own -> the role whose base it uses, with adapters off."""
+
+    def home_dtypes(self, model: nn.Module, unchanged: Set[str] | None) -> dict[str, torch.dtype]:
+        """Return the dtype of every parameter of a home replica.
+
+        Weights that nothing changes need no more precision than other replicas. Buffers (rotary frequencies) do.
+
+        Args:
+            model: The model.
+            unchanged: Names of parameters that nothing changes; None: of all.
+        """
+        kept = (name for name, _ in model.named_parameters())
+        is_master = {name: unchanged is not None and name not in unchanged for name in kept}
+        return {name: self.master_dtype if changes else self.copy_dtype for name, changes in is_master.items()}
 
     def reallocation(
         self,

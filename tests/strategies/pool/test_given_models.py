@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from lightning_realloc.algorithms.base.loaded_weights import without_weights
 from lightning_realloc.algorithms.base.module import MultiModelModule
-from lightning_realloc.algorithms.base.role import Role, without_weights
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.model_spec import describe_model
