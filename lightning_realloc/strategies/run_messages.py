@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "GRPO": {"sampling.max_new_tokens": 512},
+    "GRPO": {"kl_coef": 0.0, "loss_average": "token", "sampling.max_new_tokens": 512},
     "RLOO": {"sampling.n": 2, "sampling.max_new_tokens": 512},
     "SFT": {},
     "DPO": {},

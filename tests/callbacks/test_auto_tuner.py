@@ -36,7 +36,7 @@ from tests.tuning.examples import PPO_FLOW
 from tests.workers import WorkerPool
 
 START = calls(actor_train="fsdp4", actor_generate="fsdp4", reference_infer="fsdp4")
-IMPOSSIBLE = calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="tp3@0-2")
+IMPOSSIBLE = calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="dp1@4")
 FEW: dict[str, Any] = {"search_seconds": 0.3, "profile_seconds": 2.0, "max_overhead": 1.0, "max_trials": 2}
 OTHER = calls(actor_train="dp2.fsdp2", actor_generate="dp4", reference_infer="tp2@0-1")
 DESCENT = partial(SGD, lr=0.05, momentum=0.9)

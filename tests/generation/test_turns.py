@@ -280,9 +280,9 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         Conversation(**settings)
 
 
-def test_tensor_parallel_ranks_without_agree_are_refused_an_adaptive_depth() -> None:
+def test_tensor_parallel_ranks_without_agree_are_refused_an_adaptive_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    model.lm_head.tp_group = object()  # as in a model under tensor parallelism
+    monkeypatch.setattr("lightning_realloc.generation.engine.tensor_parallel_group", lambda model: object())
     with pytest.raises(GenerationError, match=r"decide alike how much to draft.* pass GenerationEngine\(agree=...\)"):
         GenerationEngine(model, speculation=Speculation())
     GenerationEngine(model, speculation=Speculation(num_draft_tokens=4))

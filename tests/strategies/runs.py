@@ -107,7 +107,12 @@ class Recorded:
 
 
 class RecordedGRPO(Recorded, GRPO):
-    """GRPO that keeps tokens and rewards."""
+    """GRPO with a reference that keeps tokens and rewards, unless ``kl_coef`` is given."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        if "kl" not in settings:
+            settings.setdefault("kl_coef", 0.04)
+        super().__init__(*args, **settings)
 
 
 def token_rows(samples: Samples) -> Tensor:
@@ -131,7 +136,7 @@ def high_rate(settings: Mapping[str, Any]) -> dict[str, float]:
 
 def grpo(**settings: Any) -> RecordedGRPO:
     """Return GRPO on the tiny llama, with a learning rate that makes two iterations differ."""
-    shared = {"sampling": SAMPLING, "tokenizer": byte_tokenizer(), "kl_coef": 0.04, "loss_average": "sequence"}
+    shared = {"sampling": SAMPLING, "tokenizer": byte_tokenizer(), "loss_average": "sequence"}
     settings = {**shared, **high_rate(settings), **settings}
     reward = settings.pop("reward", low_tokens)
     model = settings.pop("actor", None) or tiny_model("llama")

@@ -34,7 +34,7 @@ def of_a_local_class() -> GRPO:
 
     return Local(
         tiny_model("llama"), runs.low_tokens, reference=tiny_model("llama", seed=1), tokenizer=byte_tokenizer(),
-        sampling=runs.SAMPLING,
+        sampling=runs.SAMPLING, kl_coef=0.04,
     )  # fmt: skip
 
 

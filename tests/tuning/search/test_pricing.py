@@ -130,10 +130,10 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     monkeypatch.setattr(
         "tests.tuning.search.test_pricing.LOAD", Workload(num_sequences=8, prompt_tokens=16, response_tokens=32)
     )
-    # The whole reward model on every CPU rank, and the actor's shard: with more ranks for it, a little less.
+    # Two whole frozen models on every CPU rank, and the actor's shard: with more ranks for it, a little less.
     limits: dict[str, Any] = {"seed": 0, "seconds": 60, "max_evaluations": 1000}
-    task = pricer(478 << 20, cluster="a100-80g:4x8").task
-    roles = {name: replace(role, deferred=name != "reward") for name, role in task.roles.items()}
+    task = pricer(925 << 20, cluster="a100-80g:4x8").task
+    roles = {name: replace(role, deferred=name not in ("reward", "reference")) for name, role in task.roles.items()}
     task = replace(task, roles=roles, settings=replace(HALF, builds_on_device=True))
     bench = PlanPricer(task, RooflineEstimator(PPO_FLOW, task.cluster, roles, task.settings, task.workload))
     fastest = search_plan(
