@@ -29,3 +29,17 @@ CHUNK_ELEMENTS = 1 << 23
 MAX_CAPTURED_TOKENS = 512
 """Tokens of the largest decoding step that is captured as a CUDA graph, padding included. Larger steps keep the device
 busy for longer than launching takes."""
+TILED_ROWS_PER_WIDTH = 2
+"""Rows of logits for each feature of a hidden state, up to which the logits of a trained head are computed whole: the
+gradients of its weight, of a tile and summed, take more memory than so few logits."""
+
+
+def is_tiled(num_rows: float, num_columns: float, trained_width: int) -> bool:
+    """Return whether logits are computed in tiles.
+
+    Args:
+        num_rows: Tokens that logits are computed for.
+        num_columns: Columns that a rank computes.
+        trained_width: Width of hidden states; 0 if the head's weight is frozen, or without a backward pass.
+    """
+    return num_rows * num_columns > TILE_ELEMENTS and num_rows > TILED_ROWS_PER_WIDTH * trained_width

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,8 @@ def prelude() -> dict[str, Any]:
 def run_blocks(page: str, module: ModuleType) -> Iterator[None]:
     """Run the Python blocks of a page in one namespace, and yield after each; tracebacks show lines of the page."""
     for block in examples(page, "python"):
+        if "quantization_config=" in block.text and find_spec("bitsandbytes") is None:
+            continue  # that package is in no extra of the tests: importing it takes seconds in every process
         exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec"), module.__dict__)
         yield
 

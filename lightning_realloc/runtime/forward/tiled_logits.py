@@ -244,11 +244,6 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any] | None) -> Iterat
             attributes["forward"] = before
 
 
-def exceeds_tile(num_rows: int, num_columns: int) -> bool:
-    """Return whether logits are too many to be computed whole."""
-    return num_rows * num_columns > TILE_ELEMENTS
-
-
 def select_rows(logits: Tensor, rows: int | Tensor) -> Tensor:
     """Return ``logits[rows]``, deferred or vocabulary-parallel if ``logits`` are. Do not write into it."""
     if isinstance(logits, DeferredLogits):

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.limits import is_tiled
 from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
-from lightning_realloc.runtime.forward.tiled_logits import deferred_head, exceeds_tile, select_rows
+from lightning_realloc.runtime.forward.tiled_logits import deferred_head, select_rows
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
 from lightning_realloc.runtime.parallel.tensor_parallel import num_vocabulary_shards, vocab_parallel_output
 
@@ -107,7 +108,7 @@ def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) ->
 
 def _memory_saving_head(head: nn.Module | None, num_rows: int) -> contextlib.AbstractContextManager[None]:
     """Make a head return `DeferredLogits` if they are many, and `VocabParallelLogits` if it is cut over them."""
-    if head is None or not exceeds_tile(num_rows, _num_columns(head)):
+    if head is None or not is_tiled(num_rows, _num_columns(head), _trained_width(head)):
         return vocab_parallel_output(head)
 
     def call(states: Tensor) -> Tensor:
@@ -123,6 +124,13 @@ def _num_columns(head: nn.Module) -> int:
     num_tokens = getattr(head, "out_features", None)
     has_weights = any(True for _ in head.parameters())  # not a placeholder for another pipeline stage's head
     return math.ceil(num_tokens / num_vocabulary_shards(head)) if isinstance(num_tokens, int) and has_weights else 0
+
+
+def _trained_width(head: nn.Module) -> int:
+    """Return the width of a head's input if a backward pass needs gradients of its whole weight, else 0."""
+    weight = getattr(head, "weight", None)
+    is_trained = torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
+    return int(weight.shape[-1]) if is_trained and isinstance(weight, Tensor) else 0
 
 
 def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:

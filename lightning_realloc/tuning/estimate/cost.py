@@ -192,8 +192,8 @@ class CallCost:
         block = self._launched(self.kernels.backward(micro.tokens, context, trained_share=share), exchange, launch)
         if checkpointing:
             block = block.plus(self._launched(self.kernels.forward(micro.tokens, context), exchange, launch))
-        rows = micro.rows
-        head = Pass((1 + share) * self.kernels.head(rows) + self.kernels.tiled_head(rows) + self.kernels.logprobs(rows))
+        again = self.kernels.tiled_head(micro.rows, is_trained=share == 1)
+        head = Pass((1 + share) * self.kernels.head(micro.rows) + again + self.kernels.logprobs(micro.rows))
         return self._slowest_stage(block, head)
 
     def _decode_stage(self, sequences: float, attended: float) -> Pass:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_realloc.limits import TILE_ELEMENTS
+from lightning_realloc.limits import is_tiled
 from lightning_realloc.tuning.estimate.hardware import Device
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
@@ -57,10 +57,10 @@ class Kernels:
         outputs = self.shape.num_outputs / (self.tp if self.shape.num_outputs > 1 else 1)
         return self.device.matmul(rows, self.shape.hidden, outputs, self.element_bytes)
 
-    def tiled_head(self, rows: float) -> float:
-        """Return the time to compute logits once more in a backward pass, as those are that exceed a tile."""
-        outputs = self.shape.num_outputs / self.tp
-        return self.head(rows) if self.shape.num_outputs > 1 and rows * outputs > TILE_ELEMENTS else 0.0
+    def tiled_head(self, rows: float, *, is_trained: bool) -> float:
+        """Return the time to compute logits once more in a backward pass, as those are that are computed in tiles."""
+        width, outputs = self.shape.hidden if is_trained else 0, self.shape.num_outputs / self.tp
+        return self.head(rows) if self.shape.num_outputs > 1 and is_tiled(rows, outputs, width) else 0.0
 
     def logprobs(self, rows: float) -> float:
         """Return the time to compute logprobs from logits, which are divided between the ranks."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
-from lightning_realloc.limits import CHUNK_ELEMENTS, MAX_PREFILL_TOKENS, TILE_ELEMENTS
+from lightning_realloc.limits import CHUNK_ELEMENTS, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
 from lightning_realloc.tuning.memory.generation_memory import Cache, distillation_memory, packed_bytes
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
@@ -142,21 +142,26 @@ class CallMemory:
             return 0
         return math.ceil(self.role.shape.num_outputs / (self._tp if self.role.divides_logits else 1))
 
-    def _logits(self, rows: int) -> int:
+    def _logits(self, rows: int, *, trained_width: int = 0) -> int:
         """Return the bytes of the logits for logprobs, or of a tile of them; under tp, of the rank's own part."""
-        tile_rows = max(1, TILE_ELEMENTS // max(1, self._columns))
-        return min(rows, tile_rows) * self._columns * self.activation_bytes
+        if is_tiled(rows, self._columns, trained_width):
+            rows = max(1, TILE_ELEMENTS // self._columns)
+        return rows * self._columns * self.activation_bytes
 
     def _tile_sums(self, rows: int) -> int:
         """Return the bytes of gradients if logits are computed in tiles: by hidden states, and by the head's weight.
 
         The latter is a tile's, and their sum in fp32.
         """
-        shape = self.role.shape
-        if shape is None or rows * self._columns <= TILE_ELEMENTS:
+        shape, width = self.role.shape, self._trained_width
+        if shape is None or not is_tiled(rows, self._columns, width):
             return 0
-        trained = self._columns * shape.hidden if self.sizes.trained_root else 0
-        return self.activation_bytes * rows * shape.hidden + (4 + self.activation_bytes) * trained
+        return self.activation_bytes * rows * shape.hidden + (4 + self.activation_bytes) * self._columns * width
+
+    @property
+    def _trained_width(self) -> int:
+        """Width of hidden states if the head is trained, else 0."""
+        return 0 if self.role.shape is None or not self.sizes.trained_root else self.role.shape.hidden
 
     def _joined_logits(self, rows: int) -> int:
         """Return the bytes of the logits to draw from; under tp all logits, their message and the rank's own part."""
@@ -291,7 +296,9 @@ class CallMemory:
             MemoryParts(  # backward pass of the loss: the logits, their gradient and two fp32 chunks
                 gradients=earlier,
                 activations=kept + head,
-                logits=2 * self._logits(rows) + 2 * self._chunk(rows) + self._tile_sums(rows),
+                logits=2 * self._logits(rows, trained_width=self._trained_width)
+                + 2 * self._chunk(rows)
+                + self._tile_sums(rows),
                 gathered=self._root + self._buffer(self._block),
             ),
             MemoryParts(  # backward pass of the last block; the previous block is already gathered

@@ -27,9 +27,9 @@ from lightning_realloc.tuning.search.space import CallOptions, common_dims
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.timeline.simulator import Timeline, simulate
 
-MAX_SEARCHES = 3
+MAX_SEARCHES = 4
 """Most searches for one plan. A search counts bytes less exactly than the forecast, and is repeated with a smaller
-budget if its plan does not fit."""
+budget if its plan does not fit: smaller by what is missing, then by two and by four times as much."""
 _MEMORY_DIVISORS = (2, 4, 8)
 """Where the heuristic plan does not fit, it is made again for devices with these fractions of the memory, in turn."""
 
@@ -174,11 +174,11 @@ class PlanPricer:
             return self.price(found.plan), found
 
         budget = task.usable_bytes
-        for _ in range(MAX_SEARCHES):
+        for number in range(MAX_SEARCHES):
             best, found = search_within(budget)
             if not best.missing_bytes:
                 break
-            budget -= best.missing_bytes
+            budget -= best.missing_bytes << number
         else:
             raise NothingFitsError(
                 f"the best plans found need {best.missing_bytes} bytes more than the {task.usable_bytes} of a device "

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+from lightning_realloc import limits
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -45,6 +46,8 @@ class LargestTensor(TorchDispatchMode):
 def tiles(rows: int = TILE_ROWS) -> Iterator[None]:
     """Compute logits in tiles of some rows, each converted in chunks of two."""
     with (
+        mock.patch.object(limits, "TILE_ELEMENTS", rows * VOCABULARY),
+        mock.patch.object(limits, "TILED_ROWS_PER_WIDTH", 0),
         mock.patch.object(tiled_logits, "TILE_ELEMENTS", rows * VOCABULARY),
         mock.patch.object(tiled_logits, "CHUNK_ELEMENTS", 2 * VOCABULARY),
     ):
@@ -136,6 +139,17 @@ def test_deferred_logits_are_printed_without_being_computed() -> None:
         model.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(1))
         assert repr(deferred) == f"DeferredLogits((4, {VOCABULARY}), computed: False)"
     assert not seen
+
+
+@pytest.mark.parametrize(("trains_head", "num_tokens"), [(True, 200), (False, 60)])
+def test_a_trained_head_is_computed_in_tiles_for_many_tokens_only(trains_head: bool, num_tokens: int) -> None:
+    # Its weight's gradients, of a tile and summed, take as much memory as logits of twice its width, 128 tokens.
+    model = a_model()
+    model.get_output_embeddings().requires_grad_(trains_head)
+    with tiles(), mock.patch.object(limits, "TILED_ROWS_PER_WIDTH", 2):
+        for count, is_deferred in ((60, not trains_head), (num_tokens, True)):
+            found = predicting_logits(model, a_pack(count), torch.arange(2, count))
+            assert isinstance(found, tiled_logits.DeferredLogits) == is_deferred
 
 
 def test_few_logits_are_computed_once() -> None:

@@ -5,6 +5,8 @@ No rank holds all logits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_realloc import limits
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -71,6 +74,17 @@ class MostLogits(TorchDispatchMode):
         return made
 
 
+@contextmanager
+def tiled_always(num_elements: int) -> Iterator[None]:
+    """Compute more than ``num_elements`` logits in tiles, for a trained head, too."""
+    with (
+        mock.patch.object(limits, "TILE_ELEMENTS", num_elements),
+        mock.patch.object(limits, "TILED_ROWS_PER_WIDTH", 0),
+        mock.patch.object(tiled_logits, "TILE_ELEMENTS", num_elements),
+    ):
+        yield
+
+
 def _pack() -> PackedBatch:
     generator = torch.Generator().manual_seed(3)
 
@@ -117,7 +131,7 @@ def _differences(cases: list[Case], tile_rows: int | None = None) -> list[tuple[
         expected = _say(whole, packed, case.dtype)
         columns = -(-131 // layout.dims.tp)
         tile_elements = tiled_logits.TILE_ELEMENTS if tile_rows is None else tile_rows * columns
-        with mock.patch.object(tiled_logits, "TILE_ELEMENTS", tile_elements), MostLogits(131) as most:
+        with tiled_always(tile_elements), MostLogits(131) as most:
             answers = _say(model, packed, case.dtype)
         tolerance = case.tolerance
         wrong = [
