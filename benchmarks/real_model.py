@@ -15,12 +15,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
-from benchmarks.trl import GroupTimer, Turn, take_turns
+from benchmarks.trl import Turn, fit_grpo, fit_trl, take_turns
 
 QUESTIONS = (
     "Name three large cities.", "What is a glacier?", "Write one sentence about rain.", "Why is the sky blue?",
@@ -57,80 +56,31 @@ def share_of_letters(completions: Any, **_: object) -> list[float]:
 
 def train_with_realloc(work: Workload, folder: str) -> Turn:
     """Train with ``Trainer(strategy="realloc")`` on one device."""
-    import lightning as L
-
-    from benchmarks.workload import make_trainer
     from lightning_realloc import GRPO, PromptDataModule, SamplingParams
-
-    watch = GroupTimer()
-    rewards: list[float] = []
-    lengths: list[float] = []
-
-    class Clock(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == work.warmup:
-                watch.start()
-
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            watch.stop()
-            rewards.append(float(trainer.callback_metrics["reward"]))
-            lengths.append(float(trainer.callback_metrics["response_length"]))
 
     sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens)
     module = GRPO(folder, share_of_letters, sampling=sampling, learning_rate=work.learning_rate, seed=0)
-    trainer = make_trainer(
-        strategy="realloc", max_steps=work.warmup + work.steps, max_epochs=-1, callbacks=[Clock()], log_every_n_steps=1
-    )
     rows = [{"prompt": question} for question in QUESTIONS]
-    trainer.fit(module, PromptDataModule(rows, batch_size=len(rows), text_prompts="user"))
-    return watch.turn(rewards, lengths)
+    data = PromptDataModule(rows, batch_size=len(rows), text_prompts="user")
+    return fit_grpo(module, data, warmup=work.warmup, steps=work.steps)
 
 
 def train_with_trl(work: Workload, folder: str) -> Turn:
     """Train with ``trl.GRPOTrainer``, with its defaults where the workload fixes nothing."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.trainer_callback import PrinterCallback, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    watch = GroupTimer()
-    rewards: list[float] = []
-    lengths: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == work.warmup:
-                watch.start()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            watch.stop()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float], **_: Any) -> None:
-            if "reward" in logs:
-                rewards.append(float(logs["reward"]))
-                lengths.append(float(logs["completions/mean_length"]))
-
-    settings = GRPOConfig(
-        output_dir=str(Path(folder).parent / "trl"), use_cpu=True, bf16=False, fp16=False,
-        per_device_train_batch_size=work.micro_batch,
-        gradient_accumulation_steps=work.num_sequences // work.micro_batch,
-        num_generations=work.num_generations, max_completion_length=work.new_tokens, learning_rate=work.learning_rate,
-        lr_scheduler_type="constant", max_steps=work.warmup + work.steps, logging_steps=1, save_strategy="no",
-        report_to=[], disable_tqdm=True, dataloader_num_workers=0, seed=0,
-    )  # fmt: skip
-    messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        args=settings,
-        train_dataset=Dataset.from_dict({"prompt": messages}),
-        processing_class=AutoTokenizer.from_pretrained(folder),
-        reward_funcs=share_of_letters,
-        callbacks=[Clock()],
+    return fit_trl(
+        folder,
+        [[{"role": "user", "content": question}] for question in QUESTIONS],
+        share_of_letters,
+        warmup=work.warmup,
+        steps=work.steps,
+        options={
+            "per_device_train_batch_size": work.micro_batch,
+            "gradient_accumulation_steps": work.num_sequences // work.micro_batch,
+            "num_generations": work.num_generations,
+            "max_completion_length": work.new_tokens,
+            "learning_rate": work.learning_rate,
+        },
     )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return watch.turn(rewards, lengths)
 
 
 def train_with_trl_in(micro_batch: int, work: Workload, folder: str) -> Turn:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -108,45 +107,76 @@ def save_model(work: Workload, folder: str) -> int:
 
 def train_with_realloc(work: Workload, folder: str) -> Turn:
     """Train with ``Trainer(strategy="realloc")`` on one device."""
+    from benchmarks.workload import random_prompts, share_of_vowels
+    from lightning_realloc import GRPO, SamplingParams
+
+    sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)
+    module = GRPO(
+        folder, share_of_vowels, sampling=sampling, kl_coef=work.kl_coef, learning_rate=work.learning_rate, seed=0
+    )
+    data = random_prompts(256, length=work.prompt_tokens, batch_size=work.num_prompts)
+    return fit_grpo(module, data, warmup=work.warmup, steps=work.steps)
+
+
+def train_with_trl(work: Workload, folder: str) -> Turn:
+    """Train with ``trl.GRPOTrainer``, with its defaults where the workload fixes nothing."""
+    from benchmarks.workload import random_texts, share_of_vowels
+
+    return fit_trl(
+        folder,
+        random_texts(256, length=work.prompt_tokens, seed=1),
+        share_of_vowels,
+        warmup=work.warmup,
+        steps=work.steps,
+        options={
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": work.num_sequences,
+            "gradient_accumulation_steps": 1,
+            "num_generations": work.num_generations,
+            "max_completion_length": work.new_tokens,
+            "generation_kwargs": {"min_new_tokens": work.new_tokens},
+            "beta": work.kl_coef,
+            "learning_rate": work.learning_rate,
+        },
+    )
+
+
+def fit_grpo(module: Any, data: Any, *, warmup: int, steps: int) -> Turn:
+    """Train this package's GRPO for ``warmup`` steps, and for ``steps`` that are measured."""
     import lightning as L
 
-    from benchmarks.workload import make_trainer, random_prompts, share_of_vowels
-    from lightning_realloc import GRPO, SamplingParams
+    from benchmarks.workload import make_trainer
 
     watch = GroupTimer()
     rewards: list[float] = []
     lengths: list[float] = []
 
     class Clock(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == work.warmup:
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == warmup:
                 watch.start()
 
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             watch.stop()
             rewards.append(float(trainer.callback_metrics["reward"]))
             lengths.append(float(trainer.callback_metrics["response_length"]))
 
-    sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)
-    module = GRPO(
-        folder, share_of_vowels, sampling=sampling, kl_coef=work.kl_coef, learning_rate=work.learning_rate, seed=0
-    )
     trainer = make_trainer(
-        strategy="realloc", max_steps=work.warmup + work.steps, callbacks=[Clock()], log_every_n_steps=1
+        strategy="realloc", max_steps=warmup + steps, max_epochs=-1, callbacks=[Clock()], log_every_n_steps=1
     )
-    trainer.fit(module, random_prompts(256, length=work.prompt_tokens, batch_size=work.num_prompts))
+    trainer.fit(module, data)
     return watch.turn(rewards, lengths)
 
 
-def train_with_trl(work: Workload, folder: str) -> Turn:
-    """Train with ``trl.GRPOTrainer``, with its defaults where the workload fixes nothing."""
+def fit_trl(
+    folder: str, prompts: list[Any], reward: Callable[..., Any], *, warmup: int, steps: int, options: Mapping[str, Any]
+) -> Turn:
+    """Train TRL's GRPO on the CPU in the same way; ``options`` are those of ``GRPOConfig``."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.trainer_callback import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-
-    from benchmarks.workload import random_texts, share_of_vowels
 
     watch = GroupTimer()
     rewards: list[float] = []
@@ -154,7 +184,7 @@ def train_with_trl(work: Workload, folder: str) -> Turn:
 
     class Clock(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == work.warmup:
+            if state.global_step == warmup:
                 watch.start()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -165,24 +195,22 @@ def train_with_trl(work: Workload, folder: str) -> Turn:
                 rewards.append(float(logs["reward"]))
                 lengths.append(float(logs["completions/mean_length"]))
 
-    settings = GRPOConfig(
-        output_dir=str(Path(folder) / "trl"), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=work.num_sequences, gradient_accumulation_steps=1,
-        num_generations=work.num_generations, num_iterations=1, max_completion_length=work.new_tokens,
-        generation_kwargs={"min_new_tokens": work.new_tokens}, beta=work.kl_coef, learning_rate=work.learning_rate,
-        lr_scheduler_type="constant", max_steps=work.warmup + work.steps, logging_steps=1, save_strategy="no",
-        report_to=[], disable_tqdm=True, dataloader_num_workers=0, seed=0,
-    )  # fmt: skip
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        args=settings,
-        train_dataset=Dataset.from_dict({"prompt": random_texts(256, length=work.prompt_tokens, seed=1)}),
-        processing_class=AutoTokenizer.from_pretrained(folder),
-        reward_funcs=share_of_vowels,
-        callbacks=[Clock()],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as output:
+        settings = GRPOConfig(
+            output_dir=output, use_cpu=True, bf16=False, fp16=False, num_iterations=1,
+            lr_scheduler_type="constant", max_steps=warmup + steps, logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, dataloader_num_workers=0, seed=0, **options,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            reward_funcs=reward,
+            callbacks=[Clock()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return watch.turn(rewards, lengths)
 
 
