@@ -41,10 +41,9 @@ FEW: dict[str, Any] = {"search_seconds": 0.3, "profile_seconds": 2.0, "max_overh
 OTHER = calls(actor_train="dp2.fsdp2", actor_generate="dp4", reference_infer="tp2@0-1")
 DESCENT = partial(SGD, lr=0.05, momentum=0.9)
 SAMPLING = replace(runs.SAMPLING, max_new_tokens=4)
-ITERATIONS = 21
+ITERATIONS = 28
+"""Enough for times that settle as late as the tuner waits for."""
 WORLD_SIZE = 4
-EPOCH = WARM_UP_ITERATIONS + COUNTED_ITERATIONS + 1
-"""Iterations in an epoch; the last one of the first epoch is the first one of a trial."""
 
 
 @dataclass
@@ -66,18 +65,29 @@ class Kept:
 
 @dataclass
 class Recording(runs.Record):
-    """Callback that also writes a checkpoint after an iteration, and ends the run there."""
+    """Callback that also writes a checkpoint after an iteration, and ends the run there.
+
+    Args:
+        after: Number of that iteration; None: the first one of a trial, which is later if times settle late.
+    """
 
     save: str | None = None
-    after: int = 0
+    after: int | None = 0
+    tuner: Watching | None = None
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Record, save and stop."""
         super().on_train_batch_end(trainer, *args)
-        if trainer.global_step == self.after:
+        if self._is_last(trainer):
             if self.save is not None:
                 trainer.save_checkpoint(self.save)
             trainer.should_stop = True
+
+    def _is_last(self, trainer: L.Trainer) -> bool:
+        if self.after is not None:
+            return bool(trainer.global_step == self.after)
+        assert self.tuner is not None
+        return self.tuner.tuner.phase == "trial" and self.tuner.plans[-1] != self.tuner.plans[0]
 
 
 class Watching(AutoTuner):
@@ -99,14 +109,17 @@ class Watching(AutoTuner):
         return [*first, *found], predicted
 
 
-def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, save: Any = None, after: int = 0) -> Kept:
-    """Train GRPO for ``steps``, or until ``after`` if a checkpoint is saved; return the result."""
-    record, module = Recording(save=save, after=after), runs.grpo(optimizer=DESCENT, sampling=SAMPLING)
+def train(
+    tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, save: Any = None, after: int | None = 0
+) -> Kept:
+    """Train GRPO for ``steps``, or until ``after``, as in :class:`Recording`; return the result."""
+    record, module = Recording(save=save, after=after, tuner=tuner), runs.grpo(optimizer=DESCENT, sampling=SAMPLING)
     # With other settings a loss that only some ranks know is logged an iteration late.
     strategy = ReallocStrategy(plan, overlap="calls")
     callbacks = [record] if tuner is None else [tuner, record]
     trainer = runs.trainer(strategy, WORLD_SIZE, max_steps=steps, max_epochs=-1, callbacks=callbacks)
-    trainer.fit(module, Batches(EPOCH, size=3), ckpt_path=load)
+    epochs = Batches(1, size=3)  # every iteration ends an epoch, so that a run can be resumed after any of them
+    trainer.fit(module, epochs, ckpt_path=load)
     kept = Kept(runs.Outcome(record.logged, record.steps, strategy.full_weights("actor"), module.tokens))
     if tuner is not None:
         found = tuner.tuner
@@ -186,7 +199,7 @@ def stopped_and_resumed(folder: str) -> Resumed:
     """Stop during a trial and after a commit, and resume."""
     os.chdir(folder)
     straight = train(Watching(**FEW), START, ITERATIONS, save="straight.ckpt", after=ITERATIONS)
-    stopped = train(Watching(**FEW), START, ITERATIONS, save="trial.ckpt", after=EPOCH)
+    stopped = train(Watching(**FEW), START, ITERATIONS, save="trial.ckpt", after=None)
     resumed = train(Watching(**FEW), START, ITERATIONS, load="trial.ckpt")
     committed = train(Watching(**FEW), START, ITERATIONS + 2, load="straight.ckpt")
     return Resumed(straight, stopped, resumed, committed)
