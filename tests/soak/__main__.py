@@ -4,6 +4,8 @@
 
 Tiny GRPO and PPO runs on two ranks change their plan every ten iterations and save a checkpoint every hundred. After
 a warm-up, a line is fitted to each rank's figures; the table has its slope per 1,000 iterations, with its error.
+A change of plans leaves some kilobytes of the C library's heap in pieces (the bytes in use do not grow, and without
+changes of plans resident memory does not grow either), so that up to `FRAGMENTED_MB` for 100 changes count as flat.
 Then ten fits of a larger model run one after the other in one process: no model may stay alive after a fit.
 """
 
@@ -20,6 +22,10 @@ from tests.workers import WorkerPool
 
 WARM_UP = 0.2
 """Share of the iterations before the first figure that counts."""
+FRAGMENTED_MB = 1.0
+"""Most growth of resident memory per 1,000 iterations."""
+OTHERS = 0.5
+"""Most growth of any other figure per 1,000 iterations."""
 
 
 def slope(rows: Sequence[tuple[float, ...]], column: int) -> tuple[float, float]:
@@ -53,7 +59,8 @@ def main() -> int:
                 found = {name: slope(rows, column) for column, name in enumerate(NAMES, start=1)}
                 text = ", ".join(f"{name} {value:+.2f} ± {error:.2f}" for name, (value, error) in found.items())
                 print(f"{algorithm} rank {rank}, per 1,000 iterations: {text}", flush=True)
-                grows |= any(value > 3 * error and value > 0.5 for value, error in found.values())
+                limits = {name: FRAGMENTED_MB if name == "MB resident" else OTHERS for name in NAMES}
+                grows |= any(value > 3 * error and value > limits[name] for name, (value, error) in found.items())
         fits = pool.run(
             fit_repeatedly, options.fits, options.width, world_size=1, init_process_group=False, deadline_s=900.0
         )

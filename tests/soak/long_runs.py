@@ -38,10 +38,13 @@ class Figures(Callback):
         self.plans = plans
         self.rows: list[tuple[float, ...]] = []
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Record figures and change the plan."""
         if trainer.global_step % EVERY:
             return
+        module: Any = pl_module
+        module.tokens.clear()  # of all iterations, kept by the tests' modules alone
+        module.rewards.clear()
         strategy: Any = trainer.strategy
         strategy.set_plan(self.plans[trainer.global_step // EVERY % 2])
         gc.collect()
