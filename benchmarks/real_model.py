@@ -37,7 +37,7 @@ class Workload:
     num_generations: int = 8
     new_tokens: int = 64
     learning_rate: float = 1e-6
-    steps: int = 2
+    steps: int = 1
     warmup: int = 1
     micro_batch: int = DEFAULT_MICRO_BATCH
     """Sequences of a forward and backward pass of TRL."""
