@@ -125,7 +125,7 @@ class ModelPool:
     def _add_copies(self, role: str, home: ModelLayout) -> None:
         """Prepare a replica for every layout of the role's calls except its home layout, and drop all others."""
         wanted = {self.plan.layout(call.name) for call in self._calls_on(role)} - {home.layout}
-        if self._is_read_at_home(role, home.layout):
+        if self._is_read_at_home(role, home.layout) or self._generates_in_other_dtype(role, home.layout):
             wanted.add(home.layout)
         for _, layout in [key for key in self._copies if key[0] == role and key[1] not in wanted]:
             del self._copies[role, layout]
@@ -144,8 +144,19 @@ class ModelPool:
         calls = [call for call in self._calls_on(role) if self.plan.layout(call.name) == home]
         reads = any(call.kind != "train" for call in calls)
         is_wrapped = role in self.dataflow.trained_roles and home.dims.dp > 1 and home.dims.fsdp == 1
-        dtypes = {parameter.dtype for parameter in self._blanks[role].parameters()}
-        return reads and is_wrapped and dtypes == {self._options.copy_dtype}
+        return reads and is_wrapped and self._has_dtype_of_copies(role)
+
+    def _generates_in_other_dtype(self, role: str, home: Layout) -> bool:
+        """Return whether generation in the home layout reads a replica of its own: in bf16, under ``bf16-mixed``.
+
+        Decoding reads all weights for every token. FSDP gathers in bf16 anyway, and bases of adapters are held in it.
+        """
+        calls = [call for call in self._calls_on(role) if self.plan.layout(call.name) == home]
+        is_whole = home.dims.fsdp == 1 and adapter_config(self._blanks[role]) is None
+        return is_whole and any(call.kind == "generate" for call in calls) and not self._has_dtype_of_copies(role)
+
+    def _has_dtype_of_copies(self, role: str) -> bool:
+        return {parameter.dtype for parameter in self._blanks[role].parameters()} == {self._options.copy_dtype}
 
     def _lay_out(self, role: str, model: nn.Module, home: ModelLayout) -> Replica:
         """Make ``model``, whose parameters are on the meta device, the home replica, with undefined weights."""
@@ -260,8 +271,10 @@ class ModelPool:
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             raise PlanError(f"{call!r} is a computation on the host and has no model")
-        home = self.home(chosen.role)
-        return home if chosen.kind == "train" else self._copies.get((home.role, self.plan.layout(call)), home)
+        home, layout = self.home(chosen.role), self.plan.layout(call)
+        # Inference in the home layout computes as training does, in its dtype.
+        reads_home = layout == home.layout and chosen.kind != "generate" and not self._has_dtype_of_copies(home.role)
+        return home if chosen.kind == "train" or reads_home else self._copies.get((home.role, layout), home)
 
     def active(self, call: str) -> Replica:
         """Return the replica that ``call`` works on: the one in its layout after `realize`, else the home replica."""
@@ -300,7 +313,7 @@ class ModelPool:
         if target is home or not (frozen or trained):
             return None
         reshard(home.model)
-        if target.layout == home.layout:
+        if target.layout == home.layout and self._has_dtype_of_copies(home.role):
             self._share(home, target)
             return None
         if target.weight_copy is None:
@@ -332,7 +345,7 @@ class ModelPool:
         home, may_be_merged = self.home(target.role), adapter_config(target.model) is not None
         if may_be_merged or needs_fsdp(target.model, target.layout) or target.role in self.plan.offload:
             return None
-        if target.layout == home.layout and target is not home:
+        if target.layout == home.layout and target is not home and self._has_dtype_of_copies(home.role):
             reshard(home.model)
             self._share(home, target)
         return target if target is home or target.version == home.version else None

@@ -152,7 +152,7 @@ class _Forecaster:
             if call.role is None:
                 continue
             base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
-            own = copies.get((self._owner(call.role), self.plan.layout(call.name)))
+            own = copies[self._owner(call.role), self.plan.layout(call.name)] if self._reads_copy(call) else None
             if own is not None and self._frees_copies(self._owner(call.role)):
                 base += own
             if own is not None:
@@ -178,7 +178,7 @@ class _Forecaster:
         return sum(
             draft_bytes(
                 self.settings.engine.draft,
-                element_bytes=self._home_bytes(role) if layout == self._home(role) else self.settings.copy_bytes,
+                element_bytes=self.settings.copy_bytes if self._is_copied(role, layout) else self._home_bytes(role),
             )
             for role, layout in generating
             if rank in layout
@@ -218,8 +218,25 @@ class _Forecaster:
         for role in self._owners:
             calls = (call for call in self.dataflow.model_calls if self._owner(str(call.role)) == role)
             layouts = {self.plan.layout(call.name) for call in calls}
-            for layout in sorted(layouts - {self._home(role)}, key=str):
-                yield role, layout
+            for layout in sorted(layouts, key=str):
+                if self._is_copied(role, layout):
+                    yield role, layout
+
+    def _is_copied(self, role: str, layout: Layout) -> bool:
+        """Return whether a role has a replica in a layout, next to its home.
+
+        It has one in every other layout, and in that of the home if generation there takes another dtype.
+        """
+        if layout != self._home(role):
+            return True
+        calls = (call for call in self.dataflow.model_calls if self._owner(str(call.role)) == role)
+        generates = any(call.kind == "generate" and self.plan.layout(call.name) == layout for call in calls)
+        return generates and layout.dims.fsdp == 1 and self._home_bytes(role) != self.settings.copy_bytes
+
+    def _reads_copy(self, call: ModelFunctionCall) -> bool:
+        """Return whether a call reads a replica other than the home."""
+        name, layout = self._owner(str(call.role)), self.plan.layout(call.name)
+        return layout != self._home(name) or (call.kind == "generate" and self._is_copied(name, layout))
 
     def _copy(self, name: str, layout: Layout, rank: int) -> MemoryParts:
         """Return the bytes of a replica on a rank after its first fill."""
@@ -294,7 +311,7 @@ class _Forecaster:
             self.settings,
             self.workload,
             sizes,
-            is_home=chosen.layout == self._home(name),
+            is_home=not self._reads_copy(call),
             is_trained=self._is_trained(name),
         ).peak(call.kind)
         if call.kind == "generate" and name == call.role and chosen.layout.dims.fsdp == 1:

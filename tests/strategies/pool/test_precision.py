@@ -79,11 +79,39 @@ def test_each_precision_trains_in_each_layout_close_to_one_rank(
         assert supervised[1] < supervised[0], precision
 
 
-def test_mixed_precision_generates_with_the_replicas_that_it_trains(workers: WorkerPool) -> None:
-    found = workers.run(train_in_every_precision, "dp2", "dp2", world_size=2, init_process_group=False)[0]
-    dtypes, losses, _ = found["bf16-mixed"]
-    assert dtypes["actor.generate"] == "float32"  # FSDP casts them, block by block
-    assert all(math.isfinite(loss) for loss in losses)
+@pytest.mark.parametrize(("layout", "world_size"), [("dp1", 1), ("dp2", 2), ("tp2", 2)])
+def test_mixed_precision_generates_in_bfloat16_in_the_training_layout(
+    layout: str, world_size: int, workers: WorkerPool
+) -> None:
+    found = workers.run(train_in_every_precision, layout, layout, world_size=world_size, init_process_group=False)[0]
+    for precision, home, copy in (
+        ("32-true", "float32", "float32"), ("bf16-mixed", "float32", "bfloat16"), ("bf16-true", "bfloat16", "bfloat16"),
+    ):  # fmt: skip
+        dtypes, losses, _ = found[precision]
+        assert (dtypes["actor.train"], dtypes["actor.generate"]) == (home, copy), precision
+        assert all(math.isfinite(loss) for loss in losses)
+
+
+def weights_of_generation() -> list[tuple[str, bool]]:
+    """Return, for each iteration under ``bf16-mixed``, the call's dtype and whether it has the home's weights."""
+    found, module = [], runs.grpo(learning_rate=0.1)
+    roll_out = module.roll_out
+
+    def compared(actor: Any, prompts: Any) -> Any:
+        pool = module.trainer.strategy.pool
+        home, own = pool.home("actor").model.state_dict(), pool.target("actor.generate").model.state_dict()
+        same = all(torch.equal(own[name], home[name].to(own[name].dtype)) for name in own)
+        found.append((str(next(iter(own.values())).dtype), same))
+        return roll_out(actor, prompts)
+
+    module.roll_out = compared
+    runs.train(module, "static", 1, Batches(3), precision="bf16-mixed")
+    return found
+
+
+def test_each_generation_has_the_weights_of_the_latest_step(workers: WorkerPool) -> None:
+    (found,) = workers.run(weights_of_generation, world_size=1, init_process_group=False)
+    assert found == [("torch.bfloat16", True)] * 3
 
 
 class Log(logging.Handler):

@@ -80,6 +80,17 @@ def test_a_replica_of_the_same_dtype_region_and_rank_is_the_source_itself() -> N
     assert forecast(plan("dp2", "dp2", "tp2"), copy_bytes=2).at("actor.generate", 0).copies == 4 * 2000
 
 
+def test_generation_in_the_training_layout_has_a_replica_of_its_own_in_another_dtype() -> None:
+    # fp32 at home and bf16 in replicas: all 4,000 weights are copied, unless FSDP gathers them in bf16 anyway.
+    for layout in ("dp1", "dp2"):
+        found = forecast(plan(layout, layout, layout), copy_bytes=2)
+        assert found.at("actor.generate", 0).copies == 4000 * 2
+        assert forecast(plan(layout, layout, layout)).at("actor.generate", 0).copies == 0
+    assert forecast(plan("fsdp2", "fsdp2", "fsdp2"), copy_bytes=2).at("actor.generate", 0).copies == 0
+    alone = forecast(plan("tp2", "dp1", "dp1"), copy_bytes=2)
+    assert [phase.phase for phase in alone.phases if phase.rank == 0 and "->" in phase.phase] == ["-> actor.generate"]
+
+
 def test_shared_memory_is_divided_equally_among_its_readers() -> None:
     found = forecast(plan("dp4", "dp4", "fsdp4"), shares_memory=True)
     assert [found.at("actor.generate", rank).copies for rank in range(4)] == [4000] * 4
