@@ -59,6 +59,10 @@ class RandomEstimator:
         draw = self._draw("resident", self.owner(role), layout.dims, is_home)
         return int(draw.uniform(1, 3) * self.unit_bytes / shards)
 
+    def generates_in_copy(self, role: str, layout: Layout) -> bool:
+        """Return True for one layout in two."""
+        return bool(self._draw("copied", self.owner(role), layout.dims).random() < 0.5)
+
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return up to three times ``unit_bytes``."""
         return int(self._draw("active", call, *self._options(plan)).uniform(0, 3) * self.unit_bytes)

@@ -100,6 +100,10 @@ class ToyEstimator:
         each = 16 if is_home and role in self.dataflow.trained_roles else 2
         return each * _elements(self.models[role]) // _shards(layout)
 
+    def generates_in_copy(self, role: str, layout: Layout) -> bool:
+        """Return False: all replicas have the dtype of the home."""
+        return False
+
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return the bytes of gathered weights, gradients, activations and caches."""
         kind, spec = self.dataflow.call(call).kind, self.models[str(self.dataflow.call(call).role)]

@@ -75,5 +75,8 @@ class FixedEstimator:
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         return 0
 
+    def generates_in_copy(self, role: str, layout: Layout) -> bool:
+        return False
+
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         return 0

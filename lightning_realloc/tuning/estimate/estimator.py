@@ -88,6 +88,9 @@ class Estimator(Protocol):
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return the bytes that a replica keeps between calls, on the fullest rank of its layout."""
 
+    def generates_in_copy(self, role: str, layout: Layout) -> bool:
+        """Return whether generation reads a replica of its own in the layout of the role's home, in another dtype."""
+
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return the bytes that a call adds, on the rank where it adds most."""
 

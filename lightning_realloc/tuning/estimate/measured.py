@@ -105,6 +105,7 @@ class MeasuredEstimator:
         self.dataflow, self.cluster = roofline.dataflow, roofline.cluster
         self.owner = roofline.owner
         self.resident_bytes, self.active_bytes = roofline.resident_bytes, roofline.active_bytes
+        self.generates_in_copy = roofline.generates_in_copy
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
         self._busiest = lru_cache(maxsize=_MAX_CACHED_MOVES)(self._busiest_bytes)
 

@@ -161,6 +161,11 @@ class RooflineEstimator:
             for sizes in ends
         )
 
+    def generates_in_copy(self, role: str, layout: Layout) -> bool:
+        """Return whether generation reads a replica of its own in the layout of the role's home, in another dtype."""
+        trains = role in self.dataflow.trained_roles
+        return self.settings.generates_in_copy(self.roles[role], layout, is_trained=trains)
+
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return the bytes that a call adds, on the rank where it adds most."""
         key = (call, plan.layout.dims, plan.options)

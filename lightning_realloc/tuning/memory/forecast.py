@@ -231,7 +231,9 @@ class _Forecaster:
             return True
         calls = (call for call in self.dataflow.model_calls if self._owner(str(call.role)) == role)
         generates = any(call.kind == "generate" and self.plan.layout(call.name) == layout for call in calls)
-        return generates and layout.dims.fsdp == 1 and self._home_bytes(role) != self.settings.copy_bytes
+        return generates and self.settings.generates_in_copy(
+            self.roles[role], layout, is_trained=self._is_trained(role)
+        )
 
     def _reads_copy(self, call: ModelFunctionCall) -> bool:
         """Return whether a call reads a replica other than the home."""
@@ -276,7 +278,7 @@ class _Forecaster:
     def _staging(self, name: str, layout: Layout, rank: int) -> int:
         """Return the most bytes that sending and receiving stage; direct copies between storages need less."""
         element, half, staged = self.settings.copy_bytes, MAX_STAGING_BYTES // 2, 0
-        for one in (self._home(name), layout):
+        for one in (self._home(name), layout) if layout != self._home(name) else ():
             if rank in one:
                 staged += min(half, self.elements[name].tensors(one, rank) * element)
         return staged

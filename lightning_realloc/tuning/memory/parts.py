@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 HEADROOM = 0.1
@@ -78,6 +79,10 @@ class MemorySettings:
         """Return the bytes of a weight that a role's home computes with; with adapters, of a weight of the base."""
         whole = not role.frozen_params if is_trained else role.average_of is not None
         return self.master_bytes if whole else self.copy_bytes
+
+    def generates_in_copy(self, role: RoleMemory, layout: Layout, *, is_trained: bool) -> bool:
+        """Return whether generation reads a replica of its own in the layout of the role's home, in another dtype."""
+        return layout.dims.fsdp == 1 and self.home_bytes(role, is_trained=is_trained) != self.copy_bytes
 
     def weights_bytes(self, role: RoleMemory, num: int, num_trained: int, *, is_trained: bool) -> int:
         """Return the bytes of weights in a role's home, where only weights that change have ``master_bytes``.

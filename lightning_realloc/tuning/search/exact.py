@@ -124,7 +124,8 @@ class BranchAndBound:
             self._state[i] = by_option[option]
             move = problem.move_seconds(i, self._state)
             self._state[i] = None
-            kept = 0 if home is not None and home.layout == by_option[option].layout else option.resident_bytes
+            is_home = home is not None and home.layout == by_option[option].layout and not option.is_copied
+            kept = 0 if is_home else option.resident_bytes
             return option.seconds, move, option.active_bytes, kept
 
         return [by_option[option] for option in undominated(by_option, values)]

@@ -88,6 +88,8 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
                 layout = Layout(dims, ranks)
                 is_owner = problem.estimator.owner(role) == role
                 kept = problem.estimator.resident_bytes(role, layout, is_home=True) if is_owner else 0
+                if strictest.kind == "generate" and problem.estimator.generates_in_copy(role, layout):
+                    kept += problem.estimator.resident_bytes(role, layout, is_home=False)
                 added = max(
                     problem.estimator.active_bytes(call.name, plan)
                     for call in calls

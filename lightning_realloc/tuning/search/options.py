@@ -87,6 +87,8 @@ class Option(NamedTuple):
     """Bytes that the call adds."""
     resident_bytes: int
     """Bytes that stay between calls: of the role's home for its home call, otherwise of a replica."""
+    is_copied: bool
+    """Whether the call reads a replica of its own even in the layout of its home."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +151,7 @@ class Pricing:
         kept = resident if call.is_home else 0
         if kept > self.memory_budget:
             return []
+        is_copied = call.kind == "generate" and self.estimator.generates_in_copy(call.owner, layout)
         found = []
         for plan in self.options.plans(call.kind, layout):
             active = self.estimator.active_bytes(call.name, plan)
@@ -156,7 +159,7 @@ class Pricing:
                 continue
             seconds = self.estimator.call_seconds(call.name, plan).total if call.is_timed else 0.0
             if math.isfinite(seconds):
-                found.append(Option(layout.dims, plan, seconds, active, resident))
+                found.append(Option(layout.dims, plan, seconds, active, resident, is_copied))
         return undominated(found, lambda option: (option.seconds, option.active_bytes))
 
 

@@ -256,13 +256,17 @@ class PlanPricer:
         return min(self.options.plans(call.kind, layout), key=cost)
 
     def _kept_by_rank(self, plan: ExecutionPlan) -> Iterator[int]:
-        """Yield the bytes that each rank keeps between calls: homes, and replicas in other layouts."""
+        """Yield the bytes that each rank keeps between calls: homes, and replicas."""
         flow = self.task.dataflow
-        replicas = [
-            (set(layout.ranks), self.estimator.resident_bytes(role, layout, is_home=layout == home))
-            for role in flow.roles
-            for home in (plan.layout(flow.home_call(role).name),)
-            for layout in {plan.layout(call.name) for call in flow.calls_of(role)}
+        replicas = {(role, plan.layout(flow.home_call(role).name), True) for role in flow.roles}
+        for role, home, _ in tuple(replicas):
+            for call in flow.calls_of(role):
+                layout = plan.layout(call.name)
+                if layout != home or (call.kind == "generate" and self.estimator.generates_in_copy(role, layout)):
+                    replicas.add((role, layout, False))
+        sizes = [
+            (set(layout.ranks), self.estimator.resident_bytes(role, layout, is_home=is_home))
+            for role, layout, is_home in replicas
         ]
         for rank in range(self.task.cluster.num_devices):
-            yield sum(size for ranks, size in replicas if rank in ranks)
+            yield sum(size for ranks, size in sizes if rank in ranks)

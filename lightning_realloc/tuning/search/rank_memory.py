@@ -56,9 +56,10 @@ def _resident_bytes(calls: Sequence[SearchedCall], state: State) -> list[int]:
             resident.append(chosen.option.resident_bytes)
         else:
             place = (call.owner, chosen.layout)
-            is_new = chosen.layout != home.layout and place not in copies
-            resident.append(chosen.option.resident_bytes if is_new else 0)
-            copies.add(place)
+            is_copied = chosen.layout != home.layout or chosen.option.is_copied
+            resident.append(chosen.option.resident_bytes if is_copied and place not in copies else 0)
+            if is_copied:
+                copies.add(place)
     return resident
 
 

@@ -154,10 +154,14 @@ def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
         resident = 0
         for role in {estimator.owner(role) for role in flow.roles}:
             home = plan.layout(flow.home_call(role).name)
-            layouts = {plan.layout(one.name) for one in flow.model_calls if estimator.owner(str(one.role)) == role}
+            calls = [one for one in flow.model_calls if estimator.owner(str(one.role)) == role]
+            layouts = {plan.layout(one.name) for one in calls}
             resident += sum(
                 estimator.resident_bytes(role, layout, is_home=layout == home) for layout in layouts if rank in layout
             )
+            generates = any(one.kind == "generate" and plan.layout(one.name) == home for one in calls)
+            if rank in home and generates and estimator.generates_in_copy(role, home):
+                resident += estimator.resident_bytes(role, home, is_home=False)
         active = [estimator.active_bytes(name, one) for name, one in plan.calls if rank in one.layout]
         most.append(resident + max(active) if active else 0)  # a rank without calls counts as empty
     return most

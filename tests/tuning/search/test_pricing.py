@@ -12,6 +12,7 @@ import pytest
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
@@ -157,3 +158,17 @@ def test_the_chosen_plan_leaves_a_tenth_of_a_device_free() -> None:
     for wrong in (-0.1, 1.0):
         with pytest.raises(PlanError, match=r"is a share of a device's memory; it must lie in \[0, 1\)"):
             usable_bytes(4 << 30, wrong)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_search_counts_the_replica_for_generation_in_the_training_layout(devices: int) -> None:
+    bench = pricer(80 << 30, cluster=f"a100-80g:1x{devices}")
+    layout = Layout(ParallelDims(dp=devices), tuple(range(devices)))
+    needed = bench.price(bench.with_best_options(ExecutionPlan.static(PPO_FLOW, layout))).peak.parts
+    assert needed.copies == 2 * MODEL.spec().num_elements
+    for budget in (needed.total, needed.total - 1):
+        found = search_plan(
+            PPO_FLOW, bench.task.models, bench.task.cluster, bench.estimator, memory_budget=budget, seed=0, seconds=2,
+            clock=time.process_time,
+        )  # fmt: skip
+        assert bench.price(found.plan).peak.parts.total <= budget
