@@ -125,7 +125,7 @@ class ModelPool:
     def _add_copies(self, role: str, home: ModelLayout) -> None:
         """Prepare a replica for every layout of the role's calls except its home layout, and drop all others."""
         wanted = {self.plan.layout(call.name) for call in self._calls_on(role)} - {home.layout}
-        if self._is_read_at_home(role, home.layout) or self._generates_in_other_dtype(role, home.layout):
+        if self._is_copied_at_home(role, home.layout):
             wanted.add(home.layout)
         for _, layout in [key for key in self._copies if key[0] == role and key[1] not in wanted]:
             del self._copies[role, layout]
@@ -135,25 +135,19 @@ class ModelPool:
                 model = prepare_copy(role, self._blanks[role], copy, self.meshes, self._options)
                 self._copies[role, layout] = Replica(role, copy, model)
 
-    def _is_read_at_home(self, role: str, home: Layout) -> bool:
-        """Return whether calls other than training share the home layout and need not go through FSDP.
+    def _is_copied_at_home(self, role: str, home: Layout) -> bool:
+        """Return whether calls other than training have a replica of their own in the home layout.
 
-        FSDP wraps replicated weights only to average gradients, and copies all weights in every forward pass. Decoding
-        would take twice as long. A second module on the same storage avoids that.
+        FSDP wraps replicated weights only to average gradients, and copies all of them in every forward pass; a second
+        module on the same storage avoids that. Under ``bf16-mixed``, generation reads bf16 weights, since decoding
+        reads all of them for every token; FSDP gathers its shards in bf16 anyway, and bases of adapters are in bf16.
         """
-        calls = [call for call in self._calls_on(role) if self.plan.layout(call.name) == home]
-        reads = any(call.kind != "train" for call in calls)
-        is_wrapped = role in self.dataflow.trained_roles and home.dims.dp > 1 and home.dims.fsdp == 1
-        return reads and is_wrapped and self._has_dtype_of_copies(role)
-
-    def _generates_in_other_dtype(self, role: str, home: Layout) -> bool:
-        """Return whether generation in the home layout reads a replica of its own: in bf16, under ``bf16-mixed``.
-
-        Decoding reads all weights for every token. FSDP gathers in bf16 anyway, and bases of adapters are held in it.
-        """
-        calls = [call for call in self._calls_on(role) if self.plan.layout(call.name) == home]
-        is_whole = home.dims.fsdp == 1 and adapter_config(self._blanks[role]) is None
-        return is_whole and any(call.kind == "generate" for call in calls) and not self._has_dtype_of_copies(role)
+        kinds = {call.kind for call in self._calls_on(role) if self.plan.layout(call.name) == home}
+        if home.dims.fsdp > 1:
+            return False
+        if self._has_dtype_of_copies(role):
+            return bool(kinds - {"train"}) and role in self.dataflow.trained_roles and home.dims.dp > 1
+        return "generate" in kinds and adapter_config(self._blanks[role]) is None
 
     def _has_dtype_of_copies(self, role: str) -> bool:
         return {parameter.dtype for parameter in self._blanks[role].parameters()} == {self._options.copy_dtype}
