@@ -36,6 +36,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
     if item.get_closest_marker("inductor") is not None and "inductor" not in item.config.option.markexpr:
         pytest.skip("has g++ compile for half a minute: run with -m inductor")
+    if item.get_closest_marker("real") is not None and "real" not in item.config.option.markexpr:
+        pytest.skip("needs the model of `make demo-real`, and minutes: run with -m real")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

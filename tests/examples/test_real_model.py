@@ -1,0 +1,122 @@
+"""SmolLM2-135M-Instruct on one, two and four ranks: losses are those of one rank, greedy tokens those of `generate`.
+
+``make demo-real`` makes the model; then ``pytest -m real tests/examples/test_real_model.py`` takes ten minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from examples.smollm2 import model_folder
+from lightning_realloc import PromptDataModule, SamplingParams
+from lightning_realloc.strategies import ReallocStrategy
+from tests.strategies import runs
+from tests.workers import WorkerPool
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is 12 + 7?", "Who wrote Hamlet?")
+LENGTH = 12
+LAYOUTS = {
+    "fsdp2": ("fsdp2", "fsdp2"),
+    "dp2": ("dp2", "dp2"),
+    "tp2": ("tp2", "tp2"),
+    "fsdp2 -> tp2": ("tp2", "fsdp2"),
+    "fsdp2 -> dp2": ("dp2", "fsdp2"),
+    "fsdp4 -> dp2.tp2": ("dp2.tp2", "fsdp4"),
+    "fsdp2.tp2 -> dp4": ("dp4", "fsdp2.tp2"),
+    "tp4 -> fsdp4": ("fsdp4", "tp4"),
+}
+"""Name -> layouts of generation and training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Greedy tokens before training, and sampled tokens, losses and gradient norms of two iterations."""
+
+    greedy: list[list[int]]
+    sampled: list[list[list[int]]]
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def share_of_letters(completions: list[str], **_: object) -> list[float]:
+    """Reward the share of letters in a response."""
+    return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in completions]
+
+
+def train(folder: str, generate: str, train: str) -> Outcome:
+    """Answer greedily, then train for two iterations."""
+    module = runs.RecordedGRPO(
+        folder, share_of_letters, sampling=SamplingParams(n=2, max_new_tokens=LENGTH), learning_rate=1e-5, kl_coef=0.0
+    )
+    rows = [{"prompt": question} for question in QUESTIONS]
+    data = PromptDataModule(rows, val_data=rows, batch_size=len(rows), text_prompts="user", shuffle=False)
+    record = runs.Record()
+    plan = {"calls": {"actor.generate": generate, "actor.train": train}}
+    trainer = runs.trainer(ReallocStrategy(plan), runs.world_size(), max_steps=2, max_epochs=-1, callbacks=[record])
+    trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    greedy, *sampled = module.tokens
+    return Outcome(
+        greedy,
+        sampled,
+        [float(logged["actor/loss"]) for logged in record.logged],
+        [float(logged["actor/grad_norm"]) for logged in record.logged],
+    )
+
+
+def on_ranks(workers: WorkerPool, folder: Path, generate: str, train_layout: str, world_size: int) -> Outcome:
+    """Return rank 0's outcome."""
+    return workers.run(
+        train, str(folder), generate, train_layout, world_size=world_size, init_process_group=False, deadline_s=600.0
+    )[0]
+
+
+def require_equal(found: Outcome, expected: Outcome) -> None:
+    """Compare two outcomes."""
+    assert found.greedy == expected.greedy
+    assert found.sampled == expected.sampled
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def one_rank(workers: WorkerPool) -> Outcome:
+    """The outcome of one rank."""
+    return on_ranks(workers, model_folder(), "dp1", "dp1", 1)
+
+
+def test_greedy_tokens_are_those_of_generate(one_rank: Outcome) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
+    for question, found in zip(QUESTIONS, one_rank.greedy, strict=True):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**ids, do_sample=False, max_new_tokens=LENGTH)
+        assert found == output[0, ids["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_learns_as_one_rank(name: str, one_rank: Outcome, workers: WorkerPool) -> None:
+    generate, train_layout = LAYOUTS[name]
+    world_size = 4 if "4" in name or "." in name else 2
+    require_equal(on_ranks(workers, model_folder(), generate, train_layout, world_size), one_rank)
+
+
+def test_two_stages_learn_as_one_rank_with_an_untied_head(workers: WorkerPool, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    untied = LlamaForCausalLM(model.config)
+    untied.load_state_dict(model.state_dict() | {"lm_head.weight": model.get_input_embeddings().weight})
+    untied.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)
+    expected = on_ranks(workers, tmp_path, "dp1", "dp1", 1)
+    require_equal(on_ranks(workers, tmp_path, "pp2", "pp2", 2), expected)
+    require_equal(on_ranks(workers, tmp_path, "tp2", "pp2", 2), expected)
