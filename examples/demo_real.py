@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -41,22 +40,29 @@ class Settings:
     seed: int = 0
     num_ranks: int = 2
     iterations: int = 30
-    prompts_per_iteration: int = 8
+    prompts_per_iteration: int = 4
     max_new_tokens: int = 24
     num_held_out: int = 64
 
 
 @dataclass
-class Clock(Callback):
-    """Sums the seconds of each call."""
+class Meter(Callback):
+    """Sums the seconds of each call, and predicts the memory of this process."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    predicted_bytes: int = 0
+    """Peak of weights, gradients, optimizer, activations and caches on the fullest rank, as `plan` predicts it."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Add the logged seconds."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith("seconds/actor."):
                 self.seconds[name.removeprefix("seconds/")] += float(value)
+
+    def on_train_end(self, trainer: Trainer, *_: object) -> None:
+        """Predict the peak for the lengths of the last iteration."""
+        strategy: Any = trainer.strategy
+        self.predicted_bytes = max(strategy.plan_evaluator([strategy.lengths]).peak_bytes(strategy.plan).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,9 @@ class Outcome:
     wall_s: float
     seconds: Mapping[str, float]
     """Call -> seconds of all iterations."""
-    peak_bytes: int
-    """Peak resident memory of this process so far, with libraries."""
+    peak_bytes: int | None
+    """Peak memory of this process, without what it held before; None where the system does not tell."""
+    predicted_bytes: int
 
 
 def main() -> None:
@@ -101,7 +108,7 @@ def write_problems(path: Path, count: int, *, seed: int) -> None:
 def learn(name: str, settings: Settings) -> Outcome:
     """Train one variant."""
     report.heading(f"GRPO, {name}: {settings.iterations} iterations on {settings.num_ranks} ranks")
-    clock, began = Clock(), time.perf_counter()
+    meter, began, held_bytes = Meter(), time.perf_counter(), start_measuring()
     _, before, after = train(
         str(model_folder()),
         str(settings.folder / "train.jsonl"),
@@ -113,13 +120,28 @@ def learn(name: str, settings: Settings) -> Outcome:
         trainer={
             "accelerator": "cpu", "devices": settings.num_ranks, "max_steps": settings.iterations, "max_epochs": -1,
             "logger": CSVLogger(settings.folder, name="logs", version=name.replace(" ", "_")),
-            "callbacks": [clock, report.Progress()], "log_every_n_steps": 1, "num_sanity_val_steps": 0,
+            "callbacks": [meter, report.Progress()], "log_every_n_steps": 1, "num_sanity_val_steps": 0,
             "enable_checkpointing": False, "enable_model_summary": False,
         },
         **VARIANTS[name],
     )  # fmt: skip
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return Outcome(before, after, time.perf_counter() - began, dict(clock.seconds), peak)
+    grown = None if held_bytes is None else resident_bytes("VmHWM") - held_bytes
+    return Outcome(before, after, time.perf_counter() - began, dict(meter.seconds), grown, meter.predicted_bytes)
+
+
+def start_measuring() -> int | None:
+    """Start another maximum of this process's resident memory, and return what it holds; None outside of Linux."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return resident_bytes("VmRSS")
+    except OSError:
+        return None
+
+
+def resident_bytes(field_name: str) -> int:
+    """Return this process's resident memory: ``"VmRSS"`` now, ``"VmHWM"`` at most; Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field_name))
 
 
 def conclude(outcomes: Mapping[str, Outcome], settings: Settings) -> None:
@@ -134,7 +156,8 @@ def conclude(outcomes: Mapping[str, Outcome], settings: Settings) -> None:
         rows["wall time, with evaluation"].append(f"{one.wall_s:.0f} s")
         for call, seconds in one.seconds.items():
             rows[f"{call} of an iteration"].append(f"{seconds / settings.iterations:.1f} s")
-        rows["peak memory of a process so far"].append(f"{one.peak_bytes / 2**30:.1f} GiB")
+        measured = "unknown" if one.peak_bytes is None else f"{one.peak_bytes / 2**30:.1f} GiB"
+        rows["memory of a process, predicted / at most"].append(f"{one.predicted_bytes / 2**30:.1f} / {measured}")
     for label, values in rows.items():
         table.add_row(label, *values)
     report.console.print(table)
