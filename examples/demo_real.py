@@ -27,8 +27,8 @@ from examples.gsm8k import train
 from examples.smollm2 import model_folder
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "all weights": {"learning_rate": 1e-5},
-    "LoRA": {"learning_rate": 1e-4, "peft_config": {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}},
+    "all weights": {"learning_rate": 2e-5},
+    "LoRA": {"learning_rate": 5e-4, "peft_config": {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}},
 }
 
 
