@@ -251,9 +251,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         trainer = self.connected_module._trainer  # None in a process that started the ranks by spawn or fork
         log_way_to_resume(trainer)
         if isinstance(exception, SIGTERMException):  # on all ranks alike
-            self.stop.set_exit_code(exception)
-            if trainer is not None:
-                self.stop.requeue(trainer)
+            self.stop.end_with(exception, trainer)
         elif self.world_size > 1 and dist.is_initialized():
             explain_broken_connection(exception, self.global_rank, self.world_size)
         self._record_failure(exception)

@@ -45,6 +45,8 @@ class StopRequest:
         """Number of the signal that some rank received. Equal on all ranks after an iteration; 0 without one."""
         self.is_shared = False
         """Whether messages of an iteration carried the request since the last call of `agree_before_batch`."""
+        self.is_logged = False
+        """Whether this rank has logged why the run ends."""
 
     # ---- with the messages of an iteration
     def as_metrics(self) -> dict[str, float]:
@@ -63,7 +65,7 @@ class StopRequest:
         Handlers that users installed are still called.
         """
         self.requested = self.agreed = 0
-        self.is_shared = False
+        self.is_shared = self.is_logged = False
         connector: Any = trainer._signal_connector
         epoch_loop: Any = trainer.fit_loop.epoch_loop
 
@@ -101,13 +103,25 @@ class StopRequest:
 
     def end_run(self, trainer: Trainer) -> None:
         """End the run after this batch."""
-        connector = trainer._signal_connector
         self.agreed = self.agreed or self.requested
-        if not connector.received_sigterm:
+        self.log_reason(trainer)
+        trainer._signal_connector.received_sigterm = True
+
+    def log_reason(self, trainer: Trainer) -> None:
+        """Log once which signal ends the run, and after which step."""
+        signum = self.agreed or self.requested
+        if not self.is_logged and signum:
             where = "this rank" if self.requested else "another rank"
-            name = signal.Signals(self.agreed).name
+            name = signal.Signals(signum).name
             _log.warning("%s received %s: the run ends after step %d", where, name, trainer.global_step)
-            connector.received_sigterm = True
+        self.is_logged = True
+
+    def end_with(self, error: SIGTERMException, trainer: Trainer | None) -> None:
+        """Set the exit code, log the reason, and requeue a Slurm job. Without a trainer, only set the exit code."""
+        self.set_exit_code(error)
+        if trainer is not None:
+            self.log_reason(trainer)
+            self.requeue(trainer)
 
     def requeue(self, trainer: Trainer) -> None:
         """Save a checkpoint and requeue the Slurm job, if a rank received Slurm's signal. Collective over all ranks."""

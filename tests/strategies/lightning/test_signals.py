@@ -198,7 +198,11 @@ def test_sigterm_during_validation_ends_all_ranks_there(workers: WorkerPool, tmp
     assert (stopped[0].step, stopped[0].has_checkpoint) == (4, True)
 
 
-def test_a_single_process_ends_after_the_iteration_of_the_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["iterations", "plain"])
+def test_a_single_process_ends_after_the_iteration_of_the_signal_and_logs_why(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, data, _ = CASES[case]
     trainer = runs.trainer(
         "realloc",
         1,
@@ -207,9 +211,11 @@ def test_a_single_process_ends_after_the_iteration_of_the_signal(tmp_path: Path)
         enable_checkpointing=True,
     )
     with pytest.raises(SIGTERMException) as stopped:
-        trainer.fit(runs.grpo(), Batches(2))
+        trainer.fit(make(), data())
     assert (trainer.global_step, stopped.value.code) == (SIGNALLED_AFTER, SIGTERM_EXIT_CODE)
     assert (tmp_path / "on_exception.ckpt").exists()
+    reasons = [record.getMessage() for record in caplog.records if "SIGTERM" in record.getMessage()]
+    assert reasons == [f"this rank received SIGTERM: the run ends after step {SIGNALLED_AFTER}"]
 
 
 def test_a_signal_after_the_last_iteration_ends_the_process_after_the_fit(
