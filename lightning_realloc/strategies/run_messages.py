@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.phase import trainer_callbacks
-from lightning_realloc.errors import ReallocError
+from lightning_realloc.errors import CheckpointError, ReallocError
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.pool.memory_check import with_callbacks
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
@@ -166,11 +166,13 @@ def _gib(size: int) -> str:
 
 
 # ---- after a failure
-def log_way_to_resume(trainer: Trainer | None) -> None:
-    """Log how to resume training from the newest checkpoint, if there is one."""
+def log_way_to_resume(trainer: Trainer | None, error: BaseException) -> None:
+    """Log how to resume training from the newest checkpoint, unless the error may be about this checkpoint."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return
-    if (newest := newest_checkpoint(trainer)) is not None:
+    newest = newest_checkpoint(trainer)
+    may_be_damaged = isinstance(error, CheckpointError) and str(newest) == str(trainer.ckpt_path)
+    if newest is not None and not may_be_damaged:
         rank_zero_info(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.errors import CheckpointError
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -131,3 +132,18 @@ def test_a_failed_run_says_how_to_resume_where_there_is_a_checkpoint(workers: Wo
     path = re.fullmatch(r"To resume: trainer\.fit\(\.\.\., ckpt_path='(.*)'\), or --ckpt_path=\1", line)[1]  # type: ignore[index]
     assert Path(path).exists() and Path(path).parent == tmp_path
     assert not any(text.startswith("To resume") for text in unsaved)
+
+
+def resume_from_damaged(folder: str) -> list[str]:
+    """Return the messages of a run that resumes from a folder without the files of a checkpoint."""
+    found: list[str] = []
+    with messages(found), pytest.raises(CheckpointError, match=r"realloc\.json"):
+        runs.trainer("realloc", 1, max_steps=4).fit(
+            SFT(tiny_model("llama"), tokenizer=byte_tokenizer()), Batches(2, responses=True), ckpt_path=folder
+        )
+    return found
+
+
+def test_a_damaged_checkpoint_is_not_recommended_to_resume_from(workers: WorkerPool, tmp_path: Path) -> None:
+    (found,) = workers.run(resume_from_damaged, str(tmp_path), world_size=1, init_process_group=False)
+    assert not any(text.startswith("To resume") for text in found)

@@ -249,7 +249,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         """Log how to resume, and publish the error; to a broken connection, add those of the ranks that caused it."""
         super().on_exception(exception)
         trainer = self.connected_module._trainer  # None in a process that started the ranks by spawn or fork
-        log_way_to_resume(trainer)
+        log_way_to_resume(trainer, exception)
         if isinstance(exception, SIGTERMException):  # on all ranks alike
             self.stop.end_with(exception, trainer)
         elif self.world_size > 1 and dist.is_initialized():
