@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from benchmarks.workload import stable_adam
 from examples.smollm2 import model_folder
 from lightning_realloc import PromptDataModule, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
@@ -53,15 +55,16 @@ def share_of_letters(completions: list[str], **_: object) -> list[float]:
 def train(folder: str, generate: str, train: str) -> Outcome:
     """Answer greedily, then train for two iterations."""
     module = runs.RecordedGRPO(
-        folder, share_of_letters, sampling=SamplingParams(n=2, max_new_tokens=LENGTH), learning_rate=1e-5, kl_coef=0.0
-    )
+        folder, share_of_letters, sampling=SamplingParams(n=2, max_new_tokens=LENGTH), optimizer=stable_adam(1e-5),
+        kl_coef=0.0,
+    )  # fmt: skip
     rows = [{"prompt": question} for question in QUESTIONS]
-    data = PromptDataModule(rows, val_data=rows, batch_size=len(rows), text_prompts="user", shuffle=False)
+    settings: dict[str, Any] = {"batch_size": len(rows), "text_prompts": "user"}
     record = runs.Record()
     plan = {"calls": {"actor.generate": generate, "actor.train": train}}
     trainer = runs.trainer(ReallocStrategy(plan), runs.world_size(), max_steps=2, max_epochs=-1, callbacks=[record])
-    trainer.validate(module, data, verbose=False)
-    trainer.fit(module, data)
+    trainer.validate(module, PromptDataModule(rows, val_data=rows, **settings), verbose=False)
+    trainer.fit(module, PromptDataModule(rows, shuffle=False, **settings))
     greedy, *sampled = module.tokens
     return Outcome(
         greedy,
