@@ -123,5 +123,5 @@ def test_two_stages_learn_as_one_rank_with_an_untied_head(workers: WorkerPool, t
     untied.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)
     expected = on_ranks(workers, tmp_path, "dp1", "dp1", 1)
-    require_equal(on_ranks(workers, tmp_path, "pp2", "pp2", 2), expected)
+    require_equal(on_ranks(workers, tmp_path, "dp2", "pp2", 2), expected)
     require_equal(on_ranks(workers, tmp_path, "tp2", "pp2", 2), expected)
