@@ -1,8 +1,8 @@
 """Peak memory and seconds of a training step's log-probabilities: whole logits, and tiles of them.
 
 A random model of four layers reads a pack of 8,192 tokens, with a vocabulary of 151,936. Each arm has a process of its
-own for each turn, which does one step to warm up and measures one. Peak memory is what the process's resident memory
-grows by during the measured step.
+own for each turn, which reads one sequence to warm up and measures one step. Peak memory is the growth of the process's
+resident memory during the measured step.
 
 Run ``python -m benchmarks.head``.
 """
@@ -19,6 +19,7 @@ from statistics import median
 from unittest import mock
 
 from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
+from examples.resident_memory import resident_bytes, start_measuring
 
 ARMS = {"whole logits": False, "tiles": True}
 
@@ -87,22 +88,11 @@ def measure(is_tiled: bool, work: Workload, connection: Connection) -> None:
     small = pack(Samples(torch.arange(count), columns).select([0]))
     token_logprobs(model, small, only_responses=True).logprobs.mean().backward()
     model.zero_grad()
-    before = _resident_bytes("VmRSS")
-    _reset_peak()
+    before = start_measuring()
+    assert before is not None, "this benchmark runs on Linux"
     began = time.perf_counter()
     loss = step()
-    connection.send(Turn(time.perf_counter() - began, _resident_bytes("VmHWM") - before, loss))
-
-
-def _resident_bytes(name: str) -> int:
-    """Return the process's resident memory, now (VmRSS) or at most (VmHWM); Linux only."""
-    with open("/proc/self/status") as lines:
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-
-
-def _reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    connection.send(Turn(time.perf_counter() - began, resident_bytes("VmHWM") - before, loss))
 
 
 def take_turns(work: Workload, turns: int) -> dict[str, list[Turn]]:

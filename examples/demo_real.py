@@ -24,6 +24,7 @@ from rich.table import Table
 
 from examples import report
 from examples.gsm8k import train
+from examples.resident_memory import resident_bytes, start_measuring
 from examples.smollm2 import model_folder
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -127,21 +128,6 @@ def learn(name: str, settings: Settings) -> Outcome:
     )  # fmt: skip
     grown = None if held_bytes is None else resident_bytes("VmHWM") - held_bytes
     return Outcome(before, after, time.perf_counter() - began, dict(meter.seconds), grown, meter.predicted_bytes)
-
-
-def start_measuring() -> int | None:
-    """Start another maximum of this process's resident memory, and return what it holds; None outside of Linux."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return resident_bytes("VmRSS")
-    except OSError:
-        return None
-
-
-def resident_bytes(field_name: str) -> int:
-    """Return this process's resident memory: ``"VmRSS"`` now, ``"VmHWM"`` at most; Linux only."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field_name))
 
 
 def conclude(outcomes: Mapping[str, Outcome], settings: Settings) -> None:
