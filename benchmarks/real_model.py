@@ -31,6 +31,8 @@ DEFAULT_MICRO_BATCH = 8
 """TRL's default of ``per_device_train_batch_size``."""
 FEW_TOKENS = 1024
 """Tokens of a micro-batch, about as many as in TRL's default of eight sequences."""
+SMALL = f"realloc, {FEW_TOKENS} tokens a micro-batch"
+"""Name of the arm with these micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +73,6 @@ def train_with_realloc(work: Workload, folder: str, **options: Any) -> Turn:
     return fit_grpo(module, data, warmup=work.warmup, steps=work.steps)
 
 
-def train_with_few_tokens(work: Workload, folder: str) -> Turn:
-    """Train with micro-batches of `FEW_TOKENS`."""
-    return train_with_realloc(work, folder, micro_batch_tokens=FEW_TOKENS)
-
-
 def train_with_trl(work: Workload, folder: str) -> Turn:
     """Train with ``trl.GRPOTrainer``, with its defaults where the workload fixes nothing."""
     return fit_trl(
@@ -114,7 +111,7 @@ def fill(report: BenchmarkReport, work: Workload, measured: Mapping[str, list[Tu
             new_tokens=tokens,
             peak_gib=turns[-1].peak_bytes / 2**30,
         )
-    ours, small = measured["realloc"], measured[f"realloc, {FEW_TOKENS} tokens a micro-batch"]
+    ours, small = measured["realloc"], measured[SMALL]
     ratios = {
         arm: paired_ratio([turn.cpu_s for turn in turns], [turn.cpu_s for turn in ours])
         for arm, turns in measured.items()
@@ -143,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     work = Workload()
     others = {f"trl, {size} a micro-batch": partial(train_with_trl_in, size) for size in options.micro_batches}
-    ours = {"realloc": train_with_realloc, f"realloc, {FEW_TOKENS} tokens a micro-batch": train_with_few_tokens}
+    ours = {"realloc": train_with_realloc, SMALL: partial(train_with_realloc, micro_batch_tokens=FEW_TOKENS)}
     arms = {"trl": train_with_trl, **others, **ours}
     report = BenchmarkReport(
         "real_model", settings={"clock": "process CPU time", "turns": options.turns} | asdict(work)

@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct on one, two and four ranks: losses are those of one rank, greedy tokens those of `generate`.
+"""SmolLM2-135M-Instruct on one, two and four ranks: gradients are those of one rank, greedy tokens `generate`'s.
 
-``make demo-real`` makes the model; then ``pytest -m real tests/examples/test_real_model.py`` takes ten minutes.
+``make demo-real`` makes the model; then ``pytest -m real tests/examples/test_real_model.py`` takes five minutes.
 """
 
 from __future__ import annotations
