@@ -9,6 +9,8 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.realloc.plan import format_bytes
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE
@@ -24,6 +26,8 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
 from lightning_realloc.strategies.checkpoints.sharded_state import weight_key
 from lightning_realloc.strategies.checkpoints.sharded_tensors import stored_tensors
 
+_LIGHTNING_KEYS = {"pytorch-lightning_version", "state_dict"}
+
 
 def verify_checkpoints(paths: Sequence[Path], write: Callable[[str], object]) -> bool:
     """Write one line for each checkpoint, and return whether all are intact.
@@ -37,7 +41,8 @@ def verify_checkpoints(paths: Sequence[Path], write: Callable[[str], object]) ->
         try:
             write(f"{path}: intact, {verify_checkpoint(path)}\n")
         except CheckpointError as error:
-            write(f"{path}: damaged: {' '.join(str(error).split())}\n")
+            verdict = "damaged" if isinstance(error, DamagedCheckpoint) and path.exists() else "not verified"
+            write(f"{path}: {verdict}: {' '.join(str(error).split())}\n")
             are_intact = False
     return are_intact
 
@@ -77,4 +82,10 @@ def _verify_file(path: Path) -> str:
         damaged = archive.testzip()
         if damaged is not None:
             raise DamagedCheckpoint(f"{path} has a wrong checksum at {damaged}")
+        content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+        if not isinstance(content, dict) or not _LIGHTNING_KEYS <= content.keys():
+            raise CheckpointError(
+                f"{path} was not written by Lightning: it holds a {type(content).__name__} without the keys "
+                f"{', '.join(sorted(_LIGHTNING_KEYS))}"
+            )
     return "a single file of a module without calls"

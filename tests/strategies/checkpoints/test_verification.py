@@ -40,15 +40,15 @@ def test_checkpoints_of_a_run_are_verified_one_by_one(
     assert run(["verify", str(last), str(whole), str(tmp_path / "none")]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert f"{last}: damaged: {last} lacks the weight more of actor" in lines[0]
-    assert f"{whole}: damaged: {whole} has no checksums" in lines[1]
-    assert "it is missing" in lines[2]
+    assert f"{whole}: not verified: {whole} has no checksums" in lines[1]
+    assert lines[2].startswith(f"{tmp_path / 'none'}: not verified: ") and "it is missing" in lines[2]
 
 
 def test_a_file_of_a_plain_module_is_verified_by_its_own_checksums(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plain.ckpt"
-    torch.save({"state_dict": {"weight": torch.arange(100.0)}}, file)
+    torch.save({"pytorch-lightning_version": "2.6.0", "state_dict": {"weight": torch.arange(100.0)}}, file)
     assert run(["verify", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}: intact, a single file of a module without calls\n"
 
@@ -63,3 +63,21 @@ def test_a_file_of_a_plain_module_is_verified_by_its_own_checksums(
     file.write_bytes(b"no zip archive")
     assert run(["verify", str(file)]) == 2
     assert f"{file} cannot be read: BadZipFile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ({"weight": torch.ones(2)}, "was not written by Lightning: it holds a dict without the keys"),
+        (torch.ones(2), "was not written by Lightning: it holds a Tensor"),
+        ({"state_dict": {}, "settings": Path("x")}, "which is not plain data and could run code"),
+    ],
+)
+def test_a_file_written_by_others_is_not_called_a_checkpoint(
+    content: object, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "foreign.pt"
+    torch.save(content, file)
+    assert run(["verify", str(file)]) == 2
+    line = capsys.readouterr().out
+    assert line.startswith(f"{file}: not verified: {file} ") and cause in line
