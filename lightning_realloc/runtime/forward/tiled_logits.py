@@ -112,12 +112,10 @@ class TiledLogits:
                 slopes = _slopes(values.detach(), tile.start, slope)
                 sources = trained if by_states is None else [*trained, part]
                 found = torch.autograd.grad(values, sources, slopes, allow_unused=True)
-                del values, slopes  # before the next tile
-                for total, gradient in zip(by_parameters, found, strict=False):
-                    if gradient is not None:
-                        total.add_(gradient)
+                _add(by_parameters, found)
                 if by_states is not None and found[-1] is not None:
                     by_states[tile] = found[-1]
+                del values, slopes, found  # before the next tile
         sums = (by_states, *by_parameters)
         return tuple(None if t is None else t.to(tensor.dtype) for t, tensor in zip(sums, inputs, strict=True))
 
@@ -271,6 +269,13 @@ def _slopes(values: Tensor, first: int, slope: Slope) -> Tensor:
     for rows in _slices(values.shape, CHUNK_ELEMENTS):
         gradient[rows] = slope(slice(first + rows.start, first + rows.stop), values[rows])
     return gradient
+
+
+def _add(totals: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Add the first of the found gradients to their totals."""
+    for total, gradient in zip(totals, found, strict=False):
+        if gradient is not None:
+            total.add_(gradient)
 
 
 def _zeros_to_add_to(tensor: Tensor) -> Tensor:
