@@ -50,7 +50,7 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
     options = module.train_options_of("actor")
     load = memory_parts.Workload(
         num_sequences=work.num_prompts, prompt_tokens=work.prompt_tokens, response_tokens=work.new_tokens,
-        micro_batch_tokens=options.micro_batch_tokens, num_minibatches=options.num_minibatches,
+        micro_batch_tokens=options.micro_batch_tokens_on("cpu"), num_minibatches=options.num_minibatches,
     )  # fmt: skip
     forecast = forecast_memory(
         strategy.pool.dataflow, strategy.plan, describe_roles(module.roles(), {}),

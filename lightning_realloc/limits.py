@@ -19,6 +19,11 @@ MIN_PACKED_FLOAT32_WEIGHTS = 512 * 512
 """Weights of a float32 layer from which on packing it is faster; in bfloat16 it always is."""
 PACKED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of these names share one product where they are called with the same tensor."""
+DEFAULT_MICRO_BATCH_TOKENS = 8192
+"""Tokens of a forward pass outside of generation. More: fewer and larger products, and more memory for activations."""
+MICRO_BATCH_TOKENS = {"cpu": 2048}
+"""The same on some types of device: a core is busy with few tokens, and activations leave its cache with many
+(`docs/benchmarks/real_model.md`)."""
 DISTILLATION_TOKENS = 1024
 """Tokens of a batch that a draft model learns from in one step."""
 TILE_ELEMENTS = 1 << 26

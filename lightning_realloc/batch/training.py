@@ -19,6 +19,7 @@ from lightning_realloc.batch.packing import PackedBatch, balanced_shares, micro_
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.layout.dims import is_count
+from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS
 from lightning_realloc.setting_hints import TRAIN_OPTIONS_HINTS, suggest_settings
 
 
@@ -96,7 +97,7 @@ class TrainOptions:
     Args:
         num_epochs: Passes over the samples of one iteration.
         num_minibatches: Optimizer steps per pass. Groups of samples, such as pairs, are never split.
-        micro_batch_tokens: Maximum number of tokens packed into one forward pass.
+        micro_batch_tokens: Maximum number of tokens packed into one forward pass; None: 8192, and 2048 on CPU.
         max_grad_norm: Global norm to which gradients are clipped; None disables clipping.
         max_skipped_steps: Number of consecutive skipped steps of one role that ends the run. A step is skipped if its
             gradient norm is not finite. None sets no limit.
@@ -113,16 +114,20 @@ class TrainOptions:
 
     num_epochs: int = 1
     num_minibatches: int = 1
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int | None = None
     max_grad_norm: float | None = 1.0
     max_skipped_steps: int | None = 10
     stop_above: Mapping[str, float] = field(default_factory=dict)
     compile: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_epochs", "num_minibatches", "micro_batch_tokens"):
+        for name in ("num_epochs", "num_minibatches"):
             if not is_count(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a whole number, at least 1")
+        if self.micro_batch_tokens is not None and not is_count(self.micro_batch_tokens):
+            raise ConfigError(
+                f"micro_batch_tokens={self.micro_batch_tokens!r} must be a whole number, at least 1; or leave it out"
+            )
         norm, skipped = self.max_grad_norm, self.max_skipped_steps
         if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not norm > 0):
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number; use None to leave gradients alone")
@@ -135,6 +140,10 @@ class TrainOptions:
         for metric, limit in self.stop_above.items():
             if not math.isfinite(limit):
                 raise ConfigError(f"stop_above[{metric!r}]={limit} must be a finite number; leave it out to never stop")
+
+    def micro_batch_tokens_on(self, device_type: str) -> int:
+        """Return the maximum number of tokens of a forward pass on devices of this type."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS.get(device_type, DEFAULT_MICRO_BATCH_TOKENS)
 
     def exceeded(self, metrics: Mapping[str, float]) -> str | None:
         """Return the first metric of a mini-batch that is above its limit or NaN; None if all are within limits.

@@ -32,6 +32,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.setting_hints import setting_defaults
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
@@ -65,8 +66,6 @@ NO_MODEL = "none"
 """Model name that leaves a role out."""
 DEFAULT_SEARCH_SECONDS = 10.0
 """Default CPU seconds of one search; raising it finds better plans for large clusters."""
-DEFAULT_MICRO_BATCH_TOKENS = 8192
-"""Tokens of a micro-batch in plans that set none."""
 MAX_DEVICES = 4096
 """Maximum size of a cluster in devices: pricing 1,024 takes a minute and half a gigabyte of host memory."""
 

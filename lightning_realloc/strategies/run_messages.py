@@ -111,7 +111,7 @@ def _workload(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, .
         num_sequences=num_rows * num_responses,
         prompt_tokens=max(1, prompt),
         response_tokens=max(1, response),
-        micro_batch_tokens=options.micro_batch_tokens,
+        micro_batch_tokens=options.micro_batch_tokens_on(trainer.strategy.root_device.type),
         num_minibatches=options.num_minibatches,
         num_epochs=options.num_epochs,
         samples_per_prompt=num_responses,

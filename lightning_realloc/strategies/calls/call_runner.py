@@ -262,9 +262,10 @@ class CallRunner:
 
     def _placement(self, call: ModelFunctionCall, iteration: int) -> CallPlacement:
         options = self._context.algorithm.train_options_of(str(call.role))
+        planned = self._pool.plan.call(call.name).micro_batch_tokens
         return CallPlacement(
             layout=self._placed.layout_of(call.name),
-            micro_batch_tokens=self._pool.plan.call(call.name).micro_batch_tokens or options.micro_batch_tokens,
+            micro_batch_tokens=planned or options.micro_batch_tokens_on(self._context.device.type),
             train_options=options,
             order_seeds=self._train.order_seeds(str(call.role), iteration),
         )

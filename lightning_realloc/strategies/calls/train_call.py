@@ -185,7 +185,8 @@ class TrainCalls:
             except torch.OutOfMemoryError as error:
                 smaller = halved(parts, 1, group_size)
                 if len(replica.layout.ranks) > 1 or len(smaller) == len(parts):
-                    raise PlanError(_no_memory(job, parts, error)) from error
+                    tokens = job.options.micro_batch_tokens_on(self._context.device.type)
+                    raise PlanError(_no_memory(job, parts, tokens, error)) from error
             self._halvings[replica.role] += 1  # after the error, which keeps the activations alive
             torch.cuda.empty_cache()
             size = _largest(parts)
@@ -289,11 +290,11 @@ def _largest(micro_batches: Sequence[MicroBatch]) -> int:
     return max(len(micro.positions) for micro in micro_batches)
 
 
-def _no_memory(job: _Job, micro_batches: Sequence[MicroBatch], error: BaseException) -> str:
+def _no_memory(job: _Job, micro_batches: Sequence[MicroBatch], tokens: int, error: BaseException) -> str:
     layout = job.replica.layout
     return (
         f"training {job.replica.role} in layout {layout} ran out of memory with micro-batches of up to "
-        f"{_largest(micro_batches)} samples and micro_batch_tokens={job.options.micro_batch_tokens}: lower "
+        f"{_largest(micro_batches)} samples and micro_batch_tokens={tokens}: lower "
         f"micro_batch_tokens in TrainOptions, set gradient_checkpointing for the call in the plan, or cut the weights "
         f"over more ranks ({str(error).splitlines()[0]})"
     )

@@ -114,7 +114,7 @@ def _request(builder: PoolBuilder, iterations: Sequence[Lengths]) -> ProfileRequ
         roles=module.roles(),
         described=builder.describe_roles(),
         dataflow=dataflow,
-        workload=_workload(module, dataflow, typical, prompt_tokens=typical.prompt_tokens, response_tokens=mean),
+        workload=_workload(builder, dataflow, typical, prompt_tokens=typical.prompt_tokens, response_tokens=mean),
         mean_response=mean,
         new_optimizer=module.new_optimizer,
         tp_plans=builder.tp_plans,
@@ -301,7 +301,7 @@ def make_plan_evaluator(
             roles,
             settings,
             _workload(
-                module, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
+                builder, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
             ),
             responses=lengths.responses,
             efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(captures_steps=module.engine == "native"),
@@ -316,7 +316,7 @@ def make_plan_evaluator(
         lengths=typical,
         roles=roles,
         settings=settings,
-        workload=_workload(module, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest),
+        workload=_workload(builder, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest),
         memory_budget=usable_bytes(builder.memory_budget),
         overlap=overlap,
         generation_chunks=generation_chunks,
@@ -339,15 +339,16 @@ def _cluster_of(cluster: ClusterSpec, world_size: int) -> ClusterSpec:
 
 
 def _workload(
-    module: RunnableAlgorithm, dataflow: Dataflow, lengths: TypicalLengths, *, prompt_tokens: int, response_tokens: int
+    builder: PoolBuilder, dataflow: Dataflow, lengths: TypicalLengths, *, prompt_tokens: int, response_tokens: int
 ) -> Workload:
+    module = builder.module
     options = module.train_options_of(next(iter(dataflow.trained_roles), ""))
     sampling = getattr(module, "sampling", None)
     return Workload(
         num_sequences=lengths.num_sequences,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
-        micro_batch_tokens=options.micro_batch_tokens,
+        micro_batch_tokens=options.micro_batch_tokens_on(builder.device.type),
         num_minibatches=options.num_minibatches,
         num_epochs=options.num_epochs,
         samples_per_prompt=1 if sampling is None else min(sampling.n, lengths.num_sequences),

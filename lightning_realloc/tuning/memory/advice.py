@@ -13,6 +13,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, CallPlan, ExecutionPlan
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, PhaseMemory
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings
 
@@ -20,8 +21,6 @@ Forecast = Callable[[ExecutionPlan], MemoryForecast]
 """Plan -> its memory forecast."""
 SUGGESTED_ADAPTERS: Mapping[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 """Adapters whose memory suggestions show."""
-DEFAULT_MICRO_BATCH_TOKENS = 8192
-"""Limit of a micro-batch that suggestions start from if the plan sets none."""
 
 
 def find_excess(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 HEADROOM = 0.1
@@ -114,7 +115,7 @@ class Workload:
     """Tokens of the longest prompt."""
     response_tokens: int
     """Tokens of the longest response."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
     """Most tokens of one forward pass if the plan sets no limit."""
     num_minibatches: int = 1
     """Optimizer steps in one pass over the sequences."""

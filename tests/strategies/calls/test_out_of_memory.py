@@ -57,7 +57,7 @@ def test_one_rank_halves_its_micro_batches_and_trains_to_the_same_weights(
 def test_a_single_sample_without_room_is_an_error() -> None:
     module = runs.sft()
     limit_samples(module, 0)
-    with pytest.raises(ReallocError, match=r"micro-batches of up to 1 samples and micro_batch_tokens=8192: lower"):
+    with pytest.raises(ReallocError, match=r"micro-batches of up to 1 samples and micro_batch_tokens=2048: lower"):
         runs.train(module, "static", 1, Batches(1, responses=True))
 
 
