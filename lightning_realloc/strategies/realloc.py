@@ -37,7 +37,7 @@ from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOp
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
 from lightning_realloc.strategies.lightning.launchers import StartMethod
-from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, check_schedules
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
@@ -226,7 +226,7 @@ class ReallocStrategy(DataParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if flow is not None:
-                check_schedules(self.lr_scheduler_configs)
+                prepare_optimizers(self.optimizers, self.lr_scheduler_configs)
                 self.runner.restore(None)  # a batch that waited when an earlier fit ended is left out
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided

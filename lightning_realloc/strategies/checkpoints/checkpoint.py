@@ -40,6 +40,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     raise_on_all_ranks,
     read_description,
 )
+from lightning_realloc.strategies.checkpoints.optimizer_settings import restore_settings
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     optimizer_key,
     prepare_optimizer_state,
@@ -146,8 +147,7 @@ def read_checkpoint(
         ):
             settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
-            for group, saved in zip(optimizer.param_groups, settings[role]["param_groups"], strict=True):
-                group.update(saved)
+            restore_settings(optimizer, settings[role]["param_groups"], role)
             state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.rank)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
         sharded_tensors.load(state, folder)
@@ -259,12 +259,6 @@ def _restore_random_state(meta: Mapping[str, Any], models: TrainedModels, device
         set_random_state(states[models.rank], device)
     elif models.rank == 0:
         log.info("%d ranks saved random states and %d are running; not restored", len(states), models.world_size)
-
-
-def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's entry in ``meta.pt``: its class and its groups' settings, without per-parameter state."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"class": type(optimizer).__name__, "param_groups": groups}
 
 
 def unsharded_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:

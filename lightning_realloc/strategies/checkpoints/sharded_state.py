@@ -96,7 +96,8 @@ def prepare_optimizer_state(
 ) -> dict[str, ShardedTensor]:
     """Allocate the optimizer state that a checkpoint holds, and return its shards, to fill in place.
 
-    An optimizer that had not stepped when the checkpoint was written has no state afterwards.
+    State that had the dtype of its weight has it again, also in another precision than that of the checkpoint. An
+    optimizer that had not stepped when the checkpoint was written has no state afterwards.
     """
     optimizer.state.clear()
     if rank not in replica.layout:
@@ -104,8 +105,11 @@ def prepare_optimizer_state(
     entries = _stored_entries(replica.role, stored)
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in _optimized_parameters(replica, optimizer):
+        weight = stored.get(weight_key(replica.role, name))
         for key, kind, dtype in entries.get(name, ()):
             scalar = None if kind == "optimizer" else 0.0
+            if scalar is None and weight is not None and weight.dtype == dtype:
+                dtype = parameter.dtype
             optimizer.state[parameter][key] = state_room(parameter, options[id(parameter)], dtype=dtype, scalar=scalar)
     return optimizer_state(replica, optimizer, rank)
 

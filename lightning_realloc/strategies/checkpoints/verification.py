@@ -83,7 +83,7 @@ def _verify_file(path: Path) -> str:
         if damaged is not None:
             raise DamagedCheckpoint(f"{path} has a wrong checksum at {damaged}")
         content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-        if not isinstance(content, dict) or not _LIGHTNING_KEYS <= content.keys():
+        if not isinstance(content, dict) or not content.keys() >= _LIGHTNING_KEYS:
             raise CheckpointError(
                 f"{path} was not written by Lightning: it holds a {type(content).__name__} without the keys "
                 f"{', '.join(sorted(_LIGHTNING_KEYS))}"

@@ -28,7 +28,6 @@ from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import (
     RANDOM_STATES,
     TrainedModels,
-    optimizer_settings,
     random_state,
     read_checkpoint,
     refuse_folder,
@@ -37,6 +36,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint import (
 from lightning_realloc.strategies.checkpoints.checkpoint_writer import require_finite_weights, write_checkpoint
 from lightning_realloc.strategies.checkpoints.folders import finish_replacement, remove_checkpoint
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
+from lightning_realloc.strategies.checkpoints.optimizer_settings import follow_given_rates, stored_settings
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class RoleCheckpoints:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the settings of an optimizer's groups; tensors are written with their roles."""
-        return optimizer_settings(optimizer)
+        return stored_settings(optimizer)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load` has filled the optimizers."""
@@ -264,6 +264,7 @@ class RoleCheckpoints:
             averages_of=averaged,
         )
         if is_fitting:
+            follow_given_rates(checkpoint, [config.scheduler.optimizer for config in strategy.lr_scheduler_configs])
             strategy.runner.restore(checkpoint.get(WAITING_BATCH))
         return checkpoint
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.strategies.checkpoints.optimizer_settings import record_given
 
 if TYPE_CHECKING:
     from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
@@ -49,11 +50,11 @@ class LightningOptimizers:
             is_last_batch=trainer.is_last_batch,
         )
 
-    def by_role(self) -> dict[str, torch.optim.Optimizer]:
+    def by_role(self) -> dict[str, Optimizer]:
         """Return role -> optimizer, by the name of each optimizer's first parameter group."""
         return {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self._strategy.optimizers}
 
-    def optimizer_of(self, role: str) -> torch.optim.Optimizer:
+    def optimizer_of(self, role: str) -> Optimizer:
         """Return the optimizer whose parameter groups are named after ``role``.
 
         Raises:
@@ -76,17 +77,20 @@ class LightningOptimizers:
         """Run backward with Lightning's hooks."""
         self._strategy.connected_module.manual_backward(loss)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Step an optimizer with Lightning's hooks, without counting an iteration."""
         self._strategy.optimizer_step(optimizer, lambda: None)
 
 
-def check_schedules(configs: Sequence[LRSchedulerConfig]) -> None:
-    """Refuse schedules that step by a metric, since an iteration's metrics exist only after it.
+def prepare_optimizers(optimizers: Sequence[Optimizer], configs: Sequence[LRSchedulerConfig]) -> None:
+    """Record the settings that optimizers are given, and refuse schedules that step by a metric.
+
+    An iteration's metrics exist only after it.
 
     Raises:
         ConfigError: for such a schedule.
     """
+    record_given(optimizers)
     for config in configs:
         if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
             raise ConfigError(

@@ -44,8 +44,15 @@ def fit(folder: Path, max_steps: int, resume: Path | None) -> list[dict[str, flo
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """Return the contents of ``meta.pt`` without Lightning's version and its counts of loops, tensors as lists."""
+    """Return the contents of ``meta.pt`` without Lightning's version and its counts of loops, tensors as lists.
+
+    Settings that optimizers were given are left out, since early versions did not store them.
+    """
     meta = apply_to_collection(torch.load(folder / "meta.pt", weights_only=True), Tensor, Tensor.tolist)
+    for stored in meta["optimizer_states"]:
+        stored["param_groups"] = [
+            {key: value for key, value in group.items() if key != "given"} for group in stored["param_groups"]
+        ]
     return {name: value for name, value in meta.items() if name not in ("loops", "epoch", "pytorch-lightning_version")}
 
 

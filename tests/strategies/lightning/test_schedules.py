@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.lightning.optimizer_hooks import check_schedules, step_schedules
+from lightning_realloc.strategies.lightning.optimizer_hooks import prepare_optimizers, step_schedules
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -45,10 +45,12 @@ def test_a_schedule_that_waits_for_a_metric_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     plateau = LRSchedulerConfig(ReduceLROnPlateau(optimizer), reduce_on_plateau=True, monitor="val/loss")
     with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric, which is not known inside"):
-        check_schedules([plateau])
+        prepare_optimizers([], [plateau])
     with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric"):
-        check_schedules([LRSchedulerConfig(ReduceLROnPlateau(optimizer))])  # from lr_scheduler=, without an interval
-    check_schedules([LRSchedulerConfig(halving())])
+        prepare_optimizers(
+            [], [LRSchedulerConfig(ReduceLROnPlateau(optimizer))]
+        )  # from lr_scheduler=, without an interval
+    prepare_optimizers([], [LRSchedulerConfig(halving())])
 
 
 class Epochal(SFT):
