@@ -26,17 +26,25 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
 
 log = logging.getLogger(__name__)
 
+_PARTIAL = ".partial"
 _PREVIOUS = ".being-replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of Linux' ``renameat2``: paths are relative to the working directory; swap both entries."""
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 """Error numbers of a disk that is full, read-only or broken, of a quota, and of a limit on the size of files."""
+_CHANGED_BY_OTHERS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
+"""Error numbers of files that come and go while a checkpoint is written."""
 
 
 # ---- names
 def partial_path(folder: Path) -> Path:
     """Return the path at which a checkpoint is written before it moves to ``folder``."""
-    return folder.with_name(folder.name + ".partial")
+    return folder.with_name(folder.name + _PARTIAL)
+
+
+def is_partial(path: Path) -> bool:
+    """Return whether a path is a folder that a save left before it was complete."""
+    return path.suffix == _PARTIAL and path.is_dir() and not is_checkpoint(path)
 
 
 def previous_path(folder: Path) -> Path:
@@ -213,6 +221,8 @@ def _describe_write_error(folder: Path, error: BaseException, needed_bytes: int)
             f"make room there (a quota counts, too), keep fewer with ModelCheckpoint(save_top_k=...), or save to "
             f"another disk"
         )
+    elif known is not None and known.errno in _CHANGED_BY_OTHERS:
+        problem += "; another run seems to write to the same path: give each run a folder of its own"
     return f"{problem}; earlier checkpoints are unchanged"
 
 

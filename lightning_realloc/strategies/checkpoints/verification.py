@@ -23,6 +23,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     name_read_errors,
     read_description,
 )
+from lightning_realloc.strategies.checkpoints.folders import is_partial
 from lightning_realloc.strategies.checkpoints.sharded_state import weight_key
 from lightning_realloc.strategies.checkpoints.sharded_tensors import stored_tensors
 
@@ -38,6 +39,12 @@ def verify_checkpoints(paths: Sequence[Path], write: Callable[[str], object]) ->
     """
     are_intact = True
     for path in [found for given in paths for found in _checkpoints_at(given)]:
+        if is_partial(path):
+            write(
+                f"{path}: not a checkpoint: a save that was killed left it, and the next one to this path removes it\n"
+            )
+            are_intact &= path not in paths
+            continue
         try:
             write(f"{path}: intact, {verify_checkpoint(path)}\n")
         except CheckpointError as error:

@@ -216,3 +216,12 @@ def test_without_a_known_cause_a_disk_with_too_little_room_is_named(tmp_path: Pa
         name_write_errors(tmp_path, needed_bytes=10**18),
     ):
         raise RuntimeError("unexpected pos")
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTEMPTY])
+def test_files_that_vanish_during_a_save_point_to_another_run(number: int, tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match="another run seems to write"),
+        name_write_errors(tmp_path, needed_bytes=0),
+    ):
+        raise OSError(number, os.strerror(number))

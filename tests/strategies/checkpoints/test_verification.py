@@ -81,3 +81,11 @@ def test_a_file_written_by_others_is_not_called_a_checkpoint(
     assert run(["verify", str(file)]) == 2
     line = capsys.readouterr().out
     assert line.startswith(f"{file}: not verified: {file} ") and cause in line
+
+
+def test_what_a_killed_save_left_is_no_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = make_checkpoint(tmp_path / "last.ckpt.partial", "")
+    (left / "realloc.json").unlink()
+    assert run(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{left}: not a checkpoint: a save that was killed left it")
+    assert run(["verify", str(left)]) == 2
