@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct on one, two and four ranks: gradients are those of one rank, greedy tokens `generate`'s.
+"""SmolLM2-135M-Instruct on one, two and four ranks: losses and gradients of one rank, greedy tokens of `generate`.
 
-``make demo-real`` makes the model; then ``pytest -m real tests/examples/test_real_model.py`` takes five minutes.
+``make demo-real`` makes the model; then ``pytest -m real tests/examples/test_real_model.py`` takes seven minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.workload import stable_adam
 from examples.smollm2 import model_folder
-from lightning_realloc import PromptDataModule, SamplingParams
+from lightning_realloc import SFT, PromptDataModule, SamplingParams, SFTDataModule, TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
 from tests.workers import WorkerPool
@@ -23,6 +23,7 @@ from tests.workers import WorkerPool
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is 12 + 7?", "Who wrote Hamlet?")
+ANSWERS = ("Paris.", "Red, green and blue are three colours.", "19", "William Shakespeare wrote it around 1600.")
 LENGTH = 12
 LAYOUTS = {
     "fsdp2": ("fsdp2", "fsdp2"),
@@ -74,6 +75,20 @@ def train(folder: str, generate: str, train: str) -> Outcome:
     )
 
 
+def fine_tune(folder: str, layout: str) -> list[float]:
+    """Return the losses of two steps of SFT in packs of at most 64 tokens."""
+    rows = [
+        {"prompt": [{"role": "user", "content": question}], "completion": [{"role": "assistant", "content": text}]}
+        for question, text in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    module = SFT(folder, optimizer=stable_adam(1e-4), train_options=TrainOptions(micro_batch_tokens=64))
+    record = runs.Record()
+    strategy = ReallocStrategy({"calls": {"actor.train": layout}})
+    trainer = runs.trainer(strategy, runs.world_size(), max_steps=2, max_epochs=-1, callbacks=[record])
+    trainer.fit(module, SFTDataModule(rows, batch_size=len(rows), shuffle=False))
+    return [float(logged["actor/loss"]) for logged in record.logged]
+
+
 def on_ranks(workers: WorkerPool, folder: Path, generate: str, train_layout: str, world_size: int) -> Outcome:
     """Return rank 0's outcome."""
     return workers.run(
@@ -113,6 +128,36 @@ def test_each_layout_learns_as_one_rank(name: str, one_rank: Outcome, workers: W
     generate, train_layout = LAYOUTS[name]
     world_size = 4 if "4" in name or "." in name else 2
     require_equal(on_ranks(workers, model_folder(), generate, train_layout, world_size), one_rank)
+
+
+@pytest.fixture(scope="module")
+def sft_losses(workers: WorkerPool) -> list[float]:
+    """Losses of SFT on one rank, the first as transformers computes it."""
+    (losses,) = workers.run(fine_tune, str(model_folder()), "dp1", world_size=1, init_process_group=False)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
+    total = count = 0
+    for question, text in zip(QUESTIONS, ANSWERS, strict=True):
+        asked: Any = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        answer = [{"role": "assistant", "content": text}]
+        ids = tokenizer.apply_chat_template([*asked, *answer], return_dict=True)["input_ids"]
+        labels = [-100] * len(prompt) + ids[len(prompt) :]
+        with torch.no_grad():
+            output = model(torch.tensor([ids]), labels=torch.tensor([labels]))
+        total, count = total + float(output.loss) * (len(labels) - len(prompt)), count + len(labels) - len(prompt)
+    assert losses[0] == pytest.approx(total / count, abs=1e-5)
+    assert losses[1] < losses[0]
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "dp2", "tp2", "fsdp4", "fsdp2.tp2", "tp4"])
+def test_losses_of_sft_are_those_of_one_rank(layout: str, sft_losses: list[float], workers: WorkerPool) -> None:
+    world_size = 4 if "4" in layout or "." in layout else 2
+    for losses in workers.run(
+        fine_tune, str(model_folder()), layout, world_size=world_size, init_process_group=False, deadline_s=600.0
+    ):
+        assert losses == pytest.approx(sft_losses, abs=1e-5)
 
 
 def test_two_stages_learn_as_one_rank_with_an_untied_head(workers: WorkerPool, tmp_path: Path) -> None:
