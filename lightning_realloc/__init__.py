@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_realloc.moved_modules import install as _keep_old_module_paths
+from lightning_realloc.parent_watch import watch_announced_parent as _watch_announced_parent
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
@@ -181,5 +182,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
+_watch_announced_parent()
 _register_strategies()
 _keep_old_module_paths()

@@ -110,11 +110,6 @@ class PlacedRoles:
             raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
         return self._runner
 
-    @property
-    def is_running(self) -> bool:
-        """Whether calls are running."""
-        return self._runner is not None and self._runner.is_running
-
     def builder(self) -> PoolBuilder:
         """Return the builder for the module that is trained now."""
         strategy = self._strategy

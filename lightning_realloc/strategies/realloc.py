@@ -231,10 +231,6 @@ class ReallocStrategy(DataParallelStrategy):
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided
 
-    def is_running(self) -> bool:
-        """Whether calls are running."""
-        return self._placed.is_running
-
     def set_plan(self, plan: PlanSource) -> None:
         """Run the following iterations under another plan: weights and optimizer state move, training goes on.
 

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.parent_watch import end_with_parent
 from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
 from lightning_realloc.runtime.parallel.mesh import forget_groups
@@ -47,6 +48,7 @@ from lightning_realloc.strategies.lightning.launchers import (
     checked_start_method,
     refuse_in_notebook,
 )
+from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.lightning.trainer_checks import (
     refuse_foreign_callbacks,
@@ -86,7 +88,6 @@ class DataParallelStrategy(ModelParallelStrategy):
         self._start_method = checked_start_method(start_method)
         self._files = FileCheckpoints(self, load_weights_only=load_weights_only)
         self._sync_blocked = False
-        self._is_watched = False
         self.stop = StopRequest()
         """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""
 
@@ -119,7 +120,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         if self.num_processes * self.num_nodes == 1:
             return  # one process works in notebooks without a launcher, and ends without waiting for an observer thread
         if self._start_method == "popen":
-            super()._configure_launcher()
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = FullStateLauncher(self, start_method=self._start_method)
         refuse_in_notebook(self._launcher)
@@ -161,19 +162,14 @@ class DataParallelStrategy(ModelParallelStrategy):
         failures.report_failures(rank=self.global_rank, launcher=self._launcher)
         if self.world_size > 1:
             clear_failure(self.global_rank)
-            if failures.is_started_by_launcher(self.cluster_environment, self.local_rank) and not self._is_watched:
-                self._is_watched = True
-                failures.end_with_parent(self, type(self).is_running)
+            if failures.is_started_by_torchrun():
+                end_with_parent(os.getppid())
         if self.root_device.type == "cpu":
             keep_freed_memory()
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )
         self.connected_module._device_mesh = self._device_mesh
-
-    def is_running(self) -> bool:
-        """Whether calls are under way."""
-        return False
 
     def on_train_start(self) -> None:
         """Begin a new epoch if the run resumes between two. With ``max_steps``, Lightning counts an empty one first."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
@@ -29,8 +26,6 @@ log = logging.getLogger(__name__)
 
 CALLER_ERRORS = (ReallocError, MisconfigurationException)
 """Exceptions for mistakes of the caller, whose message is enough. Any other is a bug and keeps its traceback."""
-PARENT_WATCH_S = 1.0
-"""Seconds between a rank's checks that the process that started it still exists."""
 GRACE_S = 3.0
 """Seconds that started ranks get to print their errors and exit, after the process that started them has failed."""
 
@@ -59,11 +54,15 @@ def dismiss_observer(launcher: object) -> None:
         launcher.procs = ranks
 
 
-def end_started_ranks(launcher: object) -> dict[int, int]:
-    """Kill the ranks that this process started, after `GRACE_S` for them to end by themselves.
+def end_started_ranks(launcher: object, grace_s: float | None = None) -> dict[int, int]:
+    """Kill the ranks that this process started, after ``grace_s`` for them to end by themselves.
 
     Called by a process that is about to end. Otherwise those ranks would wait in a collective and fail with a broken
     connection, whose traceback hides the cause.
+
+    Args:
+        launcher: Launcher that started them; any but the one of scripts is ignored.
+        grace_s: Seconds they get; None means `GRACE_S`, infinity to wait until all have ended.
 
     Returns:
         Exit codes of the ranks that failed by themselves, by their offset from this rank.
@@ -72,7 +71,7 @@ def end_started_ranks(launcher: object) -> dict[int, int]:
         return {}
     dismiss_observer(launcher)
     ranks, launcher.procs = launcher.procs, []
-    give_up_at = time.monotonic() + GRACE_S
+    give_up_at = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
     for process in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(0.0, give_up_at - time.monotonic()))
@@ -93,52 +92,32 @@ def ending_started_ranks(launcher: object) -> Iterator[None]:
         raise
 
 
-def is_started_by_launcher(environment: ClusterEnvironment, local_rank: int) -> bool:
-    """Return whether this process must not outlive its parent: torchrun, or a rank with Lightning's launcher."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return True
-    is_started = isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
-    return is_started and local_rank > 0
+def is_started_by_torchrun() -> bool:
+    """Return whether the parent process is an agent of torchrun, which ends after the ranks that it started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def end_with_parent(strategy: object, is_running: Callable[[Any], bool]) -> None:
-    """Start a thread that ends this process if the parent process dies while calls are running.
-
-    A parent that is killed, for example for lack of memory, reports nothing. A rank that waits to receive from any
-    sender does not notice the lost connection, and would wait forever.
+def report_failed_ranks(rank: int, failed: Mapping[int, int]) -> None:
+    """Print one line for each failed rank.
 
     Args:
-        strategy: The running strategy, held by a weak reference; the thread ends once it is gone.
-        is_running: Function that returns whether the strategy's calls are running, so that the parent cannot have
-            ended normally.
+        rank: Rank of this process, which started the others.
+        failed: Exit codes, or negative numbers of signals, by the offset from this rank.
     """
-    thread = threading.Thread(
-        target=_watch_parent, args=(weakref.ref(strategy), is_running), name="parent of this rank", daemon=True
-    )
-    thread.start()
-
-
-def _watch_parent(strategy: weakref.ref[Any], is_running: Callable[[Any], bool]) -> None:
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(PARENT_WATCH_S)
-        if strategy() is None:
-            return
-    while (watched := strategy()) is not None:
-        if is_running(watched):
-            _write_stderr(
-                f"error: process {parent}, which started this rank, ended during a call; it was killed or called "
-                f"os._exit: see its log, and the system's log for an out-of-memory kill\n"
-            )
-            os._exit(1)
-        del watched
-        time.sleep(PARENT_WATCH_S)
+    for number, code in failed.items():
+        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+        how = f"was ended by {name}" if code < 0 else f"ended with exit code {code}; see its error above"
+        _write_stderr(f"rank {rank + number} {how}\n")
 
 
 def report_failures(*, rank: int, launcher: object) -> None:
-    """Install an exception hook that ends this process as described in the module's docstring."""
+    """Install an exception hook that ends this process as described in the module's docstring.
+
+    A later Trainer has no launcher; its hook ends the ranks that the launcher of an earlier one started.
+    """
     previous = sys.excepthook
     if isinstance(previous, _ExceptionHook):
+        launcher = launcher or previous.launcher
         previous = previous.previous
     sys.excepthook = _ExceptionHook(previous, rank, launcher)
 
@@ -149,14 +128,13 @@ class _ExceptionHook:
     def __init__(self, previous: Callable[..., Any], rank: int, launcher: object) -> None:
         self.previous = previous
         self._rank = rank
-        self._launcher = launcher
+        self.launcher = launcher
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        failed = end_started_ranks(self._launcher)
+        failed = end_started_ranks(self.launcher)
         if not isinstance(error, CALLER_ERRORS):
             self.previous(kind, error, trace)
-            for number, code in failed.items():  # this rank's error may be only a broken connection
-                _write_stderr(f"rank {self._rank + number} ended with exit code {code}; see its error above\n")
+            report_failed_ranks(self._rank, failed)  # this rank's error may be only a broken connection
             return
         log.debug("the error that ends this run was raised here", exc_info=(kind, error, trace))
         if self._rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +32,16 @@ class Overflow(Callback):
         """Record the time, and fail."""
         self.note.write_text(str(time.time()))
         raise ArithmeticError("overflow")
+
+
+class Late(Callback):
+    """Makes rank 1 fail once training is over."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Fail after the other rank may have ended."""
+        if trainer.global_rank == 1:
+            time.sleep(1.0)
+            raise ArithmeticError("overflow")
 
 
 def leave(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
@@ -62,6 +73,7 @@ class Leave:
 def main(mode: str, note: Path) -> None:
     """Fit on two devices: ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1.
 
+    ``late`` fails on rank 1 after training, and ``orphan`` kills rank 0 before rank 1 joins the process group.
     ``killed`` ends rank 0, which started rank 1, without any output. ``left`` calls ``sys.exit(0)`` on rank 1, and
     ``paused`` waits in an iteration.
     """
@@ -71,8 +83,12 @@ def main(mode: str, note: Path) -> None:
     if mode == "killed":
         runs.trainer("realloc", 2).fit(runs.grpo(reward=leave), Batches(1))
         return
+    if mode == "orphan" and os.environ.get("LOCAL_RANK") == "1":
+        note.write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
     options = runs.options(num_minibatches=9 if mode == "alike" else 1)
-    trainer = runs.trainer("realloc", 2, callbacks=[Overflow(note)] if mode == "alone" else [])
+    callbacks: dict[str, list[Callback]] = {"alone": [Overflow(note)], "late": [Late()]}
+    trainer = runs.trainer("realloc", 2, callbacks=callbacks.get(mode, []))
     trainer.fit(runs.sft(train_options=options), Batches(1, responses=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -258,10 +259,23 @@ def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Pat
     (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
     assert killed.code == 9
     give_up_at, printed = time.monotonic() + PROMPT_S, ""
-    while "which started this rank, ended during a call" not in printed and time.monotonic() < give_up_at:
+    while "which started this rank, ended without it" not in printed and time.monotonic() < give_up_at:
         time.sleep(0.1)
         printed = (tmp_path / "0.log").read_text()
-    assert "which started this rank, ended during a call; it was killed" in printed
+    assert "which started this rank, ended without it" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_rank_outlives_the_launching_rank_which_reports_failures_after_training(tmp_path: Path) -> None:
+    late, orphan = run_side_by_side(tmp_path, (SCRIPT, "late", "-"), (SCRIPT, "orphan", str(tmp_path / "note")))
+    assert late.code == 1
+    assert late.output.index("[rank1]: ArithmeticError: overflow") < late.output.index(
+        "rank 1 ended with exit code 1; see its error above"
+    )
+    assert orphan.code == -signal.SIGKILL
+    waiting = int((tmp_path / "note").read_text())
+    assert wait_until(lambda: not is_alive(waiting), PROMPT_S), (tmp_path / "1.log").read_text()[-3000:]
 
 
 def test_error_messages_are_printed_on_one_line() -> None:

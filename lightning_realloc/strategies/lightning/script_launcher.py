@@ -1,0 +1,66 @@
+"""Start the script once per device, and exit only after those processes: with an error if one of them failed."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_realloc.parent_watch import children_watch_this_process
+from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failed_ranks
+from lightning_realloc.strategies.lightning.launchers import STUCK_S
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of scripts, whose process ends after the ranks that it started.
+
+    Lightning's own process ends without waiting. A rank that fails later leaves no trace in the exit code.
+    """
+
+    _patience_s = STUCK_S
+    """Seconds that the started ranks may outlive this process's script."""
+    _is_success = False
+    """Whether this process exits with 0, as far as its own run is concerned."""
+
+    def launch(
+        self, function: Callable[..., Any], *args: object, trainer: Trainer | None = None, **kwargs: object
+    ) -> Any:
+        """Start the processes unless they exist, and call the function here, too."""
+        self._patience_s, self._is_success = STUCK_S, False
+        try:
+            result = super().launch(function, *args, trainer=trainer, **kwargs)
+        except SIGTERMException:  # all ranks have agreed on it, and end alike
+            self._patience_s = math.inf
+            raise
+        except SystemExit as error:
+            self._is_success = not error.code
+            raise
+        self._patience_s, self._is_success = math.inf, True
+        return result
+
+    def _call_children_scripts(self) -> None:
+        atexit.register(self._end_last)
+        with children_watch_this_process():
+            super()._call_children_scripts()
+
+    def _end_last(self) -> None:
+        """Wait for the started ranks, and exit with the code of a failed one if this process would exit with 0."""
+        rank = self.cluster_environment.global_rank()
+        try:
+            failed = end_started_ranks(self, self._patience_s)
+        except KeyboardInterrupt:  # during the wait; the parent's end ends them, too
+            return
+        if failed and self._is_success:
+            report_failed_ranks(rank, failed)
+            logging.shutdown()
+            sys.stdout.flush()
+            code = next(iter(failed.values()))
+            os._exit(code if code > 0 else 128 - code)  # Python offers no other way to set the exit code here
