@@ -12,7 +12,7 @@ import signal
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -381,7 +381,9 @@ def _end_process_group() -> None:
     A gloo thread may hold the last reference to a tensor. If it released that during interpreter shutdown, it could no
     longer acquire the GIL and would abort the process.
     """
-    if dist.is_initialized():
+    with suppress(KeyboardInterrupt):  # another Ctrl-C need not wait for this
+        if not dist.is_initialized():
+            return
         dist.destroy_process_group()
         gc.collect()  # a group's threads end with its last reference, and models have reference cycles
 

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Process, parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, cast, get_args
 
@@ -22,7 +23,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightning_realloc.errors import ConfigError, RankLost
-from lightning_realloc.strategies.lightning.signals import INTERRUPT_EXIT_CODE, SIGTERM_EXIT_CODE, signals_forwarded
+from lightning_realloc.parent_watch import end_with_parent
+from lightning_realloc.strategies.lightning.failures import report_failures
+from lightning_realloc.strategies.lightning.signals import (
+    INTERRUPT_EXIT_CODE,
+    STOP_SIGNALS,
+    forward_no_signals,
+    signals_forwarded,
+)
 
 STUCK_S = 10.0
 """Seconds that other processes have to end after one has failed, for example to write their flight records."""
@@ -44,16 +52,19 @@ class FullStateLauncher(_MultiProcessingLauncher):
     rebuild a DTensor. This one sends full tensors, which all ranks gather.
     """
 
+    _early_signal: int | None = None
+
     def launch(
         self, function: Callable[..., Any], *args: object, trainer: Trainer | None = None, **kwargs: object
     ) -> Any:
-        """Start the processes and wait for them. Forward SIGTERM and Ctrl-C to them; they decide when to end.
+        """Start the processes and wait for them. Forward signals to them; they decide when to end.
 
         Raises:
             SIGTERMException: if the processes ended because of a signal, with their exit code.
             RankLost: if another signal ended one of them.
         """
         _leave_process_group()
+        self.procs, self._early_signal = [], None
         with signals_forwarded(self), _stuck_processes_killed(self):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -64,14 +75,36 @@ class FullStateLauncher(_MultiProcessingLauncher):
                 if stopped_with is not None:
                     raise SIGTERMException(stopped_with) from None
                 if isinstance(error, ProcessExitedException) and error.signal_name is not None:
+                    report_failures(rank=0, launcher=None)
                     raise RankLost(
                         f"rank {error.error_index} was ended by {error.signal_name}; SIGKILL mostly means that the "
                         f"host ran out of memory, see the system's log"
-                    ) from error
+                    ) from None
                 raise
+
+    @property
+    def procs(self) -> list[Process]:
+        """The started processes; empty until all have been started, which takes seconds for large objects."""
+        return self._started
+
+    @procs.setter
+    def procs(self, processes: list[Process]) -> None:
+        self._started = processes
+        if processes and self._early_signal is not None:
+            super().kill(self._early_signal)
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the processes, or keep it until they have been started."""
+        if not self._started:
+            self._early_signal = signum
+        super().kill(signum)
 
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         """Run in a started process. After an error, do there what Lightning does only in the main process."""
+        forward_no_signals()
+        parent = parent_process()
+        assert parent is not None and parent.pid is not None, "this process was started by another one"
+        end_with_parent(parent.pid)
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:
@@ -146,8 +179,8 @@ def _has_failed(process: BaseProcess) -> bool:
 def _exit_code_of_stop(error: ProcessException) -> int | None:
     """Return the exit code of a process that ended because of a signal to end the run; None after another error."""
     code = error.exit_code if isinstance(error, ProcessExitedException) else 1
-    if code == -signal.SIGTERM:  # the signal came before or after the run
-        return SIGTERM_EXIT_CODE
+    if -code in STOP_SIGNALS:  # the signal came before or after the run
+        return 128 - code
     return code if code > 128 else None
 
 

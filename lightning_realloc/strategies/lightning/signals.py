@@ -32,6 +32,8 @@ INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
 """Exit code of a process that ended because of Ctrl-C."""
 SAME_INTERRUPT_S = 1.0
 """Seconds within which a second SIGINT is the same Ctrl-C: a rank may get it from the terminal and from a launcher."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a run."""
 _METRIC = "stop_requested"
 
 
@@ -82,7 +84,9 @@ class StopRequest:
 
         The first one ends the run after this iteration, the second one at once.
         """
-        if current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if current_thread() is not main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._interrupt_handler(trainer))
 
     def _interrupt_handler(self, trainer: Trainer) -> Callable[[int, FrameType | None], None]:
@@ -164,19 +168,34 @@ class StopRequest:
                 signal.raise_signal(signal.SIGTERM)
 
 
+class _Forwarding:
+    """Handler that forwards a signal to the processes that a launcher started."""
+
+    def __init__(self, launcher: _MultiProcessingLauncher, signum: int) -> None:
+        self.previous = signal.getsignal(signum)
+        self._launcher = launcher
+
+    def __call__(self, signum: int, _: FrameType | None) -> None:
+        self._launcher.kill(signal.Signals(signum))
+
+
 @contextmanager
 def signals_forwarded(launcher: _MultiProcessingLauncher) -> Iterator[None]:
-    """Forward SIGTERM and SIGINT to the processes that a launcher started, and keep waiting for them."""
+    """Forward signals that end the run to the processes that a launcher started, and keep waiting for them."""
     if current_thread() is not main_thread():
         yield
         return
-
-    def forward(signum: int, _: object) -> None:
-        launcher.kill(signal.Signals(signum))
-
-    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGTERM, signal.SIGINT)}
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, _Forwarding(launcher, signum))
     try:
         yield
     finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        forward_no_signals()
+
+
+def forward_no_signals() -> None:
+    """Restore the handlers from before `signals_forwarded`, which a forked process inherits."""
+    for signum in STOP_SIGNALS:
+        handler = signal.getsignal(signum)
+        if isinstance(handler, _Forwarding):
+            signal.signal(signum, handler.previous)

@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from lightning_realloc.errors import ConfigError, RankLost, ReallocError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning import launchers
+from lightning_realloc.strategies.lightning.data_parallel import _end_process_group
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -126,6 +127,7 @@ def test_the_error_in_a_notebook_names_the_strategy_that_works_there(monkeypatch
     [
         (ProcessExitedException("", 0, 1, exit_code=143), SIGTERMException, []),
         (ProcessExitedException("", 0, 1, exit_code=-signal.SIGTERM), SIGTERMException, []),  # before the handlers
+        (ProcessExitedException("", 0, 1, exit_code=-signal.SIGINT, signal_name="SIGINT"), SIGTERMException, []),
         (ProcessExitedException("", 0, 1, exit_code=-9, signal_name="SIGKILL"), RankLost, [Callback]),
         (ProcessExitedException("", 0, 1, exit_code=1), ProcessExitedException, [Callback]),
         (ProcessRaisedException("", 0, 1), ProcessRaisedException, [Callback]),
@@ -138,13 +140,16 @@ def test_the_process_that_waits_for_ranks_saves_no_checkpoint_after_their_error(
         raise error
 
     monkeypatch.setattr(_MultiProcessingLauncher, "launch", fail)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     trainer = runs.trainer(
         "realloc_spawn", 2, callbacks=[Callback(), OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True
     )
     with pytest.raises(expected) as caught:
         trainer.fit(runs.sft(), Batches(2))
     if isinstance(caught.value, SIGTERMException):
-        assert caught.value.code == SIGTERM_EXIT_CODE
+        assert caught.value.code == (130 if getattr(error, "signal_name", None) == "SIGINT" else SIGTERM_EXIT_CODE)
+    if expected is RankLost:
+        assert caught.value.__suppress_context__ and sys.excepthook is not sys.__excepthook__  # a short message, last
     assert [type(each) for each in trainer.callbacks if type(each) in (Callback, OnExceptionCheckpoint)] == kept
 
 
@@ -160,6 +165,25 @@ def test_processes_that_outlive_a_failed_one_are_killed(monkeypatch: pytest.Monk
         for process in launcher.procs:
             process.join(30.0)
     assert [process.exitcode for process in launcher.procs] == [-signal.SIGKILL, 1]
+
+
+def test_a_signal_before_all_processes_exist_is_kept_for_them() -> None:
+    launcher = runs.trainer("realloc_spawn", 2).strategy.launcher
+    assert isinstance(launcher, launchers.FullStateLauncher)
+    launcher.kill(signal.SIGTERM)
+    process = get_context("spawn").Process(target=time.sleep, args=(60.0,))
+    process.start()
+    launcher.procs = [process]
+    process.join(30.0)
+    assert process.exitcode == -signal.SIGTERM
+
+
+def test_ctrl_c_while_a_process_ends_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.distributed.is_initialized", interrupted)
+    _end_process_group()
 
 
 def test_a_run_that_fails_before_its_models_are_set_up_raises_its_own_error(

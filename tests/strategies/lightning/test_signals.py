@@ -18,7 +18,13 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE, StopRequest
+from lightning_realloc.strategies.lightning.signals import (
+    SIGTERM_EXIT_CODE,
+    STOP_SIGNALS,
+    StopRequest,
+    forward_no_signals,
+    signals_forwarded,
+)
 from tests.strategies import runs
 from tests.strategies.lightning.test_failures import wait_until
 from tests.strategies.lightning.test_launchers import end, shell_environment
@@ -84,10 +90,11 @@ def fit_until_stopped(
         check_val_every_n_epoch=2,
         enable_checkpointing=True,
     )
-    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    signals = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.getsignal(each) for each in signals]
     with pytest.raises(SIGTERMException) as stopped:
         trainer.fit(make(), data(), data() if hook == "on_validation_batch_start" else None)
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert [signal.getsignal(each) for each in signals] == handlers
     return Stopped(trainer.global_step, stopped.value.code, Path(folder, "on_exception.ckpt").exists())
 
 
@@ -122,15 +129,16 @@ def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("case", ["iterations", "plain"])
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130)])
 def test_ctrl_c_ends_all_ranks_after_the_same_step_with_a_checkpoint(
-    workers: WorkerPool, tmp_path: Path, case: str
+    workers: WorkerPool, tmp_path: Path, case: str, signum: int, exit_code: int
 ) -> None:
     first, second = workers.run(
-        fit_until_stopped, case, (1,), str(tmp_path), "on_train_batch_end", signal.SIGINT, world_size=2,
+        fit_until_stopped, case, (1,), str(tmp_path), "on_train_batch_end", signum, world_size=2,
         init_process_group=False,
     )  # fmt: skip
     assert first == second
-    assert (first.exit_code, first.has_checkpoint) == (130, True)
+    assert (first.exit_code, first.has_checkpoint) == (exit_code, True)
     assert SIGNALLED_AFTER <= first.step <= SIGNALLED_AFTER + 2
 
 
@@ -228,6 +236,16 @@ def test_a_signal_after_the_last_iteration_ends_the_process_after_the_fit(
     assert sent == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_forked_rank_gets_the_handlers_from_before_the_forwarding() -> None:
+    mine = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    launcher = runs.trainer("realloc_fork", 2).strategy.launcher
+    with signals_forwarded(launcher):  # type: ignore[arg-type]
+        assert not any(signal.getsignal(signum) in mine for signum in STOP_SIGNALS)
+        forward_no_signals()  # as a forked process does
+        assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == mine
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == mine
+
+
 def test_the_stop_request_is_removed_from_metrics() -> None:
     stop = StopRequest()
     assert stop.as_metrics() == {}
@@ -270,6 +288,24 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path
     assert codes == dict.fromkeys(COMMANDS, SIGTERM_EXIT_CODE), logs
     for name, folder in folders.items():
         assert (folder / "on_exception.ckpt").is_dir(), logs[name]
+
+
+@pytest.mark.slow
+def test_sigterm_before_the_first_iteration_ends_forked_ranks_at_once(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as output:
+        caller = subprocess.Popen(
+            [sys.executable, SCRIPT, "realloc_fork", str(tmp_path), "early"], cwd=tmp_path, env=shell_environment(),
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        set_up = [tmp_path / f"set up {rank}" for rank in range(2)]
+        assert wait_until(lambda: all(file.exists() for file in set_up), 120.0), (tmp_path / "log").read_text()
+        caller.terminate()
+        assert caller.wait(timeout=DEADLINE_S) == SIGTERM_EXIT_CODE
+        assert wait_until(lambda: not _is_group_alive(caller.pid), DEADLINE_S)
+    finally:
+        end(caller)
+    assert not (tmp_path / "under way").exists()
 
 
 def _is_group_alive(group: int) -> bool:
