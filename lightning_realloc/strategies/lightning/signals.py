@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
@@ -32,8 +34,8 @@ INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
 """Exit code of a process that ended because of Ctrl-C."""
 SAME_INTERRUPT_S = 1.0
 """Seconds within which a second SIGINT is the same Ctrl-C: a rank may get it from the terminal and from a launcher."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that end a run."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+"""Signals that end a run; Windows has no SIGUSR1."""
 _METRIC = "stop_requested"
 
 
@@ -80,14 +82,18 @@ class StopRequest:
         epoch_loop._broadcast_sigterm_tensor = lambda: self.agree_before_batch(trainer)
 
     def handle_interrupts(self, trainer: Trainer) -> None:
-        """Handle Ctrl-C from now on until the run ends, unless the user has a handler for it.
+        """Handle Ctrl-C and SIGUSR1 from now on until the run ends, unless the user has a handler for them.
 
-        The first one ends the run after this iteration, the second one at once.
+        The first Ctrl-C ends the run after this iteration, the second one at once. SIGUSR1 ends the run like SIGTERM;
+        by default it would kill the process.
         """
         if current_thread() is not main_thread():
             return
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._interrupt_handler(trainer))
+        if hasattr(signal, "SIGUSR1") and not has_handler(signal.SIGUSR1):
+            notify: Any = trainer._signal_connector._sigterm_notifier_fn
+            signal.signal(signal.SIGUSR1, notify)
 
     def _interrupt_handler(self, trainer: Trainer) -> Callable[[int, FrameType | None], None]:
         first_at: list[float] = []
@@ -168,6 +174,15 @@ class StopRequest:
                 signal.raise_signal(signal.SIGTERM)
 
 
+def has_handler(signum: int) -> bool:
+    """Return whether a signal has a handler. On Linux, count those that C code installed, such as ``faulthandler``."""
+    if signal.getsignal(signum) is not signal.SIG_DFL:
+        return True
+    status = Path("/proc/self/status")
+    caught = re.search(r"^SigCgt:\s*(\w+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
+
+
 class _Forwarding:
     """Handler that forwards a signal to the processes that a launcher started."""
 
@@ -186,7 +201,8 @@ def signals_forwarded(launcher: _MultiProcessingLauncher) -> Iterator[None]:
         yield
         return
     for signum in STOP_SIGNALS:
-        signal.signal(signum, _Forwarding(launcher, signum))
+        if signum in (signal.SIGTERM, signal.SIGINT) or not has_handler(signum):
+            signal.signal(signum, _Forwarding(launcher, signum))
     try:
         yield
     finally:

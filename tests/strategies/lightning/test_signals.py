@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from lightning_realloc.strategies.lightning.signals import (
     STOP_SIGNALS,
     StopRequest,
     forward_no_signals,
+    has_handler,
     signals_forwarded,
 )
 from tests.strategies import runs
@@ -90,7 +92,7 @@ def fit_until_stopped(
         check_val_every_n_epoch=2,
         enable_checkpointing=True,
     )
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     handlers = [signal.getsignal(each) for each in signals]
     with pytest.raises(SIGTERMException) as stopped:
         trainer.fit(make(), data(), data() if hook == "on_validation_batch_start" else None)
@@ -129,8 +131,8 @@ def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("case", ["iterations", "plain"])
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130)])
-def test_ctrl_c_ends_all_ranks_after_the_same_step_with_a_checkpoint(
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_ctrl_c_and_sigusr1_end_all_ranks_after_the_same_step_with_a_checkpoint(
     workers: WorkerPool, tmp_path: Path, case: str, signum: int, exit_code: int
 ) -> None:
     first, second = workers.run(
@@ -244,6 +246,23 @@ def test_a_forked_rank_gets_the_handlers_from_before_the_forwarding() -> None:
         forward_no_signals()  # as a forked process does
         assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == mine
     assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == mine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sigusr1_still_prints_stacks_if_faulthandler_is_registered_for_it(tmp_path: Path) -> None:
+    assert not has_handler(signal.SIGUSR1)
+    trainer, stop = runs.trainer("realloc_fork", 2), StopRequest()
+    with (tmp_path / "stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        try:
+            assert has_handler(signal.SIGUSR1)
+            stop.handle_signals(trainer)
+            with signals_forwarded(trainer.strategy.launcher):  # type: ignore[arg-type]
+                stop.handle_interrupts(trainer)
+                signal.raise_signal(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert stop.requested == 0 and "most recent call first" in (tmp_path / "stacks").read_text()
 
 
 def test_the_stop_request_is_removed_from_metrics() -> None:
