@@ -1,7 +1,8 @@
 """End a failed run of several processes with one clear message, and leave no process behind.
 
 Mistakes of the caller are mostly found by all ranks alike. Rank 0 prints such an error last, with the caller's frames
-only; other ranks print one line each. Any other exception keeps its traceback on every rank.
+only; other ranks print one line each. A rank that only lost the connection to a failed one prints one line, too. Any
+other exception keeps its traceback on every rank.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_realloc.errors import ReallocError
+from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +135,8 @@ class _ExceptionHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed = end_started_ranks(self.launcher)
         if not isinstance(error, CALLER_ERRORS):
-            self.previous(kind, error, trace)
-            report_failed_ranks(self._rank, failed)  # this rank's error may be only a broken connection
+            self._report(kind, error, trace)
+            report_failed_ranks(self._rank, failed)
             return
         log.debug("the error that ends this run was raised here", exc_info=(kind, error, trace))
         if self._rank:
@@ -143,6 +145,15 @@ class _ExceptionHook:
         error.__cause__, error.__suppress_context__ = None, True
         outer = _caller_frames(trace)
         self.previous(kind, error.with_traceback(outer), outer)
+
+    def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the traceback, or the causes alone if this rank only lost the connection to ranks that failed first."""
+        causes = getattr(error, "__notes__", [])
+        if not causes or not is_broken_connection(error):
+            self.previous(kind, error, trace)
+            return
+        log.debug("this rank lost the connection here", exc_info=(kind, error, trace))
+        _write_stderr(f"error on rank {self._rank}: {' '.join('; '.join(causes).split())}\n")
 
 
 def _write_stderr(line: str) -> None:

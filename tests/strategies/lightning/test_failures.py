@@ -92,6 +92,26 @@ def test_unexpected_errors_keep_their_traceback_on_every_rank(capsys: pytest.Cap
         )
 
 
+@pytest.mark.usefixtures("previous_hook")
+@pytest.mark.parametrize(
+    ("cause", "is_short"), [("rank 1 failed first, with ValueError: no such file", True), (None, False)]
+)
+def test_a_rank_that_lost_a_connection_prints_the_cause_alone(
+    capsys: pytest.CaptureFixture[str], cause: str | None, is_short: bool
+) -> None:
+    def lose() -> None:
+        error = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9617.")
+        if cause is not None:
+            error.add_note(cause)
+        raise error
+
+    report_failures(rank=0, launcher=None)
+    sys.excepthook(*raised(lose))
+    printed = capsys.readouterr().err
+    assert (printed == f"error on rank 0: {cause}\n") == is_short
+    assert ("Traceback" in printed) != is_short
+
+
 def launcher_of(*codes: str) -> _SubprocessScriptLauncher:
     """Return a launcher that has started one process for each piece of Python code."""
     launcher = _SubprocessScriptLauncher(LightningEnvironment(), len(codes) + 1, 1)
