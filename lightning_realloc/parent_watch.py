@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 PARENT_WATCH_S = 1.0
 """Seconds between a rank's checks that the process that started it still exists."""
@@ -28,7 +28,7 @@ def children_watch_this_process() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[_VARIABLE]
+        os.environ.pop(_VARIABLE, None)
 
 
 def watch_announced_parent() -> None:
@@ -63,9 +63,8 @@ def _watch(parent: int) -> None:
 
 def _exists(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        with suppress(PermissionError):
+            os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True
