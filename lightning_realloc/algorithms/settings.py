@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
@@ -37,20 +38,20 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def check_not_negative(**settings: float) -> None:
-    """Raise ConfigError for the first setting that is negative or NaN."""
+    """Raise ConfigError for the first setting that is negative or no number."""
     for name, value in settings.items():
         _check_number(name, value)
-        if not value >= 0:  # NaN too
+        if value < 0:
             raise ConfigError(f"{name}={value} may not be negative; 0 switches it off")
 
 
 def check_positive(**settings: float | None) -> None:
-    """Raise ConfigError for the first setting that is zero, negative or NaN; None is allowed."""
+    """Raise ConfigError for the first setting that is zero, negative or no number; None is allowed."""
     for name, value in settings.items():
         if value is None:
             continue
         _check_number(name, value)
-        if not value > 0:  # NaN too
+        if value <= 0:
             raise ConfigError(f"{name}={value} must be positive; None leaves it out")
 
 
@@ -69,9 +70,12 @@ def check_positive_numbers(name: str, values: object, *, example: Sequence[float
         raise ConfigError(f"{name}={values!r} must be {len(example)} positive numbers, as in {example}")
 
 
-def _check_number(name: str, value: object) -> None:
+def _check_number(name: str, value: Any) -> None:
+    """Raise ConfigError unless the value is a number, which NaN is not."""
     if not is_of_kind(value, Real):
         raise _wrong_type(name, value, Real)
+    if math.isnan(value):
+        raise ConfigError(f"{name}=nan is not a number; look at where the value is computed")
 
 
 def check_type(kind: type, **settings: object) -> None:

@@ -322,7 +322,7 @@ def test_invalid_settings_are_refused() -> None:
         ),
         ({"reward_tokenizer": "retokenize"}, "reward_tokenizer='retokenize' is for a reward model; reward="),
         ({"clip_low": -0.1}, "clip_low=-0.1 may not be negative"),
-        ({"entropy_coef": float("nan")}, "entropy_coef=nan may not be negative"),
+        ({"entropy_coef": float("nan")}, "entropy_coef=nan is not a number"),
         ({"critic_warmup": -1}, "critic_warmup=-1 may not be negative"),
         ({"value_clip": 0.0}, "value_clip=0.0 must be positive; None leaves it out"),
         ({"kl_target": -1.0}, "kl_target=-1.0 must be positive"),

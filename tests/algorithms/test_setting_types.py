@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def test_numbers_and_switches_of_a_wrong_type_are_refused_by_name(algorithm: typ
     [
         ({"learning_rate": "1e-3"}, "learning_rate='1e-3' is a str; write a number without quotes.* 1.0e-3, not 1e-3"),
         ({"learning_rate": "high"}, "learning_rate='high' is a str; write a number$"),
+        ({"learning_rate": math.nan}, "learning_rate=nan is not a number"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 may not be negative"),
         ({"seed": 0.5}, "seed=0.5 is a float; write a whole number"),
         ({"peft_config": {"actr": {"peft_type": "LORA"}}}, "peft_config names actr, and the roles are .*; write role"),
@@ -47,6 +49,12 @@ def test_numbers_and_switches_of_a_wrong_type_are_refused_by_name(algorithm: typ
 def test_a_wrong_value_is_refused_with_the_way_out(algorithm: type, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(algorithm, **settings)
+
+
+@pytest.mark.parametrize("name", ["kl_coef", "clip_low", "value_clip", "entropy_coef", "missing_eos_penalty"])
+def test_nan_is_refused_as_no_number(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=nan is not a number"):
+        made(PPO, **{name: math.nan})
 
 
 def test_a_part_of_an_iteration_without_the_actor_is_refused() -> None:
