@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import random
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +69,27 @@ def test_the_first_values_are_never_spikes_and_a_new_level_becomes_usual() -> No
     assert not any(found[WINDOW + WINDOW // 2 + 1 :])
 
 
+@given(st.data(), st.floats(0.0, 1.0), st.integers(1, 2 * WINDOW))
+def test_a_loss_of_rounding_noise_and_small_values_never_alarms(data: st.DataObject, share: float, count: int) -> None:
+    rng = random.Random(data.draw(st.integers(0, 2**31)))
+    detector = SpikeDetector(threshold=8.0)
+    losses = [rng.gauss(0.0, 1e-8 if rng.random() < share else 0.2) for _ in range(count)]
+    assert [detector.add(loss) for loss in losses] == [None] * count
+
+
+def test_gradients_of_the_few_iterations_with_advantages_never_alarm() -> None:
+    detector = SpikeDetector(threshold=8.0)
+    norms = [3.0 + number % 7 * 0.2 if number % 5 == 0 else 0.0 for number in range(200)]  # four of five have none
+    assert not any(detector.add(norm) for norm in norms)
+    assert detector.add(30.0) is not None
+
+
+def test_a_jump_out_of_noise_is_a_spike() -> None:
+    detector = SpikeDetector(threshold=8.0)
+    assert not any(detector.add(1e-4 * (-1) ** number) for number in range(WINDOW))
+    assert detector.add(50.0) == 1.0
+
+
 # ---- the callback
 def test_a_spike_is_warned_of_once_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
@@ -87,6 +110,22 @@ def test_an_alarm_that_fails_raises_with_the_values() -> None:
         fit(MetricAlarm({"actor/kl": 3.0}, action="fail"), Logs("actor/kl", {2: 4.0}))
 
 
+def test_a_metric_that_is_never_logged_is_named_once_with_similar_ones() -> None:
+    alarm = MetricAlarm({"actor/gradnorm": 3.0, "actor/loss": 1e9, "nothing/*": 1.0}, spikes=("actor/los",))
+    with pytest.warns(UserWarning, match="MetricAlarm") as found:
+        fit(alarm, Logs("actor/kl", {}), num_iterations=3)
+    texts = [str(each.message) for each in found if "MetricAlarm" in str(each.message)]
+    assert [text.split("'")[1] for text in texts] == ["actor/gradnorm", "nothing/*", "actor/los"]
+    assert "similar ones are actor/grad_norm" in texts[0]
+    assert "actor/loss" in texts[2]
+
+
+def test_metrics_that_are_logged_and_the_default_patterns_are_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="MetricAlarm")
+        fit(MetricAlarm({"actor/loss": 1e9, "*/grad_norm": 1e9}), Logs("my/ratio", {}), num_iterations=2)
+
+
 def test_values_are_kept_in_checkpoints() -> None:
     alarm, other = MetricAlarm(), MetricAlarm()
     fit(alarm, Logs("actor/kl", {}))
@@ -95,8 +134,20 @@ def test_values_are_kept_in_checkpoints() -> None:
     assert len(alarm.state_dict()["values"]["actor/kl"]) == 15
 
 
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="action='halt' must be one of warn, stop, fail"):
-        MetricAlarm(action="halt")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"limits\['a'\]=nan must be a finite number"):
-        MetricAlarm({"a": math.nan})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"action": "halt"}, "action='halt' must be one of warn, stop, fail"),
+        ({"limits": {"a": math.nan}}, r"limits\['a'\]=nan must be a finite number"),
+        ({"limits": {"a": "x"}}, r"limits\['a'\]='x' must be a finite number"),
+        ({"limits": {"a": None}}, r"limits\['a'\]=None must be a finite number"),
+        ({"limits": 5}, "limits=5 must map metrics to numbers"),
+        ({"spikes": 5}, "spikes=5 must be names of metrics"),
+        ({"spikes": [5]}, r"spikes=\[5\] must be names of metrics"),
+        ({"threshold": "8"}, "threshold='8' must be a finite number"),
+        ({"min_spike": math.nan}, "min_spike=nan must be a finite number"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MetricAlarm(**settings)
