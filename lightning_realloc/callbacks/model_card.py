@@ -13,6 +13,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from lightning_realloc.output_files import write_text
+
 CARD_FILE = "README.md"
 MARK = "<!-- Written by SaveHuggingFace. Without this line it is yours, and is not written again. -->"
 """Line that marks generated cards; a file without it is never overwritten."""
@@ -71,7 +73,7 @@ class ModelCard:
         """Write the card to a folder, unless it holds a card from elsewhere."""
         file = folder / CARD_FILE
         if not file.exists() or MARK in file.read_text(encoding="utf-8"):
-            file.write_text(self.text(), encoding="utf-8")
+            write_text(file, self.text())
 
 
 def make_model_card(trainer: Trainer, module: LightningModule, role: str, *, title: str, is_adapter: bool) -> ModelCard:

@@ -18,6 +18,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.output_files import write_text
 
 OPTIMIZER_SUFFIX = ".optimizer"
 """Suffix of a trained role's name in ``offload``; it stands for the state of the role's optimizer."""
@@ -183,7 +184,7 @@ class ExecutionPlan:
     def save(self, path: str | Path, *, comment: str = "") -> None:
         """Write the YAML file that :meth:`load` reads, with an optional comment in its first line."""
         head = f"# {' '.join(comment.split())}\n" if comment else ""
-        Path(path).write_text(head + yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
+        write_text(path, head + yaml.safe_dump(self.to_mapping(), sort_keys=False))
 
     def call(self, name: str) -> CallPlan:
         """Return one call's plan; PlanError if the plan does not name the call."""

@@ -25,6 +25,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import ParallelDims
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.output_files import write_text
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
@@ -153,7 +154,7 @@ def _needed_bytes(role: RoleMemory, grid: Grid) -> int:
 def _write_cache(path: Path, table: ProfileTable) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(table.to_json())
+        write_text(path, table.to_json())
     except OSError as error:
         logger.warning("the profile could not be cached, and the next run measures again: %s", error)
 

@@ -1,0 +1,79 @@
+"""Check that a folder can be written to, and write files as a whole or not at all. Standard library alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PARTIAL = ".partial"
+"""Folder of files that are being written, and suffix of such a file."""
+
+
+def write_problem(folder: str | Path) -> str | None:
+    """Return why files cannot be written to a folder, with the way out; None if they can.
+
+    A folder that does not exist yet is not made: the nearest folder above it counts. Room on the disk is not checked.
+    """
+    place = Path(folder).absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror} at {place}; give another folder"
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file, so that a full disk or a kill leaves the earlier file or none.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():  # such as /dev/stdout, which a rename would replace
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()  # a link stays a link
+    partial = target.with_name(target.name + _PARTIAL)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def added_files(folder: Path, *, last: Collection[str] = (), replaces: str | None = None) -> Iterator[Path]:
+    """Give an empty folder to write to, whose files move into ``folder`` once all are written.
+
+    If writing fails, ``folder`` stays as it was. The disk must have room for old and new files together.
+
+    Args:
+        folder: Folder to add the files to. Files of the same names are replaced, others stay.
+        replaces: Pattern of earlier files that are removed unless a new one has their name; None removes none.
+        last: Names of files that move after all others: those by which a reader knows that the folder is complete.
+    """
+    is_new = not folder.exists()
+    partial = folder / _PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        new = sorted(partial.iterdir(), key=lambda file: file.name in last)
+        earlier = () if replaces is None else folder.glob(replaces)
+        stale = {file.name for file in earlier} - {file.name for file in new}
+        for file in new:
+            os.replace(file, folder / file.name)
+        for name in stale:
+            (folder / name).unlink()
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # it holds files now
+                folder.rmdir()
