@@ -15,6 +15,7 @@ from lightning_realloc.callbacks.ema import EMA, averaged_weights
 from lightning_realloc.callbacks.model_card import CARD_FILE, make_model_card
 from lightning_realloc.callbacks.phase import realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.output_files import write_problem
 
 _DEFAULT_ROLE = "actor"
 
@@ -43,7 +44,8 @@ class SaveHuggingFace(Callback):
     """Write folders for ``from_pretrained``: ``dirpath`` at the end of training, ``dirpath/step-…`` before.
 
     Args:
-        dirpath: Output folder; every rank takes part, the first one writes. No role may be loaded from it.
+        dirpath: Output folder; every rank takes part, the first one writes. No role may be loaded from it. Before
+            the first step, it must be possible to write there.
         role: Role to write; by default the only trained role, or else the actor.
         every_n_steps: Iterations between writes; None writes at the end only.
         every_n_epochs: Epochs between writes; None writes at the end only.
@@ -110,8 +112,11 @@ class SaveHuggingFace(Callback):
             self._refuse_source(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before the first step that the role and the repository can be written."""
+        """Check before the first step that the role, the folder and the repository can be written."""
         realloc_strategy(trainer).check_huggingface(self._role_of(trainer), dtype=self.dtype)
+        problem = trainer.strategy.broadcast(write_problem(self.dirpath) if trainer.is_global_zero else None)
+        if problem is not None:
+            raise CheckpointError(f"SaveHuggingFace: {problem}")
         if self.hub is not None:
             way_out = "name it 'user/model' and log in with `hf auth login`, or leave push_to_hub out"
             _run_on_rank_zero(trainer, self.hub.make, f"cannot write to {self.hub.name!r} on the hub; {way_out}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.output_files import added_files
 from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_permanently, saved_names
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors
@@ -57,11 +60,28 @@ def write_adapters(
     tensors = {FILE_PREFIX + saved: weights[local].contiguous() for saved, local in names.items()}
     if dtype is not None:
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
-    for file in description.iterdir():
-        if file.is_file() and file.name not in _MODEL_FILES:
-            shutil.copy2(file, folder / file.name)
+    with written_as_a_whole(folder, ADAPTER_CONFIG_FILE) as partial:
+        save_file(tensors, partial / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
+        for file in description.iterdir():
+            if file.is_file() and file.name not in _MODEL_FILES:
+                shutil.copy2(file, partial / file.name)
+
+
+@contextmanager
+def written_as_a_whole(folder: Path, config_file: str, *, replaces: str | None = None) -> Iterator[Path]:
+    """Give a folder for a model's files, which `added_files` moves into ``folder``, its config last.
+
+    Raises:
+        CheckpointError: if the files cannot be written.
+    """
+    try:
+        with added_files(folder, last=(config_file,), replaces=replaces) as partial:
+            yield partial
+    except (OSError, SafetensorError) as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(
+            f"{folder} cannot be written: {cause}; earlier files there are unchanged, make room or give another folder"
+        ) from error
 
 
 def merged_weights(

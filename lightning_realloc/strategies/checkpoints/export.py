@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.output_files import write_problem
 from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
@@ -48,7 +49,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
-            or ``folder`` holds other files.
+            or ``folder`` holds other files or cannot be written.
     """
     checkpoint, folder = Path(checkpoint).expanduser(), Path(folder).expanduser()
     with raise_on_all_ranks(checkpoint):
@@ -72,10 +73,12 @@ def check_output(folder: Path) -> None:
     """Refuse to write into a folder with other files.
 
     Raises:
-        CheckpointError: unless ``folder`` is new, empty or an earlier export.
+        CheckpointError: unless ``folder`` is new, empty or an earlier export, and can be written to.
     """
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
+    if (problem := write_problem(folder)) is not None:
+        raise CheckpointError(problem)
     earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
     if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).is_file() for name in earlier):
         raise CheckpointError(

@@ -30,6 +30,7 @@ from lightning_realloc.strategies.checkpoints.adapter_files import (
     merged_weights,
     read_config,
     write_adapters,
+    written_as_a_whole,
 )
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors
 
@@ -157,7 +158,8 @@ def write_model(
         base: Path or name of the base, used if ``weights`` lack it; None uses the one it was loaded from.
 
     Raises:
-        CheckpointError: if the weights do not fit the config.
+        CheckpointError: if the weights do not fit the config, or the folder cannot be written, which then stays as it
+            was.
     """
     if (description / ADAPTER_CONFIG_FILE).is_file() and not merge:
         write_adapters(model_class, description, weights, folder, dtype=dtype)
@@ -185,11 +187,11 @@ def write_model(
             f"use the version of transformers that they were saved with"
         )
     _separate_shared_memory(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    for file in description.iterdir():
-        if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE, ADAPTER_CONFIG_FILE):
-            shutil.copy2(file, folder / file.name)
+    with written_as_a_whole(folder, CONFIG_FILE, replaces="model*.safetensors*") as partial:
+        model.save_pretrained(partial)
+        for file in description.iterdir():
+            if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE, ADAPTER_CONFIG_FILE):
+                shutil.copy2(file, partial / file.name)
 
 
 def write_running_model(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -124,6 +125,7 @@ def test_models_that_cannot_be_exported_are_refused(workers: WorkerPool, tmp_pat
         ((checkpoint, tmp_path / "new", "critic"), "no weights of 'critic': it has no such role"),
         ((checkpoint, tmp_path / "full", "actor"), "no earlier export that could be overwritten"),
         ((checkpoint, tmp_path / "file", "actor"), "is a file"),
+        ((checkpoint, tmp_path / "file" / "model", "actor"), f"cannot be written: Not a directory at {tmp_path}"),
         ((unusual, tmp_path / "new", "actor"), "Scorer, which is no transformers PreTrainedModel"),
         ((tmp_path / "full", tmp_path / "new", "actor"), "a folder without it"),
     ):
@@ -159,6 +161,48 @@ def test_a_run_writes_models_during_training(workers: WorkerPool, tmp_path: Path
     assert _names(tmp_path / "out" / "half") == ["step-3"]
     halved = _load(tmp_path / "out" / "half" / "step-3")
     assert _equal(halved, {name: weight.bfloat16() for name, weight in exported.items()})
+
+
+def _refused_folder(folder: Path) -> str:
+    callback = SaveHuggingFace(folder)
+    trainer = runs.trainer(ReallocStrategy("static"), 2, max_steps=1, callbacks=[callback])
+    try:
+        trainer.fit(runs.sft(), runs.Batches(1, responses=True))
+    except CheckpointError as error:
+        return f"step {trainer.global_step}: {error}"
+    return "not refused"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(workers: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = workers.run(_refused_folder, tmp_path / "file" / "model", world_size=2, init_process_group=False)
+    place = tmp_path / "file"
+    message = f"{place / 'model'} cannot be written: Not a directory at {place}; give another folder"
+    assert refused == [f"step 0: SaveHuggingFace: {message}"] * 2
+
+
+def _write_on_a_full_disk(folder: Path) -> tuple[str, list[str]]:
+    """Return the error of writing a model after its weights, and the files then left."""
+
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
+    before, shutil.copy2 = shutil.copy2, fail
+    try:
+        runs.trainer(ReallocStrategy("static"), 1, max_steps=1, callbacks=[SaveHuggingFace(folder)]).fit(
+            runs.sft(), runs.Batches(1, responses=True)
+        )
+    except CheckpointError as error:
+        return str(error), sorted(str(path.relative_to(folder.parent)) for path in folder.parent.rglob("*"))
+    finally:
+        shutil.copy2 = before
+    return "", []
+
+
+def test_a_first_export_that_fails_leaves_no_folder(workers: WorkerPool, tmp_path: Path) -> None:
+    ((error, left),) = workers.run(_write_on_a_full_disk, tmp_path / "new", world_size=1, init_process_group=False)
+    assert error.startswith(f"{tmp_path / 'new'} cannot be written: No space left on device; earlier files there are")
+    assert left == []
 
 
 def _names(folder: Path) -> Sequence[str]:
