@@ -47,6 +47,7 @@ from lightning_realloc.commands.checkpoint_commands import (
     verify_parser,
 )
 from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
+from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import describe_full_device, has_bf16
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.data.demonstrations import SFTDataModule
@@ -55,6 +56,7 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.output_files import write_text
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.setting_hints import describe_unknown_settings, hint_for, setting_defaults
@@ -251,6 +253,8 @@ class ReallocCLI(LightningCLI):
             raise ConfigError(f"trainer: {error}") from error
 
     def _run_subcommand(self, subcommand: str) -> None:
+        ckpt_path = self._get(self.config, "ckpt_path")
+        check_outputs(self.trainer, fits=subcommand == "fit", ckpt_path=ckpt_path)
         try:
             super()._run_subcommand(subcommand)
         except _ONE_LINE_ERRORS:
@@ -295,8 +299,13 @@ def _run_short(name: str, arguments: Sequence[str]) -> int:
     except SystemExit as end:  # also after printing
         if end.code:
             raise
-    asked.save_config.parent.mkdir(parents=True, exist_ok=True)
-    asked.save_config.write_text(output.getvalue(), encoding="utf-8")
+    try:
+        asked.save_config.parent.mkdir(parents=True, exist_ok=True)
+        write_text(asked.save_config, output.getvalue())
+    except OSError as error:
+        raise ConfigError(
+            f"--save-config={asked.save_config} cannot be written ({error.strerror}); name another file"
+        ) from None
     sys.stdout.write(f"{asked.save_config} written; lightning-realloc fit --config {asked.save_config} does the same\n")
     return 0
 

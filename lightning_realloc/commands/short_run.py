@@ -229,7 +229,12 @@ def _trainer(flags: argparse.Namespace, precision: str | None) -> dict[str, Any]
         "callbacks": [
             {
                 "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                "init_args": {"dirpath": str(output / "checkpoints"), "every_n_train_steps": every, "save_last": True},
+                "init_args": {
+                    "dirpath": str(output / "checkpoints"),
+                    "every_n_train_steps": every,
+                    "save_last": True,
+                    "enable_version_counter": False,
+                },
             },
             {"class_path": "SaveHuggingFace", "init_args": {"dirpath": str(output / "model")}},
         ],

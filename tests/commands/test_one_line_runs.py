@@ -119,6 +119,34 @@ def test_mistakes_end_with_one_line_and_exit_code_2(workers: WorkerPool, folder:
         assert "Traceback" not in outcome.errors and "usage:" not in outcome.errors
 
 
+def test_outputs_are_checked_before_anything_is_written(workers: WorkerPool, folder: Path) -> None:
+    (folder / "file").touch()
+    last = folder / "used" / "checkpoints" / "last.ckpt"
+    last.mkdir(parents=True)
+    saved = ("--output", "used", "--save-config", "again.yaml")
+    lines = {
+        (*GRPO, "--output", "file"): "error: file cannot be written: Not a directory at ",
+        (*GRPO, "--output", "file/run"): "error: file/run cannot be written: Not a directory at ",
+        (*GRPO, "--save-config", "file/run.yaml"): "error: --save-config=file/run.yaml cannot be written (File exists)",
+        (*GRPO, "--output", "used"): "error: used/checkpoints/last.ckpt belongs to an earlier run, and would be over",
+        (*GRPO, "--output", "used", "--ckpt_path", "model"): "add --ckpt_path used/checkpoints/last.ckpt to continue",
+        (
+            *GRPO,
+            "--output",
+            "used",
+            "--ckpt_path",
+            "used/checkpoints/last.ckpt",
+        ): "last.ckpt cannot be read, it is a folder",
+        (*GRPO, *saved): "",
+        ("fit", "--config", "again.yaml"): "error: used/checkpoints/last.ckpt belongs to an earlier run",
+    }
+    for (line, message), outcome in zip(lines.items(), run_lines(workers, folder, *lines), strict=True):
+        assert outcome.code == (2 if message else 0), (line, outcome)
+        assert message in outcome.errors, (line, outcome.errors)
+        assert not message or outcome.errors.splitlines()[-1].startswith("error: "), outcome.errors
+        assert "Traceback" not in outcome.errors
+
+
 def _full_device(folder: Path) -> str:
     import contextlib
     import io
