@@ -21,7 +21,7 @@ from lightning_realloc.data.chat import is_conversation, partial_answer
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
-from lightning_realloc.rewards.invoke import call_reward, call_reward_async, finite_number, masks_failures
+from lightning_realloc.rewards.invoke import MAX_REWARD, call_reward, call_reward_async, finite_number, masks_failures
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
 from lightning_realloc.rewards.signatures import is_async, required_columns, resolved, unique_names
 from lightning_realloc.rewards.texts import describe_completion
@@ -222,7 +222,7 @@ class RewardFunctions:
 
 
 def refuse_infinite_sums(total: Tensor, missing: Tensor, describe: Callable[[int], str]) -> None:
-    """Raise RewardError for a weighted sum of finite rewards that float32 cannot represent.
+    """Raise RewardError for a weighted sum of rewards above `MAX_REWARD`, whose square is infinite.
 
     Args:
         total: (B,) sums.
@@ -232,11 +232,11 @@ def refuse_infinite_sums(total: Tensor, missing: Tensor, describe: Callable[[int
     Raises:
         RewardError: for the first such sum.
     """
-    bad = ~total.isfinite() & ~missing
+    bad = ~(total.abs() <= MAX_REWARD) & ~missing  # NaN too
     if bool(bad.any()):
         index = int(bad.nonzero()[0])
         raise RewardError(
-            f"a weighted sum of rewards must be at most 3.4e38, in float32; it is {float(total[index])} for "
+            f"a weighted sum of rewards must be at most {MAX_REWARD:g}; it is {float(total[index]):g} for "
             f"{describe(index)}; lower reward_weights or the rewards"
         )
 

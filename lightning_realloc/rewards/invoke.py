@@ -13,8 +13,9 @@ from lightning_realloc.rewards.failure_rule import Failed, Outcome
 from lightning_realloc.rewards.signatures import RewardFunction, accepted
 from lightning_realloc.rewards.texts import describe_batch, describe_completion, shortened
 
-MAX_REWARD = (2.0 - 2.0**-23) * 2.0**127
-"""Largest float32, the type of stored rewards; larger numbers would become infinite."""
+MAX_REWARD = 1e18
+"""Largest accepted reward. The sum of squares of some hundred larger ones would be infinite in float32, and with it the
+standard deviation that divides advantages."""
 
 
 def call_reward(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
@@ -80,14 +81,14 @@ def _outcome(name: str, value: Any, index: int, given: Mapping[str, Any]) -> Out
     number = finite_number(value)
     if number is None:
         raise RewardError(
-            f"reward function {name!r} must return finite numbers (of at most 3.4e38, in float32), or None where it "
+            f"reward function {name!r} must return finite numbers (of at most {MAX_REWARD:g}), or None where it "
             f"does not apply; it returned {shortened(value)} for {describe_completion(index, given)}"
         )
     return number
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a value as a number; None for text and for values that are not finite in float32."""
+    """Return a value as a number; None for text, NaN and values above `MAX_REWARD`."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):  # the last for integers of hundreds of digits
