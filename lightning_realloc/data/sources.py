@@ -47,13 +47,16 @@ class DatasetSource:
         """Return the rows; a stream is not read yet.
 
         Raises:
-            DataError: if the package, the data set or the split is missing.
+            DataError: if the package, the data set or the split is missing, or a row cannot be read.
         """
         datasets = _package("datasets", f"reading {self}")
         try:
             return self._saved(datasets) if is_saved(Path(self.path)) else self._loaded(datasets)
         except DataError:
             raise
+        except datasets.exceptions.DatasetGenerationError as error:  # the cause says which line
+            cause = error.__cause__ or error
+            raise DataError(f"{self} cannot be read: {_first_line(cause)}; correct the data") from cause
         except Exception as error:  # from any package that fetches the data
             raise DataError(
                 f"{self} cannot be loaded: {_first_line(error)}; check its path, name and split. Without a network, "
@@ -120,5 +123,5 @@ def _package(name: str, purpose: str) -> Any:
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -78,6 +78,15 @@ def test_the_error_of_another_format_names_a_source_that_reads_it(tmp_path: Path
     assert [row.values for row in read_rows(DatasetSource(str(path)))] == [{"prompt": "a", "answer": "b"}]
 
 
+def test_a_broken_csv_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer\na,b\nc,d,e\n")
+    with pytest.raises(
+        DataError, match=rf"^{path} \[train\] cannot be read: .*Expected 2 fields in line 3, saw 3; corr"
+    ):
+        read_rows(DatasetSource(str(path)))
+
+
 def test_other_unreadable_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no file at '.*missing.jsonl'"):
         read_rows(tmp_path / "missing.jsonl")
