@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ReallocError
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.checkpoints.checkpoint_files import is_complete
 from lightning_realloc.strategies.pool.memory_check import with_callbacks
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.memory.parts import Workload
@@ -49,6 +50,24 @@ def log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
         rank_zero_info("\n  ".join(_summary_lines(strategy, builder, trainer)))
     except ReallocError as error:  # a model that can be trained, but not be described
         log.debug("no summary of this run: %s", error)
+
+
+def warn_of_earlier_checkpoint(trainer: Trainer) -> None:
+    """Warn if training starts from nothing, though a checkpoint lies where this run writes its own.
+
+    ``ckpt_path="last"`` finds only names of its own: no numbered checkpoint of a run that was killed before its first
+    ``last.ckpt`` was complete.
+    """
+    if not trainer.is_global_zero or trainer.global_step or trainer.ckpt_path is not None:
+        return
+    folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
+    paths = [path for folder in folders if folder for path in Path(folder).glob("*") if is_complete(path)]
+    if paths:
+        newest = max(paths, key=lambda path: path.stat().st_mtime)
+        rank_zero_warn(
+            f"training starts from step 0, although {newest} is a complete checkpoint; to continue from it: "
+            f"trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}"
+        )
 
 
 def _summary_lines(strategy: ReallocStrategy, builder: PoolBuilder, trainer: Trainer) -> Iterator[str]:

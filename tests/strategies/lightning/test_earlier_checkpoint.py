@@ -1,0 +1,36 @@
+"""A run that starts from nothing names a complete checkpoint in the folder that it writes to."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_realloc.strategies import ReallocStrategy
+from tests.strategies import runs
+
+
+def _fit(folder: Path, steps: int, ckpt_path: str | None = None) -> list[str]:
+    """Return the warnings about an earlier checkpoint."""
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, filename="{step}", save_last=True, save_top_k=-1)
+    trainer = runs.trainer(
+        ReallocStrategy("static"), 1, max_steps=steps, callbacks=[checkpoint], enable_checkpointing=True
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(runs.sft(), runs.Batches(3, responses=True), ckpt_path=ckpt_path)
+    return [str(one.message) for one in caught if "training starts from step 0" in str(one.message)]
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", None])
+def test_a_complete_checkpoint_is_named_that_the_run_does_not_continue(tmp_path: Path, ckpt_path: str | None) -> None:
+    assert _fit(tmp_path, 1, "last") == []  # the first start of a job that is repeated
+    assert _fit(tmp_path, 2, "last") == []  # continues
+    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.partial")  # as a kill in its first save leaves it
+    (tmp_path / "last.ckpt.partial" / "realloc.json").unlink()
+    (warning,) = _fit(tmp_path, 3, ckpt_path)
+    newest = tmp_path / "step=2.ckpt"
+    assert warning.startswith(f"training starts from step 0, although {newest} is a complete checkpoint; to continue")
+    assert warning.endswith(f"or --ckpt_path={newest}")
