@@ -254,7 +254,7 @@ class ReallocCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         ckpt_path = self._get(self.config, "ckpt_path")
-        check_outputs(self.trainer, fits=subcommand == "fit", ckpt_path=ckpt_path)
+        check_outputs(self.trainer, subcommand, ckpt_path=ckpt_path)
         try:
             super()._run_subcommand(subcommand)
         except _ONE_LINE_ERRORS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,12 +15,12 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_problem
 
 
-def check_outputs(trainer: Trainer, *, fits: bool, ckpt_path: str | None) -> None:
+def check_outputs(trainer: Trainer, command: str, *, ckpt_path: str | None) -> None:
     """Check the folders of loggers and callbacks on the first rank, which writes to them.
 
     Args:
         trainer: Trainer of the run.
-        fits: Whether the run trains.
+        command: Method of the Trainer that runs. Evaluation writes a log alone, ``predict`` a file as well.
         ckpt_path: Checkpoint that it continues from, ``"last"`` or another word of Lightning; None: from the start.
 
     Raises:
@@ -27,22 +28,27 @@ def check_outputs(trainer: Trainer, *, fits: bool, ckpt_path: str | None) -> Non
     """
     if not trainer.is_global_zero:
         return
-    for folder in _folders(trainer):
+    for folder in _folders(trainer, command):
         if (problem := write_problem(folder)) is not None:
             raise ConfigError(problem)
-    if fits and trainer._checkpoint_connector._hpc_resume_path is None:  # Slurm's requeued jobs continue by themselves
+    if (
+        command == "fit" and trainer._checkpoint_connector._hpc_resume_path is None
+    ):  # Slurm's requeued jobs continue by themselves
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 _refuse_used(callback, ckpt_path)
 
 
-def _folders(trainer: Trainer) -> Iterator[str]:
+def _folders(trainer: Trainer, command: str) -> Iterator[str]:
     """Return the local folders that the run writes to."""
     logs = [logger.save_dir for logger in trainer.loggers]
-    outputs = [getattr(callback, "dirpath", None) for callback in trainer_callbacks(trainer)]
-    files = [getattr(callback, "path", None) for callback in trainer_callbacks(trainer)]
-    outputs += [file.parent for file in files if isinstance(file, Path)]
-    for folder in dict.fromkeys([*(logs or [trainer.default_root_dir]), *outputs]):
+    outputs: list[Any] = logs or [trainer.default_root_dir]
+    for callback in trainer_callbacks(trainer):
+        if command == "fit":
+            outputs.append(getattr(callback, "dirpath", None))
+        if command in ("fit", "predict") and isinstance(file := getattr(callback, "path", None), Path):
+            outputs.append(file.parent)
+    for folder in dict.fromkeys(outputs):
         if isinstance(folder, str | Path) and "://" not in str(folder):
             yield str(folder)
 
