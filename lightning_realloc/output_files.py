@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 """Folder of files that are being written, and suffix of such a file."""
 
 
@@ -39,7 +39,7 @@ def write_text(path: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     target = path.resolve()  # a link stays a link
-    partial = target.with_name(target.name + _PARTIAL)
+    partial = target.with_name(target.name + PARTIAL)
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)
@@ -60,7 +60,7 @@ def added_files(folder: Path, *, last: Collection[str] = (), replaces: str | Non
         last: Names of files that move after all others: those by which a reader knows that the folder is complete.
     """
     is_new = not folder.exists()
-    partial = folder / _PARTIAL
+    partial = folder / PARTIAL
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
     try:

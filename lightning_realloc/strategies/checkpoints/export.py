@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.output_files import write_problem
+from lightning_realloc.output_files import PARTIAL, write_problem
 from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
@@ -80,7 +80,8 @@ def check_output(folder: Path) -> None:
     if (problem := write_problem(folder)) is not None:
         raise CheckpointError(problem)
     earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
-    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).is_file() for name in earlier):
+    others = folder.is_dir() and any(file.name != PARTIAL for file in folder.iterdir())  # a kill leaves it
+    if others and not any((folder / name).is_file() for name in earlier):
         raise CheckpointError(
             f"{folder} holds files but no earlier export that could be overwritten; give a new or empty folder"
         )

@@ -21,7 +21,7 @@ from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.checkpoints.export import export_checkpoint
+from lightning_realloc.strategies.checkpoints.export import check_output, export_checkpoint
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
 from tests.algorithms.test_loaded_weights import with_a_head_of_its_own
@@ -118,6 +118,8 @@ def test_models_that_cannot_be_exported_are_refused(workers: WorkerPool, tmp_pat
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("")
+    (tmp_path / "killed" / ".partial").mkdir(parents=True)
+    check_output(tmp_path / "killed")  # the next export replaces it
 
     assert "no transformers PreTrainedModel" in refusal
     for arguments, message in (
