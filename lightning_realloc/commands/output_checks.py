@@ -24,16 +24,15 @@ def check_outputs(trainer: Trainer, command: str, *, ckpt_path: str | None) -> N
         ckpt_path: Checkpoint that it continues from, ``"last"`` or another word of Lightning; None: from the start.
 
     Raises:
-        ConfigError: for a folder that cannot be written to, or one whose ``last.ckpt`` another run would overwrite.
+        ConfigError: for a folder that cannot be written to, or one whose checkpoints another run would overwrite.
     """
     if not trainer.is_global_zero:
         return
     for folder in _folders(trainer, command):
         if (problem := write_problem(folder)) is not None:
             raise ConfigError(problem)
-    if (
-        command == "fit" and trainer._checkpoint_connector._hpc_resume_path is None
-    ):  # Slurm's requeued jobs continue by themselves
+    is_requeued = trainer._checkpoint_connector._hpc_resume_path is not None  # Slurm's jobs continue by themselves
+    if command == "fit" and not is_requeued:
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 _refuse_used(callback, ckpt_path)
@@ -54,7 +53,7 @@ def _folders(trainer: Trainer, command: str) -> Iterator[str]:
 
 
 def _refuse_used(callback: ModelCheckpoint, ckpt_path: str | None) -> None:
-    """Raise ConfigError if the run would overwrite the ``last.ckpt`` of a run that it does not continue.
+    """Raise ConfigError if the run would overwrite checkpoints of a run that it does not continue.
 
     With Lightning's version counter, it writes ``last-v1.ckpt`` instead. One-line runs switch that off, so that the
     path to continue from stays the same.
@@ -66,8 +65,10 @@ def _refuse_used(callback: ModelCheckpoint, ckpt_path: str | None) -> None:
         not os.path.exists(ckpt_path) or Path(ckpt_path).resolve().parent == folder.resolve()
     )
     last = folder / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-    if last.exists() and not continues:
-        shown = os.path.relpath(last)
+    numbered = sorted(folder.glob(f"*{callback.FILE_EXTENSION}"), key=lambda path: path.stat().st_mtime)
+    found = last if last.exists() else next(reversed(numbered), None)
+    if found is not None and not continues:
+        shown = os.path.relpath(found)
         raise ConfigError(
             f"{shown} belongs to an earlier run, and would be overwritten; add --ckpt_path {shown} to continue that "
             f"run, or give this one another folder (--output)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,9 @@ def test_outputs_are_checked_before_anything_is_written(workers: WorkerPool, fol
     (folder / "file").touch()
     last = folder / "used" / "checkpoints" / "last.ckpt"
     last.mkdir(parents=True)
+    for name in ("epoch=0-step=2.ckpt", "epoch=0-step=1.ckpt"):  # of a run that was killed before its first last.ckpt
+        (folder / "killed" / "checkpoints" / name).mkdir(parents=True)
+    os.utime(folder / "killed" / "checkpoints" / "epoch=0-step=1.ckpt", (1, 1))
     saved = ("--output", "used", "--save-config", "again.yaml")
     lines = {
         (*GRPO, "--output", "file"): "error: file cannot be written: Not a directory at ",
@@ -137,6 +141,7 @@ def test_outputs_are_checked_before_anything_is_written(workers: WorkerPool, fol
             "--ckpt_path",
             "used/checkpoints/last.ckpt",
         ): "last.ckpt cannot be read, it is a folder",
+        (*GRPO, "--output", "killed"): "error: killed/checkpoints/epoch=0-step=2.ckpt belongs to an earlier run",
         (*GRPO, *saved): "",
         ("fit", "--config", "again.yaml"): "error: used/checkpoints/last.ckpt belongs to an earlier run",
     }
