@@ -49,17 +49,25 @@ def _weights_of(checkpoint: Path, role: str = "actor") -> dict[str, Tensor]:
 
 
 # ---- from a checkpoint
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "phi3", "gpt2", "gpt_neox"])
-def test_an_export_is_read_back_bit_by_bit(workers: WorkerPool, tmp_path: Path, family: str) -> None:
+UNEVEN_HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+"""Sizes that two ranks divide into two groups of heads and one."""
+
+
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("llama", {}), ("llama", UNEVEN_HEADS), ("qwen2", {}), ("gemma", {}), ("phi3", {}), ("gpt2", {}), ("gpt_neox", {}),
+])  # fmt: skip
+def test_an_export_is_read_back_bit_by_bit(
+    workers: WorkerPool, tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
     layout = "fsdp2" if family == "gpt2" else "tp2"  # gpt2 has no tensor-parallel plan
-    part = Part(runs.calls(actor_train=layout), 1, save=tmp_path / "run.ckpt", family=family)
+    part = Part(runs.calls(actor_train=layout), 1, save=tmp_path / "run.ckpt", family=family, sizes=sizes)
     workers.run(run_parts, [part], 2, world_size=2, init_process_group=False)
 
     folder = export_checkpoint(tmp_path / "run.ckpt", tmp_path / "model")
 
     exported = _load(folder)
     assert _equal(exported, _weights_of(tmp_path / "run.ckpt"))
-    untrained = dict(tiny_model(family).named_parameters())
+    untrained = dict(tiny_model(family, **sizes).named_parameters())
     assert not any(torch.equal(exported[name], untrained[name]) for name in untrained), "the test trained nothing"
     config = AutoConfig.from_pretrained(folder)
     assert config.architectures == [type(tiny_model(family)).__name__]
