@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.callbacks.model_card import make_model_card
 from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.output_files import write_problem
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import (
@@ -207,7 +208,12 @@ class RoleCheckpoints:
         )
 
     def check_callbacks(self) -> None:
-        """Raise ConfigError for a callback that links to checkpoints before they are written."""
+        """Refuse callbacks whose checkpoints cannot be written. Collective over all ranks.
+
+        Raises:
+            ConfigError: for a callback that links to checkpoints before they are written.
+            CheckpointError: on every rank, for a folder that cannot be written to.
+        """
         callbacks = self._module.trainer.checkpoint_callbacks
         if self._options.in_background and any(
             getattr(callback, "save_last", None) == "link" for callback in callbacks
@@ -216,6 +222,11 @@ class RoleCheckpoints:
                 "ModelCheckpoint(save_last='link') would link to a checkpoint that async_checkpoints=True is still "
                 "writing; use save_last=True, or leave async_checkpoints out"
             )
+        folders = [str(path) for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
+        problems = [write_problem(folder) for folder in folders if "://" not in folder]
+        problem = self._strategy.broadcast(next(filter(None, problems), None))  # the first rank's
+        if problem is not None:
+            raise CheckpointError(f"ModelCheckpoint: {problem}")
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background. Collective over all ranks.

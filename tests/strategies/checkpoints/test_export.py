@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -173,9 +174,8 @@ def test_a_run_writes_models_during_training(workers: WorkerPool, tmp_path: Path
     assert _equal(halved, {name: weight.bfloat16() for name, weight in exported.items()})
 
 
-def _refused_folder(folder: Path) -> str:
-    callback = SaveHuggingFace(folder)
-    trainer = runs.trainer(ReallocStrategy("static"), 2, max_steps=1, callbacks=[callback])
+def _refused_folder(callback: Callback) -> str:
+    trainer = runs.trainer(ReallocStrategy("static"), 2, max_steps=1, enable_checkpointing=True, callbacks=[callback])
     try:
         trainer.fit(runs.sft(), runs.Batches(1, responses=True))
     except CheckpointError as error:
@@ -184,11 +184,12 @@ def _refused_folder(folder: Path) -> str:
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(workers: WorkerPool, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    refused = workers.run(_refused_folder, tmp_path / "file" / "model", world_size=2, init_process_group=False)
     place = tmp_path / "file"
-    message = f"{place / 'model'} cannot be written: Not a directory at {place}; give another folder"
-    assert refused == [f"step 0: SaveHuggingFace: {message}"] * 2
+    place.touch()
+    message = f"{place / 'out'} cannot be written: Not a directory at {place}; give another folder"
+    for callback in (SaveHuggingFace(place / "out"), ModelCheckpoint(place / "out")):
+        refused = workers.run(_refused_folder, callback, world_size=2, init_process_group=False)
+        assert refused == [f"step 0: {type(callback).__name__}: {message}"] * 2
 
 
 def _write_on_a_full_disk(folder: Path) -> tuple[str, list[str]]:
