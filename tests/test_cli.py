@@ -92,7 +92,7 @@ def test_a_printed_configuration_is_complete_and_can_be_read_again(workers: Work
     assert arguments["reward"] == ["rewards.digits", "rewards:short"]
     assert arguments["learning_rate"] == 1e-3  # a setting of the base class
     assert arguments["train_options"]["num_minibatches"] == 2
-    assert arguments["train_options"]["max_grad_norm"] == 1.0  # a default
+    assert arguments["train_options"]["num_epochs"] == 1  # a default
     assert arguments["sampling"]["n"] == 2 and arguments["sampling"]["temperature"] == 1.0
     assert arguments["kl_estimator"] == "k3"
     assert yaml.safe_load(again.output) == printed
