@@ -40,7 +40,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     raise_on_all_ranks,
     read_description,
 )
-from lightning_realloc.strategies.checkpoints.optimizer_settings import restore_settings
+from lightning_realloc.strategies.checkpoints.optimizer_settings import restore_settings, settings_by_role
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     optimizer_key,
     prepare_optimizer_state,
@@ -236,7 +236,7 @@ def read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
 
 def _optimizer_settings(folder: Path, meta: Mapping[str, Any], models: TrainedModels) -> dict[str, Any]:
     """Return role -> stored settings of its optimizer, after checking that they match the current optimizer."""
-    settings = {state["param_groups"][0]["name"]: state for state in meta.get("optimizer_states", ())}
+    settings = settings_by_role(meta)
     for role, optimizer in models.optimizers.items():
         if role not in settings:
             raise CheckpointError(

@@ -31,6 +31,11 @@ def stored_settings(optimizer: Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "param_groups": groups}
 
 
+def settings_by_role(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return role -> the entry of its optimizer in ``meta.pt``, which `stored_settings` wrote."""
+    return {state["param_groups"][0]["name"]: state for state in meta.get("optimizer_states", ())}
+
+
 def restore_settings(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]], role: str) -> None:
     """Set the groups' settings to the stored ones, except those that are given another value than before.
 
@@ -64,12 +69,12 @@ def follow_given_rates(meta: Mapping[str, Any], optimizers: Iterable[Optimizer])
         meta: Lightning's part of the checkpoint. The states of its schedules are changed in place.
         optimizers: Optimizer of each schedule.
     """
-    stored = {state["param_groups"][0]["name"]: state["param_groups"] for state in meta.get("optimizer_states", ())}
+    stored = settings_by_role(meta)
     for schedule, optimizer in zip(meta.get("lr_schedulers", ()), optimizers, strict=False):
         groups = optimizer.param_groups
         rates = [
             (saved.get(_GIVEN, group[_GIVEN])["lr"], group[_GIVEN]["lr"])
-            for group, saved in zip(groups, stored[groups[0]["name"]], strict=True)
+            for group, saved in zip(groups, stored[groups[0]["name"]]["param_groups"], strict=True)
         ]
         _replace_rates(schedule, rates)
 
