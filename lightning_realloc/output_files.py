@@ -17,7 +17,10 @@ def write_problem(folder: str | Path) -> str | None:
     """Return why files cannot be written to a folder, with the way out; None if they can.
 
     A folder that does not exist yet is not made: the nearest folder above it counts. Room on the disk is not checked.
+    Addresses such as ``s3://bucket/run`` are not checked either.
     """
+    if "://" in str(folder):
+        return None
     place = Path(folder).absolute()
     while not os.path.lexists(place):
         place = place.parent

@@ -39,7 +39,7 @@ def check_outputs(trainer: Trainer, command: str, *, ckpt_path: str | None) -> N
 
 
 def _folders(trainer: Trainer, command: str) -> Iterator[str]:
-    """Return the local folders that the run writes to."""
+    """Return the folders that the run writes to."""
     logs = [logger.save_dir for logger in trainer.loggers]
     outputs: list[Any] = logs or [trainer.default_root_dir]
     for callback in trainer_callbacks(trainer):
@@ -48,7 +48,7 @@ def _folders(trainer: Trainer, command: str) -> Iterator[str]:
         if command in ("fit", "predict") and isinstance(file := getattr(callback, "path", None), Path):
             outputs.append(file.parent)
     for folder in dict.fromkeys(outputs):
-        if isinstance(folder, str | Path) and "://" not in str(folder):
+        if isinstance(folder, str | Path):
             yield str(folder)
 
 

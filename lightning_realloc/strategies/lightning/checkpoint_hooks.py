@@ -222,9 +222,8 @@ class RoleCheckpoints:
                 "ModelCheckpoint(save_last='link') would link to a checkpoint that async_checkpoints=True is still "
                 "writing; use save_last=True, or leave async_checkpoints out"
             )
-        folders = [str(path) for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
-        problems = [write_problem(folder) for folder in folders if "://" not in folder]
-        problem = self._strategy.broadcast(next(filter(None, problems), None))  # the first rank's
+        folders = [path for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
+        problem = self._strategy.broadcast(next(filter(None, map(write_problem, folders)), None))  # the first rank's
         if problem is not None:
             raise CheckpointError(f"ModelCheckpoint: {problem}")
 
