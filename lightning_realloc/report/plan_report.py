@@ -10,7 +10,7 @@ from lightning_realloc.tuning.memory.forecast import SET_UP
 from lightning_realloc.tuning.memory.parts import MemoryParts
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PricedPlan
-from lightning_realloc.tuning.timeline.simulator import TimelineEntry
+from lightning_realloc.tuning.timeline.call_timeline import TimelineEntry
 
 ONE_LAYOUT_ERROR_RANGE, ANY_PLAN_ERROR_RANGE = (0.90, 1.14), (0.86, 1.31)
 """Smallest and largest ratio of measured to estimated iteration time on machines without a profile, for plans with one

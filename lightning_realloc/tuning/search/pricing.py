@@ -25,7 +25,8 @@ from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.space import CallOptions, common_dims
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
-from lightning_realloc.tuning.timeline.simulator import Timeline, simulate
+from lightning_realloc.tuning.timeline.call_timeline import CallTimeline
+from lightning_realloc.tuning.timeline.simulator import simulate
 
 MAX_SEARCHES = 4
 """Most searches for one plan. A search counts bytes less exactly than the forecast, and is repeated with a smaller
@@ -70,7 +71,7 @@ class PricedPlan:
     """A plan with its timeline and its memory forecast."""
 
     plan: ExecutionPlan
-    timeline: Timeline = field(repr=False)
+    timeline: CallTimeline = field(repr=False)
     forecast: MemoryForecast = field(repr=False)
     memory_budget: int
     """Bytes of a device."""

@@ -9,101 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import get_args
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.dims import Layout, format_ranks
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.renamed_settings import rename_arguments
 from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX, CallTimeline, TimelineEntry
 from lightning_realloc.tuning.timeline.contention import run_tasks
 from lightning_realloc.tuning.timeline.iteration_schedule import Overlap as Overlap
 from lightning_realloc.tuning.timeline.iteration_schedule import ScheduleBuilder, unroll
-
-MOVE_PREFIX = "-> "
-"""Prefix of a call's name for the phase that moves its weights; ``memory.PhaseMemory`` uses the same names."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEntry:
-    """One call, or one move of weights, on some ranks."""
-
-    phase: str
-    """The name of a call, or ``-> call`` for the move of its weights."""
-    iteration: int
-    """Number of the iteration, from 0."""
-    ranks: tuple[int, ...]
-    start: float
-    """Start, in seconds since the start of the first iteration."""
-    end: float
-    """End, in seconds since the start of the first iteration."""
-
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The timeline of several iterations of a plan."""
-
-    entries: tuple[TimelineEntry, ...] = field(repr=False)
-    """Entries in the order in which ranks run them."""
-    num_iterations: int
-    ranks: tuple[int, ...]
-    """All ranks with an entry, ascending."""
-
-    @property
-    def makespan(self) -> float:
-        """Seconds until the last entry ends."""
-        return max((entry.end for entry in self.entries), default=0.0)
-
-    @property
-    def seconds_per_iteration(self) -> float:
-        """Mean seconds from the end of one iteration to the end of the next, over the later half of the iterations."""
-        first, last = self._settled
-        return (last - first) / (self.num_iterations - self.num_iterations // 2)
-
-    def idle_share(self, rank: int) -> float:
-        """Return the fraction of time that a rank is idle, over the later half of the iterations.
-
-        Raises:
-            PlanError: for a rank without an entry.
-        """
-        if rank not in self.ranks:
-            raise PlanError(f"rank {rank} takes part in no call; the timeline has ranks {format_ranks(self.ranks)}")
-        first, last = self._settled
-        busy = sum(
-            max(0.0, min(entry.end, last) - max(entry.start, first)) for entry in self.entries if rank in entry.ranks
-        )
-        return 0.0 if last == first else 1 - busy / (last - first)
-
-    @property
-    def mean_idle_share(self) -> float:
-        """Mean of `idle_share` over the ranks."""
-        return sum(map(self.idle_share, self.ranks)) / len(self.ranks) if self.ranks else 0.0
-
-    @property
-    def _settled(self) -> tuple[float, float]:
-        """Seconds at the end of the first half of the iterations, and at the end of all: start-up effects are over."""
-        half = self.num_iterations // 2
-        before = max((entry.end for entry in self.entries if entry.iteration < half), default=0.0)
-        return before, self.makespan
-
-    def table(self) -> str:
-        """Return the last iteration as text, one phase a line, with times relative to its first phase."""
-        last = [entry for entry in self.entries if entry.iteration == self.num_iterations - 1]
-        begin = min((entry.start for entry in last), default=0.0)
-        width = max((len(entry.phase) for entry in last), default=0)
-        lines = [f"{'':<{width}}  {'start':>9}  {'seconds':>9}  ranks"]
-        for entry in sorted(last, key=lambda entry: (entry.start, entry.end)):
-            times = f"{entry.start - begin:>9.2f}  {entry.seconds:>9.2f}"
-            lines.append(f"{entry.phase:<{width}}  {times}  {format_ranks(sorted(entry.ranks))}")
-        lines.append(f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it")
-        return "\n".join(lines)
 
 
 @rename_arguments(generation_parts="generation_chunks")
@@ -115,7 +33,7 @@ def simulate(
     iterations: int = 8,
     overlap: Overlap = "iterations",
     generation_chunks: int = 1,
-) -> Timeline:
+) -> CallTimeline:
     """Return the timeline of a plan, with the estimator's seconds in every iteration.
 
     A call of an offloaded role also takes the seconds in which its weights return from the host. In a run they may
@@ -148,7 +66,7 @@ def simulate(
         if masks[number][task]
     ]
     ranks = sorted({rank for entry in entries for rank in entry.ranks})
-    return Timeline(_joined(entries), iterations, tuple(ranks))
+    return CallTimeline(_joined(entries), iterations, tuple(ranks))
 
 
 def _joined(entries: Sequence[TimelineEntry]) -> tuple[TimelineEntry, ...]:

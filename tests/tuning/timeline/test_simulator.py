@@ -13,7 +13,8 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.timeline.simulator import MOVE_PREFIX, Overlap, Timeline, simulate
+from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX, CallTimeline
+from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
 from tests.tuning.examples import PPO_FLOW, FixedEstimator
 
 SECONDS = {
@@ -31,7 +32,7 @@ def plan_of(layouts: dict[str, str], offload: tuple[str, ...] = ()) -> Execution
     return ExecutionPlan(tuple((name, CallPlan(Layout.parse(text))) for name, text in layouts.items()), offload)
 
 
-def times(timeline: Timeline, iteration: int) -> dict[str, tuple[float, float]]:
+def times(timeline: CallTimeline, iteration: int) -> dict[str, tuple[float, float]]:
     return {entry.phase: (entry.start, entry.end) for entry in timeline.entries if entry.iteration == iteration}
 
 
