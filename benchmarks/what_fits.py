@@ -31,7 +31,7 @@ ROWS = {
     "DPO, LoRA": ("dpo", LORA),
 }
 """Row -> algorithm, with its flags."""
-MAX_EVALUATIONS = 300
+MAX_EVALUATIONS = 3000
 """Plans that a search scores; raising it may find larger models, and takes longer."""
 
 

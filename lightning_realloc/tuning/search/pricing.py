@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
@@ -110,6 +111,10 @@ class PricedPlan:
         return self.can_start and not self.missing_bytes
 
 
+SearchWithin: TypeAlias = Callable[[int], tuple[PricedPlan, SearchResult]]
+"""Searches for a plan within a budget of bytes."""
+
+
 class PlanPricer:
     """Prices plans for one task."""
 
@@ -145,7 +150,8 @@ class PlanPricer:
         """Return the best plan found that fits by the forecast of every rank, with the result of its search.
 
         A search ignores the memory for building models, which depends on the plan in part. If its plan cannot start, a
-        slower plan that can start is returned, if one is found.
+        slower plan that can start is returned, if one is found. If a search finds no plan that fits, the fastest of the
+        heuristic and the static plans that fits is returned.
 
         Args:
             seed: Seed of the search.
@@ -174,18 +180,14 @@ class PlanPricer:
             )
             return self.price(found.plan), found
 
-        budget = task.usable_bytes
-        for number in range(MAX_SEARCHES):
-            best, found = search_within(budget)
-            if not best.missing_bytes:
-                break
-            budget -= best.missing_bytes << number
-        else:
-            raise NothingFitsError(
-                f"the best plans found need {best.missing_bytes} bytes more than the {task.usable_bytes} of a device "
-                f"that they may fill; use devices with that much more memory, or more nodes than "
-                f"{task.cluster.num_nodes}"
-            )
+        try:
+            best, found, budget = self._fitting(search_within)
+        except NothingFitsError:  # a plan with one layout for all calls may fit all the same
+            simple = self._fastest_simple()
+            if simple is None:
+                raise
+            bound = SearchResult(plan=simple.plan, seconds=simple.seconds, lower_bound=0.0, evaluations=0, history=())
+            return simple, bound
         if best.can_start:
             return best, found
         starting = self._starting(best, search_within, budget)
@@ -193,16 +195,34 @@ class PlanPricer:
             return best, found
         return starting, replace(found, plan=starting.plan, seconds=starting.seconds)
 
-    def _starting(
-        self, best: PricedPlan, search_within: Callable[[int], tuple[PricedPlan, SearchResult]], budget: int
-    ) -> PricedPlan | None:
+    def _fitting(self, search_within: SearchWithin) -> tuple[PricedPlan, SearchResult, int]:
+        """Return the first found plan that fits by its forecast, and the budget of its search."""
+        budget = self.task.usable_bytes
+        for number in range(MAX_SEARCHES):
+            best, found = search_within(budget)
+            if not best.missing_bytes:
+                return best, found, budget
+            budget -= best.missing_bytes << number
+        raise NothingFitsError(
+            f"the best plans found need {best.missing_bytes} bytes more than the {self.task.usable_bytes} of a device "
+            f"that they may fill; use devices with that much more memory, or more nodes than "
+            f"{self.task.cluster.num_nodes}"
+        )
+
+    def _starting(self, best: PricedPlan, search_within: SearchWithin, budget: int) -> PricedPlan | None:
         """Return the fastest plan that can start, of a second search and of the simple plans; None without one."""
-        found = [priced for priced in (*self.heuristic(), *self.static()) if priced.can_run]
-        if not found:
+        simple = self._fastest_simple()
+        if simple is None:
             return None
+        found = [simple]
         with contextlib.suppress(NothingFitsError):  # a smaller budget shards more of the weights
             found.append(search_within(budget - (best.set_up_bytes - best.memory_budget))[0])
         return min((priced for priced in found if priced.can_run), key=lambda priced: priced.seconds)
+
+    def _fastest_simple(self) -> PricedPlan | None:
+        """Return the fastest of the heuristic and the static plans that can run; None without one."""
+        able = (priced for priced in (*self.heuristic(), *self.static()) if priced.can_run)
+        return min(able, key=lambda priced: priced.seconds, default=None)
 
     def heuristic(self) -> list[PricedPlan]:
         """Return the heuristic plan, which a run without a plan uses, with its best options.

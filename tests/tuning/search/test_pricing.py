@@ -100,6 +100,14 @@ def test_the_found_plan_fits_the_forecast_and_beats_plans_without_a_search() -> 
         pricer(100 << 20, cluster="a100-80g:1x2").search(seed=0, seconds=1, clock=time.process_time)
 
 
+def test_a_search_that_finds_nothing_falls_back_to_the_fastest_simple_plan_that_fits() -> None:
+    bench = pricer(1200 << 20, cluster="a100-80g:1x4")
+    best, found = bench.search(seed=0, seconds=60, clock=time.process_time, max_evaluations=1)
+    fitting = [priced for priced in (*bench.heuristic(), *bench.static()) if priced.can_run]
+    assert best.can_run and best.seconds == found.seconds == min(priced.seconds for priced in fitting)
+    assert found.plan == best.plan and found.lower_bound == 0
+
+
 def test_a_heuristic_plan_without_enough_memory_gets_a_more_divided_alternative() -> None:
     roomy = pricer(2000 << 20, cluster="a100-80g:1x8")
     assert [priced.missing_bytes for priced in roomy.heuristic()] == [0]
