@@ -16,8 +16,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_realloc.callbacks.iteration_clock import IterationClock, TimedIteration, gather_measurements
-from lightning_realloc.callbacks.memory_monitor import cuda_peak_bytes
+from lightning_realloc.callbacks.iteration_clock import (
+    IterationClock,
+    TimedIteration,
+    gather_measurements,
+    planned_iterations,
+)
 from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison_table, describe_outcome
@@ -121,6 +125,11 @@ class AutoTuner(Callback):
         if self._tuner is None:
             raise ConfigError("nothing is tuned yet; read AutoTuner.tuner from on_train_batch_start on")
         return self._tuner
+
+    @property
+    def evaluator(self) -> PlanEvaluator | None:
+        """Evaluator of plans that the latest search used; None before the first one."""
+        return self._evaluator
 
     # ---- hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -247,11 +256,8 @@ class AutoTuner(Callback):
 
     def _num_iterations(self, trainer: Trainer) -> int | None:
         """Return the number of iterations since this tuner's first; None if the Trainer sets no end."""
-        steps = [trainer.max_steps] if trainer.max_steps >= 0 else []
-        epochs, batches = trainer.max_epochs, trainer.num_training_batches
-        if epochs is not None and epochs >= 0 and batches != float("inf"):
-            steps.append(int(epochs * batches))
-        return max(0, min(steps) - self._began_at) if steps else None
+        planned = planned_iterations(trainer)
+        return None if planned is None else max(0, planned - self._began_at)
 
     # ---- the tuner's actions
     def _act(self, trainer: Trainer) -> None:
@@ -268,7 +274,9 @@ class AutoTuner(Callback):
         """Report the requested iterations to the tuner."""
         strategy: Any = trainer.strategy
         lengths = [one.lengths for one in self._iterations]
-        seconds, measured = gather_measurements(self._iterations, skip=action.skip, peak_bytes=cuda_peak_bytes(trainer))
+        seconds, measured = gather_measurements(
+            self._iterations, skip=action.skip, peak_bytes=_take_cuda_peak(strategy)
+        )
         self._iterations.clear()
         if self.tuner.phase == "profile":
             self._profiled_lengths = [*self._profiled_lengths, *lengths]
@@ -320,8 +328,7 @@ class AutoTuner(Callback):
             strategy.set_plan(self.tuner.current)
         seconds = max(gather_objects(time.perf_counter() - begin))
         if problem is None:
-            if strategy.root_device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(strategy.root_device)
+            _take_cuda_peak(strategy)
             self.tuner.switched(seconds)
         else:
             rank_zero_warn(f"AutoTuner skips a plan that cannot be used: {problem}")
@@ -377,3 +384,8 @@ class AutoTuner(Callback):
             self.tuner.current.save(path, comment=comment)
         except OSError as error:
             rank_zero_warn(f"AutoTuner could not write its plan to {path}: {error}; the run continues with this plan")
+
+
+def _take_cuda_peak(strategy: Any) -> int | None:
+    """Return this rank's peak CUDA bytes since the last call; None on CPU, where libraries count as well."""
+    return strategy.runner.peak_memory.take("tuner") if strategy.root_device.type == "cuda" else None

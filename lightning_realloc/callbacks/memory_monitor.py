@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy, trainer_callbacks
+from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy
 from lightning_realloc.runtime.measure.memory_stats import MemoryMeter, memory_meter
 
 
@@ -35,7 +34,7 @@ class MemoryMonitor(PhaseCallback):
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Start measuring an iteration."""
         if self._meter is None:
-            self._meter = memory_meter(trainer.strategy.root_device)
+            self._meter = memory_meter(realloc_strategy(trainer).runner.peak_memory)
         self._meter.start()
         self._is_running = True
 
@@ -65,11 +64,3 @@ class MemoryMonitor(PhaseCallback):
         if self._meter is not None and self._is_running:
             self._is_running = False
             self._meter.stop()
-
-
-def cuda_peak_bytes(trainer: Trainer) -> int | None:
-    """Return this rank's peak CUDA bytes since the plan was installed; None if they cannot be read for free."""
-    device = trainer.strategy.root_device
-    if device.type != "cuda" or any(isinstance(callback, MemoryMonitor) for callback in trainer_callbacks(trainer)):
-        return None  # the monitor resets the allocator's peak at every call
-    return int(torch.cuda.max_memory_allocated(device))

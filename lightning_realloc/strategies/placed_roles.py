@@ -18,6 +18,7 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
+from lightning_realloc.runtime.measure.peak_memory import PeakMemory
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.runtime.messages.mailbox import Mailbox, rank_lost
@@ -220,14 +221,14 @@ class PlacedRoles:
         """Announce a call to callbacks, and yield the replica that it works on."""
         trainer = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
         assert self._offloader is not None
-        self._offloader.begin(call, self._optimizers.by_role())
+        self._offloader.begin(call, self._optimizers.by_role(), self.runner.record)
         dispatch(trainer, "on_phase_start", call)
         replica = self.pool.active(call)
         yield replica
         if self.pool.dataflow.call(call).kind != "train":
             reshard(replica.model)  # without a backward pass nothing else frees the weights that FSDP gathered
         dispatch(trainer, "on_phase_end", call)
-        self._offloader.end(call)
+        self._offloader.end(call, self.runner.record)
 
     def layout_of(self, call: str) -> Layout:
         """Return the layout in which a call will find its model."""
@@ -312,5 +313,6 @@ class PlacedRoles:
     def _make_runner(self, module: RunnableAlgorithm, pool: ModelPool) -> CallRunner:
         strategy = self._strategy
         mailbox = Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group(), self._watchdog)
-        context = CallContext(module, pool, mailbox, strategy.root_device, strategy.global_rank)
+        device = strategy.root_device
+        context = CallContext(module, pool, mailbox, device, PeakMemory(device), strategy.global_rank)
         return CallRunner(context, self, self._optimizers, self._options.overlap, strategy.stop)

@@ -7,8 +7,6 @@ until it is freed. Measuring is slow; leave it off when you measure time.
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -20,38 +18,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_realloc.runtime.measure.peak_memory import PeakMemory
+
 _STORAGE_CLASS: Any = torch.UntypedStorage  # its resize_ is replaced: no dispatch mode sees it
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes of this rank so far: allocated on its CUDA device, else resident in host memory.
-
-    Both are read at no cost. A `MemoryMeter` resets the count of a CUDA device.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class AllocatorMeter:
     """Bytes allocated by CUDA's caching allocator, without those that it holds in reserve."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, peak_memory: PeakMemory) -> None:
+        self._peak_memory = peak_memory
 
     def start(self) -> None:
         """Reset the peak; the allocator always counts."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self.take_peak()
 
     def stop(self) -> None:
         """Do nothing: the allocator always counts."""
 
     def take_peak(self) -> int:
         """Return the peak bytes since the last call or `start`, and reset the peak."""
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
+        return self._peak_memory.take(type(self).__name__) or 0
 
 
 class StorageMeter(TorchDispatchMode):
@@ -128,9 +115,9 @@ MemoryMeter = AllocatorMeter | StorageMeter
 """Counts the bytes of tensors on this rank's device."""
 
 
-def memory_meter(device: torch.device) -> MemoryMeter:
-    """Return the meter for a device."""
-    return AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
+def memory_meter(peak_memory: PeakMemory) -> MemoryMeter:
+    """Return the meter for this rank's device."""
+    return AllocatorMeter(peak_memory) if peak_memory.device.type == "cuda" else StorageMeter()
 
 
 def _storages(value: object) -> list[torch.UntypedStorage]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
+ActivityKind = Literal["call", "move", "offload", "wait", "save", "other"]
+"""Kind of an activity: a model function call, moving weights, offloading them, waiting for other ranks, saving."""
 CAPACITY = 400
 """Activities that are kept: those of tens of iterations, in less than 100 kB."""
 
@@ -28,6 +31,10 @@ class Activity:
     """Duration; None while it lasts."""
     has_failed: bool = False
     """Whether an exception ended it."""
+    kind: ActivityKind = "other"
+    """Kind of the time outside of the activities within it."""
+    waited_s: float = 0.0
+    """Seconds of waiting within it that are no activity of their own."""
 
     def elapsed(self, now: float) -> float:
         """Return the duration until it ended, or until ``now``."""
@@ -46,12 +53,22 @@ class FlightRecord:
         self._open: list[Activity] = []
         self._between = Activity(BETWEEN, time.monotonic(), 0)
         self._longest: dict[str, float] = {}
+        self.listener: Callable[[Activity], None] | None = None
+        """Receives every activity when it ends."""
 
     @contextmanager
-    def during(self, name: str, *, waits_for: Sequence[int] | None = None) -> Iterator[None]:
-        """Record what happens inside as an activity, within those that have not ended."""
+    def during(
+        self, name: str, *, kind: ActivityKind = "other", waits_for: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Record what happens inside as an activity, within those that have not ended.
+
+        Args:
+            kind: What the time is spent on; "wait" if ``waits_for`` is given.
+            waits_for: Ranks that this one waits for, () if they are not known.
+        """
         waited = None if waits_for is None else tuple(waits_for)
-        activity = Activity(name, time.monotonic(), len(self._open), waited)
+        kind = kind if waited is None else "wait"
+        activity = Activity(name, time.monotonic(), len(self._open), waited, kind=kind)
         if not self._open:
             self._end(self._between)
         self._latest.append(activity)
@@ -66,6 +83,20 @@ class FlightRecord:
             self._end(activity)
             if not self._open:
                 self._between = Activity(BETWEEN, time.monotonic(), 0)
+            if self.listener is not None:
+                self.listener(activity)
+
+    def insert(self, name: str, seconds: float, *, kind: ActivityKind) -> None:
+        """Record an activity that ends now, and was measured elsewhere."""
+        activity = Activity(name, time.monotonic() - seconds, len(self._open), seconds=seconds, kind=kind)
+        self._latest.append(activity)
+        if self.listener is not None:
+            self.listener(activity)
+
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds of waiting that were measured elsewhere for the innermost activity."""
+        if self._open:
+            self._open[-1].waited_s += seconds
 
     def _end(self, activity: Activity) -> None:
         activity.seconds = time.monotonic() - activity.began_at

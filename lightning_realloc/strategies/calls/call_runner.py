@@ -20,7 +20,8 @@ from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.measure.memory_stats import peak_bytes
+from lightning_realloc.runtime.measure.peak_memory import PeakMemory
+from lightning_realloc.runtime.messages.flight_record import ActivityKind, FlightRecord
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
 from lightning_realloc.strategies.calls.generate_call import EnginePool, GenerateCalls, PeerFailure, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
@@ -125,6 +126,16 @@ class CallRunner:
         return self._metrics.idle.seconds
 
     @property
+    def record(self) -> FlightRecord:
+        """Latest activities of this rank."""
+        return self._mailbox.record
+
+    @property
+    def peak_memory(self) -> PeakMemory:
+        """Peak memory of this rank."""
+        return self._context.peak_memory
+
+    @property
     def is_ahead(self) -> bool:
         """Whether responses wait to be trained on."""
         return bool(self._ahead)
@@ -179,9 +190,9 @@ class CallRunner:
         return data.gather()
 
     @contextmanager
-    def collective(self, name: str) -> Iterator[None]:
+    def collective(self, name: str, *, kind: ActivityKind = "other") -> Iterator[None]:
         """Record a collective operation between iterations, and raise RankLost with the rank if a connection breaks."""
-        with self._mailbox.record.during(name):
+        with self._mailbox.record.during(name, kind=kind):
             try:
                 yield
             except RuntimeError as error:
@@ -255,7 +266,7 @@ class CallRunner:
             batch, routes, self._mailbox, rank=rank, run=self._run, version=version, num_shown=num_shown
         )
         self._metrics.idle.record(data.report)
-        data.report.maxima["peak_memory_GiB"] = peak_bytes(self._context.device) / 2**30
+        data.report.maxima["peak_memory_GiB"] = self._context.peak_memory.of_run() / 2**30
         if all(call.kind == "train" for call in calls):
             self._send_report(data)  # there is nothing to wait for
         return data
@@ -276,7 +287,7 @@ class CallRunner:
         alone = self._pool.alone(frees_copies=self._placed.frees_copies)
         for group in data.routes.fusion.groups(calls, alone=alone):
             is_fused = group[0].name in data.routes.fusion.sources
-            with self._mailbox.record.during(" and ".join(call.name for call in group)):
+            with self._mailbox.record.during(" and ".join(call.name for call in group), kind="call"):
                 seconds = self._run_fused(group, data) if is_fused else self._run_timed(group[0], data)
             for call in group:
                 self._metrics.record_call(data, call, seconds.get(call.name))
@@ -328,7 +339,9 @@ class CallRunner:
     @contextmanager
     def _phase(self, call: str) -> Iterator[Replica]:
         with ExitStack() as stack:
-            with self._mailbox.record.during(f"moving weights for {call}"):
+            with self._mailbox.record.during(
+                f"moving weights for {call}", kind="wait"
+            ):  # the move itself is recorded inside
                 replica = self._metrics.idle.measure(lambda: stack.enter_context(self._placed.phase(call)))
             yield replica
 

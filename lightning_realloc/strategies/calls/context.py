@@ -13,6 +13,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.runtime.measure.peak_memory import PeakMemory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
@@ -33,6 +34,8 @@ class CallContext:
     """Messages between the ranks."""
     device: torch.device
     """Device of this rank."""
+    peak_memory: PeakMemory
+    """Peak memory of this rank."""
     rank: int
     """This process."""
 

@@ -62,6 +62,7 @@ class IdleClock:
     def add(self, seconds: float) -> None:
         """Count seconds of waiting that this clock did not measure."""
         self._elsewhere_s += seconds
+        self._mailbox.record.add_wait(seconds)
 
     def begin(self) -> None:
         """Start to measure an iteration."""

@@ -180,7 +180,7 @@ class RoleCheckpoints:
             _log.warning("no checkpoint %s: the run failed before its models were set up", filepath)
             return
         strategy.bring_back()
-        with strategy.runner.collective("save_checkpoint"):
+        with strategy.runner.collective("save_checkpoint", kind="save"):
             self._save(checkpoint, filepath)
 
     def _save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
@@ -283,7 +283,8 @@ class RoleCheckpoints:
         strategy, models, parsed = self._strategy, self._trained_models(), hf_folder.parse_dtype(dtype)
         pool = strategy.pool
         names = None if merge else pool.saved_parameters(role, include_frozen=False)
-        with strategy.runner.collective("save_huggingface"), warn_if_stalled("save_huggingface", strategy.global_rank):
+        name = "save_huggingface"
+        with strategy.runner.collective(name, kind="save"), warn_if_stalled(name, strategy.global_rank):
             strategy.bring_back()
             if role in pool.changing_roles:
                 require_finite_weights(pool, role, strategy.global_rank, Path(folder))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.measure.offload import Offload, make_copier
+from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
@@ -42,29 +44,36 @@ class Offloader:
             if role in self._parts:
                 self._guard(role, pool.home(role).model)
 
-    def begin(self, call: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def begin(self, call: str, optimizers: Mapping[str, torch.optim.Optimizer], record: FlightRecord) -> None:
         """Wait for the parts that a call needs, start to fetch those of the next call, and offload the rest."""
         if not self._parts:
             return
-        begin = time.perf_counter()
         self._optimizers = optimizers
         needed, ahead = (
             kept & self._parts.keys() for kept in (self._schedule.needed(call), self._schedule.prefetched(call))
         )
-        for part in self._parts:
-            if part not in needed | ahead:
-                self._offload(part)
-        for part in needed:
-            self._parts[part].finish_return()
-        for part in ahead:
-            self._parts[part].start_return()
-        self._pool.seconds_moving += time.perf_counter() - begin
+        with self._recorded(f"offloading for {call}", record):
+            for part in self._parts:
+                if part not in needed | ahead:
+                    self._offload(part)
+            for part in needed:
+                self._parts[part].finish_return()
+            for part in ahead:
+                self._parts[part].start_return()
 
-    def end(self, call: str) -> None:
+    def end(self, call: str, record: FlightRecord) -> None:
         """Offload the parts that the call needed."""
+        if needed := self._schedule.needed(call) & self._parts.keys():
+            with self._recorded(f"offloading after {call}", record):
+                for part in needed:
+                    self._offload(part)
+
+    @contextmanager
+    def _recorded(self, name: str, record: FlightRecord) -> Iterator[None]:
+        """Record an activity, and count its seconds among those that moved weights."""
         begin = time.perf_counter()
-        for part in self._schedule.needed(call) & self._parts.keys():
-            self._offload(part)
+        with record.during(name, kind="offload"):
+            yield
         self._pool.seconds_moving += time.perf_counter() - begin
 
     def bring_back(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.runtime.measure.peak_memory import PeakMemory
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.generate_call import EnginePool
 from tests.models import tiny_model
@@ -26,8 +27,8 @@ def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
     group = object() if shares_model else None
     meshes = SimpleNamespace(group=lambda layout, *axes: group if axes == ("tp",) else None)
     pool = SimpleNamespace(meshes=meshes, plan=SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4)))
-    mailbox = SimpleNamespace()
-    return EnginePool(CallContext(module, pool, mailbox, torch.device("cpu"), rank=0))  # type: ignore[arg-type]
+    mailbox, device = SimpleNamespace(), torch.device("cpu")
+    return EnginePool(CallContext(module, pool, mailbox, device, PeakMemory(device), rank=0))  # type: ignore[arg-type]
 
 
 def replica() -> Any:
