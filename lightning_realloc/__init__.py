@@ -165,6 +165,7 @@ _HOMES = {
     "PredictionWriter": "callbacks",
     "RolloutTable": "callbacks",
     "SaveHuggingFace": "callbacks",
+    "Timeline": "callbacks",
 }
 
 

@@ -12,6 +12,7 @@ from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.callbacks.predictions import PredictionWriter
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.rollout_table import RolloutTable
+from lightning_realloc.callbacks.timeline import Timeline
 
 __all__ = [
     "EMA",
@@ -23,4 +24,5 @@ __all__ = [
     "PredictionWriter",
     "RolloutTable",
     "SaveHuggingFace",
+    "Timeline",
 ]

@@ -1,0 +1,232 @@
+"""Callback that records what every rank does in a run: calls, moves of weights, waiting, memory, and metrics.
+
+The record lies next to the run's log. Reports and the dashboard read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_realloc.callbacks.auto_tuner import AutoTuner
+from lightning_realloc.callbacks.iteration_clock import planned_iterations
+from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy, trainer_callbacks
+from lightning_realloc.errors import ConfigError, ReallocError
+from lightning_realloc.recording.events import Event, PlanInstalled, PlanPredicted, RunEnded, RunStarted, event_to_json
+from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
+from lightning_realloc.recording.rank_recorder import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    RECORD_FOLDER,
+    JsonLines,
+    RankRecorder,
+    rank_file,
+)
+from lightning_realloc.recording.trace import write_trace
+from lightning_realloc.runtime.measure.peak_memory import resident_bytes
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.tuning.candidates import PlanEvaluator
+from lightning_realloc.tuning.memory.forecast import forecast_memory
+from lightning_realloc.tuning.timeline.simulator import simulate
+
+log = logging.getLogger(__name__)
+
+PREDICTED_AFTER = 2
+"""Iterations under a plan after which its prediction is made, by the lengths of the latest one."""
+DETAILED_AFTER_PLAN = 3
+"""Iterations after a change of plans whose pieces are written in any case."""
+_READER = "timeline"
+
+
+class Timeline(PhaseCallback):
+    """Record calls, moves of weights, waiting and memory of every rank, and the metrics of every iteration.
+
+    ``lightning-realloc report`` and ``lightning-realloc dashboard`` show the record. ``trace.json`` in its folder opens
+    in https://ui.perfetto.dev: the recorded iterations next to the predicted one.
+
+    Args:
+        folder: Folder of the record; None: ``record`` in the folder of the first logger with files, else in the
+            Trainer's ``default_root_dir``. With several hosts, all of them must see it.
+        predict: Whether to predict seconds and memory of the plan after its second iteration, to compare them with
+            measured ones. It takes milliseconds, once for each plan.
+
+    Example:
+        >>> from lightning_realloc import Timeline
+        >>> timeline = Timeline()  # Trainer(strategy="realloc", callbacks=[timeline])
+    """
+
+    def __init__(self, folder: str | Path | None = None, *, predict: bool = True) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.predict = predict
+        self._recorder: RankRecorder | None = None
+        self._events: JsonLines | None = None
+        self._metrics: JsonLines | None = None
+        self._plan: Any = None
+        self._baseline_bytes: int | None = None
+        """Memory before the models are built, which predictions leave out."""
+        self._num_iterations = self._num_under_plan = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ConfigError for a run without calls."""
+        self._baseline_bytes = resident_bytes() if trainer.strategy.root_device.type == "cpu" else 0
+        if stage == "fit" and getattr(trainer.strategy, "dataflow", None) is None:
+            raise ConfigError(
+                f"Timeline records the calls of this package's algorithms under strategy='realloc'; this is "
+                f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}, remove the callback"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the files of the record. Collective over all ranks."""
+        strategy = realloc_strategy(trainer)
+        folder = self._record_folder(trainer)
+        ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), time.time()))
+        unix_s = ranks[0][2]
+        strategy.barrier("timeline")  # ranks leave it together: the zero of all clocks
+        self._recorder = RankRecorder(folder / rank_file(trainer.global_rank), strategy.runner.record, time.monotonic())
+        self._recorder.write_header(step=trainer.global_step, unix_s=unix_s, baseline_bytes=self._baseline_bytes)
+        self._plan, self._num_iterations = None, 0
+        if trainer.is_global_zero:
+            self._events, self._metrics = JsonLines(folder / EVENTS_FILE), JsonLines(folder / METRICS_FILE)
+            started = RunStarted(
+                format=FORMAT,
+                unix_s=unix_s,
+                step=trainer.global_step,
+                max_steps=planned_iterations(trainer),
+                algorithm=type(pl_module).__name__,
+                devices=tuple(device for device, *_ in ranks),
+                hosts=tuple(host for _, host, _ in ranks),
+                precision=str(strategy.precision_plugin.precision),
+                roles={name: strategy.pool.specs[name].num_elements for name in strategy.pool.roles},
+            )
+            self._write(started)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Record a change of plans."""
+        strategy = realloc_strategy(trainer)
+        if strategy.plan != self._plan:
+            self._plan, self._num_under_plan = strategy.plan, 0
+            self._write(PlanInstalled(step=trainer.global_step, plan=self._plan.to_mapping()))
+
+    def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
+        """Begin the peak memory of a call."""
+        if self._recorder is not None:
+            realloc_strategy(trainer).runner.peak_memory.take(_READER)
+
+    def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
+        """Record the peak memory of a call."""
+        if self._recorder is not None:
+            peak = realloc_strategy(trainer).runner.peak_memory.take(_READER)
+            if peak is not None:
+                self._recorder.record_peak(phase, peak)
+
+    def on_reallocate(
+        self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
+    ) -> None:
+        """Record a move of weights."""
+        if self._recorder is not None:
+            self._recorder.record_move(phase, WeightMove(report.seconds, report.bytes_moved, report.bytes_minimum))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Write the iteration, its metrics, and once for each plan its prediction."""
+        assert self._recorder is not None, "opened in on_train_start"
+        self._num_under_plan += 1
+        if self.predict and self._num_under_plan == PREDICTED_AFTER:
+            self._predict(trainer)
+        detailed = is_detailed(self._num_iterations) or self._num_under_plan <= DETAILED_AFTER_PLAN
+        self._recorder.end_iteration(trainer.global_step, is_detailed=detailed)
+        self._num_iterations += 1
+        if self._metrics is not None:
+            values = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(("val/", "test/"))}
+            self._metrics.write({"step": trainer.global_step, "unix_s": time.time(), "metrics": values})
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the metrics of held-out samples."""
+        if self._metrics is not None and not trainer.sanity_checking:
+            values = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+            self._metrics.write({"step": trainer.global_step, "unix_s": time.time(), "metrics": values})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the end of the run, and the trace. Collective over all ranks."""
+        self._end(trainer, None)
+        trainer.strategy.barrier("timeline's end")  # all files are complete
+        if trainer.is_global_zero:
+            folder = self._record_folder_of_rank_zero
+            write_trace(folder, folder / "trace.json")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the error that ended the run."""
+        self._end(trainer, f"{type(exception).__name__}: {exception}")
+
+    # ---- the record
+    def _record_folder(self, trainer: Trainer) -> Path:
+        """Return the folder of the record, the same on all ranks. Collective."""
+        folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir) / RECORD_FOLDER
+        self._record_folder_of_rank_zero = folder
+        return folder
+
+    def _write(self, event: Event) -> None:
+        if self._events is not None:
+            self._events.write(event_to_json(event))
+
+    def _end(self, trainer: Trainer, error: str | None) -> None:
+        if self._recorder is None:
+            return
+        self._write(RunEnded(unix_s=time.time(), step=trainer.global_step, error=error))
+        self._recorder.close()
+        for file in (self._events, self._metrics):
+            if file is not None:
+                file.close()
+        self._recorder = self._events = self._metrics = None
+
+    # ---- predictions
+    def _predict(self, trainer: Trainer) -> None:
+        """Record the prediction for the plan in use. Collective over all ranks."""
+        strategy = realloc_strategy(trainer)
+        if strategy.lengths is None:
+            return
+        tuner = next((one for one in trainer_callbacks(trainer) if isinstance(one, AutoTuner)), None)
+        try:
+            evaluator = tuner.evaluator if tuner is not None else None
+            evaluator = evaluator or strategy.plan_evaluator([strategy.lengths])
+            source = "measured passes" if tuner is not None and tuner.has_profile else "data sheets"
+            if trainer.is_global_zero:
+                self._write(_prediction(evaluator, strategy.plan, trainer, source))
+        except ReallocError as error:  # on every rank: a model without a decoder's shape, for instance
+            log.debug("no prediction of this plan: %s", error)
+
+
+def _prediction(evaluator: PlanEvaluator, plan: Any, trainer: Trainer, source: str) -> PlanPredicted:
+    simulated = simulate(
+        evaluator.dataflow,
+        plan,
+        evaluator.estimate(evaluator.lengths),
+        overlap=evaluator.overlap,
+        generation_chunks=evaluator.generation_chunks,
+    )
+    ranks = range(trainer.world_size)
+    forecast = forecast_memory(
+        evaluator.dataflow, plan, evaluator.roles, evaluator.settings, evaluator.workload, ranks=ranks
+    )
+    peaks: dict[str, list[int]] = {}
+    for entry in forecast.phases:
+        peaks.setdefault(entry.phase, [0] * trainer.world_size)[entry.rank] = entry.parts.total
+    return PlanPredicted.from_entries(
+        simulated.entries,
+        iteration=simulated.num_iterations - 1,
+        step=trainer.global_step,
+        source=source,
+        seconds_per_iteration=simulated.seconds_per_iteration,
+        peak_bytes={phase: tuple(sizes) for phase, sizes in peaks.items()},
+        memory_budget=evaluator.memory_budget,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

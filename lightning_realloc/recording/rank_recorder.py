@@ -1,0 +1,91 @@
+"""Write what a rank does to its file: it collects the activities of its flight record, and ends iterations."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from lightning_realloc.recording.iteration_record import IterationRecord, WeightMove
+from lightning_realloc.recording.pieces import divide_into_pieces
+from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
+
+RECORD_FOLDER = "record"
+"""Name of the folder below a run's log."""
+EVENTS_FILE, METRICS_FILE = "events.jsonl", "metrics.jsonl"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank}.jsonl"
+
+
+class JsonLines:
+    """File with one JSON object a line, which a reader may follow: every line is written at once.
+
+    Args:
+        path: The file; lines are appended to an existing one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Append an object. Numbers that are not finite become NaN or Infinity, as Python reads them."""
+        self._file.write(json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class RankRecorder:
+    """Collects the activities of a rank, and writes a line for every iteration.
+
+    Args:
+        path: File of the rank.
+        record: The rank's flight record, whose activities are collected from now on.
+        zero: Moment of `time.monotonic` that is 0 on the record's clock, the same on all ranks.
+    """
+
+    def __init__(self, path: Path, record: FlightRecord, zero: float) -> None:
+        self._lines, self._record, self._zero = JsonLines(path), record, zero
+        self._activities: list[Activity] = []
+        self._moves: dict[str, WeightMove] = {}
+        self._peaks: dict[str, int] = {}
+        self._began_at = time.monotonic()
+        record.listener = self._activities.append
+
+    def write_header(self, **fields: Any) -> None:
+        """Write facts about the rank that hold from here on."""
+        self._lines.write({"rank": fields})
+
+    def record_move(self, call: str, move: WeightMove) -> None:
+        """Record a move of weights that has just ended; its name in the pieces is that of a predicted move."""
+        self._moves[call] = move
+        self._record.insert(f"-> {call}", move.seconds, kind="move")
+
+    def record_peak(self, call: str, peak_bytes: int) -> None:
+        """Record the peak memory of a call."""
+        self._peaks[call] = max(peak_bytes, self._peaks.get(call, 0))
+
+    def end_iteration(self, step: int, *, is_detailed: bool, energy_j: float | None = None) -> IterationRecord:
+        """Write the line of an iteration, from the end of the one before until now, and return its record."""
+        now = time.monotonic()
+        pieces = divide_into_pieces(self._activities, self._began_at, now, zero=self._zero)
+        record = IterationRecord.from_pieces(
+            step, pieces, is_detailed=is_detailed, moves=self._moves, peak_bytes=self._peaks, energy_j=energy_j
+        )
+        self._lines.write(record.to_json())
+        self._began_at, self._moves, self._peaks = now, {}, {}
+        self._activities.clear()
+        return record
+
+    def close(self) -> None:
+        """Stop collecting."""
+        self._record.listener = None
+        self._lines.close()

@@ -1,0 +1,115 @@
+"""Timeline's record of real runs: complete, the same calls and metrics as the run, and continued after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_realloc.callbacks import Timeline
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.recording.events import PlanInstalled, PlanPredicted, RunEnded
+from lightning_realloc.recording.reader import Session, read_run
+from tests.strategies import runs
+from tests.workers import WorkerPool
+
+APART = runs.calls(actor_train="fsdp2@0-1", actor_generate="dp2@0-1", reference_infer="dp1@1")
+
+
+def record(folder: str, options: dict[str, Any], algorithm: str = "grpo", *, iterations: int = 4) -> dict[str, float]:
+    """Train with a record; return this rank's seconds of calls, by its runner."""
+    module = getattr(runs, algorithm)()
+    strategy = runs.ReallocStrategy(**options)
+    trainer = runs.trainer(
+        strategy, runs.world_size(), callbacks=[Timeline(folder)], max_steps=iterations, max_epochs=-1
+    )
+    seconds: dict[str, float] = {}
+    module.on_train_end = lambda: seconds.update(strategy.runner.seconds)
+    trainer.fit(module, runs.Batches(2))
+    return seconds
+
+
+def check_times(session: Session, seconds: dict[int, dict[str, float]]) -> None:
+    """Check that pieces have no gaps, and that a call's work is what the runner measured without waiting."""
+    for rank, iterations in session.ranks.items():
+        for before, after in zip([None, *iterations], iterations, strict=False):
+            assert before is None or after.start == before.end
+            assert after.pieces is not None, "a short run keeps all pieces"
+            assert sum(piece.seconds for piece in after.pieces) == pytest.approx(after.end - after.start, abs=1e-4)
+        recorded: dict[str, float] = {}
+        for one in iterations:
+            for call, spent in one.seconds.get("call", {}).items():
+                recorded[call] = recorded.get(call, 0.0) + spent
+        for call, spent in seconds[rank].items():
+            assert recorded[call] == pytest.approx(spent, rel=0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "algorithm"),
+    [
+        (1, {}, "grpo"),
+        (2, {"plan": APART}, "grpo"),
+        (2, {"overlap": "none", "plan": {"calls": APART["calls"], "offload": ["reference"]}}, "grpo"),
+    ],
+)
+def test_the_record_has_what_every_rank_did(
+    workers: WorkerPool, tmp_path: Path, world_size: int, options: dict[str, Any], algorithm: str
+) -> None:
+    seconds = workers.run(record, str(tmp_path), options, algorithm, world_size=world_size, init_process_group=False)
+    session = read_run(tmp_path).last
+    assert sorted(session.ranks) == list(range(world_size))
+    check_times(session, dict(enumerate(seconds)))
+    assert [row.step for row in session.metrics] == [1, 2, 3, 4]
+    assert all("reward" in row.values and "actor/loss" in row.values for row in session.metrics)
+    kinds = [type(event) for event in session.events]
+    assert kinds == [PlanInstalled, PlanPredicted, RunEnded]
+    predicted = session.events[1]
+    assert isinstance(predicted, PlanPredicted)
+    calls = {entry.phase for entry in predicted.entries}
+    assert calls >= {"actor.generate", "reference.infer", "actor.train"}
+    for made in session.ranks.values():
+        assert set(made[-1].peak_bytes) == {"actor.generate", "reference.infer", "actor.train"}
+        assert all(peak > session.baseline_bytes[0] for peak in made[-1].peak_bytes.values())
+    if world_size == 2:
+        assert all("actor.generate" in one.moves for made in session.ranks.values() for one in made)
+        assert any("offload" in one.seconds for one in session.ranks[1]) == ("overlap" in options)
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in trace if event["ph"] == "X"} == set(range(world_size))
+
+
+def test_a_later_fit_continues_the_record(tmp_path: Path) -> None:
+    module = runs.grpo()
+    for steps in (2, 5):
+        trainer = runs.trainer(
+            runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=steps, max_epochs=-1
+        )
+        path = tmp_path / "saved"
+        trainer.fit(module, runs.Batches(2), ckpt_path=path if path.exists() else None)
+        trainer.save_checkpoint(path)
+        module = runs.grpo()
+    first, second = read_run(tmp_path).sessions
+    assert [row.step for row in (*first.metrics, *second.metrics)] == [1, 2, 3, 4, 5]
+    assert second.started.step == 2 and second.started.max_steps == 5
+
+
+def test_an_error_that_ends_the_run_is_recorded(tmp_path: Path) -> None:
+    module = runs.grpo()
+
+    def fail(samples: object) -> None:
+        raise ValueError("a broken reward")
+
+    module.summarize = fail
+    trainer = runs.trainer(runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=2, max_epochs=-1)
+    with pytest.raises(ValueError, match="a broken reward"):
+        trainer.fit(module, runs.Batches(2))
+    ended = read_run(tmp_path).last.events[-1]
+    assert isinstance(ended, RunEnded) and ended.error == "ValueError: a broken reward"
+
+
+def test_a_module_without_calls_is_refused(tmp_path: Path) -> None:
+    trainer = runs.trainer(runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=1)
+    with pytest.raises(ConfigError, match="Timeline records the calls of this package's algorithms"):
+        trainer.fit(BoringModel())

@@ -1,0 +1,85 @@
+"""A record reads as it was written; sessions join; broken lines, files and versions are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_realloc.recording.events import PlanInstalled, RunEnded
+from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord, is_detailed
+from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE
+from lightning_realloc.recording.reader import RecordError, read_run
+from tests.recording.records import PREDICTION, iteration, started, write_events, write_session
+
+
+@pytest.mark.parametrize("detailed", [True, False])
+def test_an_iteration_reads_as_it_was_written(detailed: bool) -> None:
+    written = iteration(3, 2.0, is_detailed=detailed)
+    read = IterationRecord.from_json(written.to_json())
+    assert read.moves == written.moves and read.peak_bytes == written.peak_bytes
+    assert (read.step, read.start, read.end) == (3, 2.0, pytest.approx(3.0))
+    assert (read.pieces is None) is not detailed
+    assert read.idle_share == pytest.approx(0.1)
+    assert sum(sum(named.values()) for named in read.seconds.values()) == pytest.approx(1.0)
+
+
+def test_fewer_iterations_are_detailed_in_a_longer_run() -> None:
+    counts = [sum(map(is_detailed, range(first, last))) for first, last in ((0, 20), (20, 100), (100, 1000))]
+    assert counts == [20, 16, 18]
+    assert sum(map(is_detailed, range(100_000))) < 100
+
+
+def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
+    events = [PlanInstalled(step=0, plan={"calls": {"actor.train": "dp2@0-1"}}), PREDICTION]
+    ended = RunEnded(unix_s=1010.0, step=3)
+    write_session(tmp_path, started(), [*events, ended])
+    run = read_run(tmp_path)
+    assert run.problems == ()
+    assert run.last.started == started() and run.last.events == (*events, ended)
+    assert [row.values["reward"] for row in run.last.metrics] == [0.1, 0.2, 0.3]
+    assert [one.step for one in run.last.ranks[1]] == [1, 2, 3]
+    assert run.last.baseline_bytes == {0: 50, 1: 50}
+
+
+def test_a_later_session_replaces_the_iterations_that_it_repeats(tmp_path: Path) -> None:
+    write_session(tmp_path, started(), steps=5)
+    write_session(tmp_path, started(unix_s=2000.0, step=3, ranks=1), steps=4)
+    first, second = read_run(tmp_path).sessions
+    assert [row.step for row in first.metrics] == [1, 2, 3]
+    assert [one.step for one in first.ranks[0]] == [one.step for one in first.ranks[1]] == [1, 2, 3]
+    assert [one.step for one in second.ranks[0]] == [row.step for row in second.metrics] == [4, 5, 6, 7]
+    assert 1 not in second.ranks
+
+
+def test_broken_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    write_session(tmp_path, started())
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines(keepends=True)
+    lines[1:2] = [
+        '{"step": 2, "unix_s"\n',
+        '["no object"]\n',
+        '{"step": 2}\n',
+        '{"step":2,"unix_s":1002,"metrics":7}\n',
+    ]
+    (tmp_path / METRICS_FILE).write_text("".join(lines) + '{"step": 4, "uni')
+    (tmp_path / "rank_1.jsonl").unlink()
+    with (tmp_path / "rank_0.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "start": 1, "end": 2, "seconds": {"call": 3}}\n\xff\xfe\n' + b"x" * (9 << 20) + b"\n")
+        file.write(b'{"step":5,"start":4,"end":5,"seconds":{"call":{"actor.train":1}}}\n')
+    run = read_run(tmp_path)
+    assert [row.step for row in run.last.metrics] == [1, 3]
+    assert [one.step for one in run.last.ranks[0]] == [1, 2, 3, 5]
+    assert any("metrics.jsonl has 4 broken lines, the first is line 2" in problem for problem in run.problems)
+    assert any("rank_1.jsonl cannot be read" in problem for problem in run.problems)
+    assert any("rank_0.jsonl has 3 broken lines" in problem for problem in run.problems)
+
+
+def test_folders_without_a_record_of_this_version_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"has no record of a run: events.jsonl is missing; train with callbacks="):
+        read_run(tmp_path)
+    (tmp_path / EVENTS_FILE).write_text('{"event": "of a later release"}\nnonsense\n')
+    with pytest.raises(RecordError, match=r"tells of no start of a run; events.jsonl has 1 broken line"):
+        read_run(tmp_path)
+    write_events(tmp_path, [started(version=FORMAT + 1)])
+    with pytest.raises(RecordError, match=f"was written in version {FORMAT + 1} of the record"):
+        read_run(tmp_path)
