@@ -112,33 +112,39 @@ class Clock:
 
 def work_on(rank: int, work: Workload, answers: Connection) -> None:
     """Train on this rank; rank 0 sends the seconds of the parts, and of all iterations."""
-    from benchmarks.workload import byte_tokenizer, llama_config, make_trainer, random_prompts, share_of_vowels
-    from lightning_realloc import GRPO, ReallocStrategy, SamplingParams
-
     clock = Clock(defaultdict(float))
     for part, places in (WATCHED | CHECKS).items():
         for place in places:
             clock.watch(part, place)
+    meter = watch_iterations(clock)
+    train(work, [meter])
+    if rank == 0:
+        answers.send((dict(clock.seconds), meter.cpu_s, meter.wall_s))
+
+
+def train(work: Workload, callbacks: list[Any]) -> None:
+    """Train GRPO on this rank, with one iteration more than are measured."""
+    from benchmarks.workload import byte_tokenizer, llama_config, make_trainer, random_prompts, share_of_vowels
+    from lightning_realloc import GRPO, ReallocStrategy, SamplingParams
+
     sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens, ignore_eos=True)
     module = GRPO(
         llama_config(work), share_of_vowels, tokenizer=byte_tokenizer(), sampling=sampling, kl_coef=0.04,
         learning_rate=1e-5,
     )  # fmt: skip
     layouts = {"actor.generate": "dp2", "reference.infer": "dp2", "actor.train": "fsdp2"}
-    meter = _make_meter(clock)
     trainer = make_trainer(
-        strategy=ReallocStrategy({"calls": layouts}), callbacks=[meter], max_steps=work.iterations + 1, max_epochs=-1
+        strategy=ReallocStrategy({"calls": layouts}), callbacks=callbacks, max_steps=work.iterations + 1, max_epochs=-1
     )
     trainer.fit(module, random_prompts(8 * work.num_prompts, length=work.prompt_tokens, batch_size=work.num_prompts))
-    if rank == 0:
-        answers.send((dict(clock.seconds), meter.cpu_s, meter.wall_s))
 
 
-def _make_meter(clock: Clock) -> Any:
+def watch_iterations(clock: Clock) -> Any:
+    """Return a callback that measures all iterations but the first, and clears the clock after that one."""
     from lightning.pytorch.callbacks import Callback
 
     class Meter(Callback):
-        """Measures all iterations but the first."""
+        """Measures processor and wall time."""
 
         cpu_s = wall_s = 0.0
 

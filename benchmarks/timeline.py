@@ -1,0 +1,96 @@
+"""What `Timeline` costs, as a share of an iteration's processor time, and how much of the wall time it records.
+
+Two ranks train GRPO with a layout for every call, as in `benchmarks.watching`, whose short iterations make fixed costs
+large. On rank 0 the processor time of the callback's hooks is summed. On every rank the recorded pieces are summed, and
+compared with a clock that runs from the first hook of the training to the last one.
+
+Run ``python -m benchmarks.timeline``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.ranks import answers_of_ranks
+from benchmarks.watching import Clock, Workload, train, watch_iterations
+
+HOOKS = (
+    "on_train_batch_start", "on_phase_start", "on_phase_end", "on_reallocate", "on_train_batch_end"
+)  # fmt: skip
+"""Hooks of the callback that run in every iteration. The listener of the flight record appends to a list."""
+
+
+def work_on(rank: int, work: tuple[Workload, str], answers: Connection) -> None:
+    """Train on this rank with a record; every rank sends its wall time, rank 0 also the processor times."""
+    from lightning.pytorch.callbacks import Callback
+
+    from lightning_realloc.callbacks import Timeline
+
+    load, folder = work
+    clock = Clock(defaultdict(float))
+    for hook in HOOKS:
+        clock.watch(hook, f"callbacks.timeline:Timeline.{hook}")
+    clock.watch("activities", "runtime.messages.flight_record:FlightRecord.insert")
+
+    class Stopwatch(Callback):
+        """Measures the training loop."""
+
+        seconds = 0.0
+
+        def on_train_start(self, *_: Any) -> None:
+            self.seconds = -time.perf_counter()
+
+        def on_train_end(self, *_: Any) -> None:
+            self.seconds += time.perf_counter()
+
+    meter, stopwatch = watch_iterations(clock), Stopwatch()
+    # The stopwatch is first at the start, and the record ends before it.
+    train(load, [Timeline(folder), stopwatch, meter])
+    if rank == 0:
+        answers.send((dict(clock.seconds), meter.cpu_s, meter.wall_s))
+    Path(folder, f"wall_{rank}").write_text(str(stopwatch.seconds))
+
+
+def coverage(folder: Path) -> dict[int, float]:
+    """Return rank -> seconds of all recorded pieces over the wall time of its training."""
+    from lightning_realloc.recording.reader import read_run
+
+    found = {}
+    for rank, iterations in read_run(folder).last.ranks.items():
+        recorded = sum(sum(sum(named.values()) for named in one.seconds.values()) for one in iterations)
+        found[rank] = recorded / float((folder / f"wall_{rank}").read_text())
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, and report the shares."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--iterations", type=int, default=Workload().iterations, help="measured iterations")
+    options = parser.parse_args(arguments)
+    work = Workload(iterations=options.iterations)
+    report = BenchmarkReport("timeline", settings=asdict(work))
+    with tempfile.TemporaryDirectory() as folder:
+        ((seconds, cpu_s, wall_s),) = answers_of_ranks(work_on, (work, folder), world_size=2)
+        covered = coverage(Path(folder))
+        size = sum(path.stat().st_size for path in Path(folder).glob("rank_*.jsonl"))
+    for part in (*HOOKS, "activities"):
+        report.add_row(part=part, ms_per_iteration=1e3 * seconds[part] / work.iterations, share=seconds[part] / cpu_s)
+    report.add_row(part="iteration", ms_per_iteration=1e3 * cpu_s / work.iterations, share=1.0)
+    report.settings["wall_s_per_iteration"] = wall_s / work.iterations
+    report.settings["bytes_per_rank_and_iteration"] = size / 2 / (work.iterations + 1)
+    report.require_at_most("the record, as a share of an iteration", sum(seconds.values()) / cpu_s, 0.01)
+    report.require_at_least("recorded share of the wall time, least of the ranks", min(covered.values()), 0.98)
+    report.require_at_most("recorded share of the wall time, most of the ranks", max(covered.values()), 1.02)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
