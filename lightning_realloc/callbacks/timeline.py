@@ -29,6 +29,7 @@ from lightning_realloc.recording.rank_recorder import (
     rank_file,
 )
 from lightning_realloc.recording.trace import write_trace
+from lightning_realloc.runtime.measure.energy import EnergyMeter
 from lightning_realloc.runtime.measure.peak_memory import resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
@@ -68,6 +69,7 @@ class Timeline(PhaseCallback):
         self._recorder: RankRecorder | None = None
         self._events: JsonLines | None = None
         self._metrics: JsonLines | None = None
+        self._energy: EnergyMeter | None = None
         self._plan: Any = None
         self._baseline_bytes: int | None = None
         """Memory before the models are built, which predictions leave out."""
@@ -92,6 +94,7 @@ class Timeline(PhaseCallback):
         self._recorder = RankRecorder(folder / rank_file(trainer.global_rank), strategy.runner.record, time.monotonic())
         self._recorder.write_header(step=trainer.global_step, unix_s=unix_s, baseline_bytes=self._baseline_bytes)
         self._plan, self._num_iterations = None, 0
+        self._energy = EnergyMeter.for_device(strategy.root_device)
         if trainer.is_global_zero:
             self._events, self._metrics = JsonLines(folder / EVENTS_FILE), JsonLines(folder / METRICS_FILE)
             started = RunStarted(
@@ -140,7 +143,8 @@ class Timeline(PhaseCallback):
         if self.predict and self._num_under_plan == PREDICTED_AFTER:
             self._predict(trainer)
         detailed = is_detailed(self._num_iterations) or self._num_under_plan <= DETAILED_AFTER_PLAN
-        self._recorder.end_iteration(trainer.global_step, is_detailed=detailed)
+        energy_j = None if self._energy is None else self._energy.take()
+        self._recorder.end_iteration(trainer.global_step, is_detailed=detailed, energy_j=energy_j)
         self._num_iterations += 1
         if self._metrics is not None:
             values = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(("val/", "test/"))}

@@ -33,7 +33,7 @@ def record(folder: str, options: dict[str, Any], algorithm: str = "grpo", *, ite
 
 
 def check_times(session: Session, seconds: dict[int, dict[str, float]]) -> None:
-    """Check that pieces have no gaps, and that a call's work is what the runner measured without waiting."""
+    """Check that pieces have no gaps, and that calls with their moves take what the runner measured without waiting."""
     for rank, iterations in session.ranks.items():
         for before, after in zip([None, *iterations], iterations, strict=False):
             assert before is None or after.start == before.end
@@ -41,10 +41,13 @@ def check_times(session: Session, seconds: dict[int, dict[str, float]]) -> None:
             assert sum(piece.seconds for piece in after.pieces) == pytest.approx(after.end - after.start, abs=1e-4)
         recorded: dict[str, float] = {}
         for one in iterations:
-            for call, spent in one.seconds.get("call", {}).items():
+            for name, spent in (one.seconds.get("call", {}) | one.seconds.get("move", {})).items():
+                call = name.removeprefix("-> ")
                 recorded[call] = recorded.get(call, 0.0) + spent
         for call, spent in seconds[rank].items():
-            assert recorded[call] == pytest.approx(spent, rel=0.1, abs=0.02)
+            assert recorded[call] == pytest.approx(
+                spent, rel=0.1, abs=0.05
+            )  # a busy machine interrupts between two clocks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Peaks of several readers: each since its own last reading, and one for the whole run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_realloc.runtime.measure.peak_memory import PeakMemory, resident_bytes
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> PeakMemory:
+    memory = PeakMemory(torch.device("cpu"))
+    if memory.take("probe") is None:
+        pytest.skip("this system cannot reset the peak of resident memory")
+    return memory
+
+
+def touch(num_bytes: int) -> None:
+    """Allocate memory, write to it, and free it."""
+    block = torch.ones(num_bytes, dtype=torch.uint8)
+    del block
+
+
+def test_a_reader_sees_the_peak_since_its_last_reading(memory: PeakMemory) -> None:
+    memory.take("calls")
+    before = resident_bytes()
+    assert before is not None
+    touch(200 * MIB)
+    assert memory.take("calls") - before > 190 * MIB  # type: ignore[operator]
+    touch(50 * MIB)
+    assert memory.take("calls") - before < 100 * MIB  # type: ignore[operator]
+
+
+def test_a_reading_is_no_loss_to_other_readers_nor_to_the_run(memory: PeakMemory) -> None:
+    memory.take("tuner")
+    before = resident_bytes()
+    assert before is not None
+    touch(200 * MIB)
+    for _ in range(3):
+        memory.take("calls")
+    assert memory.take("tuner") - before > 190 * MIB  # type: ignore[operator]
+    assert memory.of_run() - before > 190 * MIB
+    assert memory.take("tuner") - before < 100 * MIB  # type: ignore[operator]
