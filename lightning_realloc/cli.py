@@ -36,6 +36,7 @@ from lightning_realloc.callbacks import (
     PredictionWriter,
     RolloutTable,
     SaveHuggingFace,
+    Timeline,
 )
 from lightning_realloc.commands.chat_command import CHAT_HELP, run_chat
 from lightning_realloc.commands.checkpoint_commands import (
@@ -90,6 +91,7 @@ SHORT_NAMES = (
     RolloutTable,
     MemoryMonitor,
     MetricAlarm,
+    Timeline,
     AutoTuner,
 )
 """Classes that a configuration can name without their module; others need the full class path."""

@@ -25,6 +25,8 @@ ROWS_PER_ITERATION = 16
 """Rows or pairs of an iteration without generation, unless ``--batch-size`` is given."""
 STEPS_PER_CHECKPOINT = 50
 """Default of ``--checkpoint-every``."""
+STEPS_PER_TABLE = 10
+"""Iterations between two tables of samples. Fewer make a larger file."""
 LORA_RANK = 16
 """Rank of ``--lora`` without a number."""
 _FIT_OPTIONS = frozenset({"--config", "-c", "--ckpt_path", "--weights_only", "--seed_everything", "--print_config"})
@@ -206,15 +208,16 @@ def configuration(
             "target_modules": "all-linear",
         }
     return {
-        "trainer": _trainer(flags, precision),
+        "trainer": _trainer(flags, precision, generates=generates),
         "model": {"class_path": command.algorithm, "init_args": model},
         "data": {"class_path": command.data_module, "init_args": rows},
     }
 
 
-def _trainer(flags: argparse.Namespace, precision: str | None) -> dict[str, Any]:
-    """Return the Trainer's settings: length, precision, CSV log, checkpoints, and the model at the end."""
+def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: bool) -> dict[str, Any]:
+    """Return the Trainer's settings: length, precision, log with a record, checkpoints, and the model at the end."""
     output = Path(flags.output)
+    table = {"every_n_steps": STEPS_PER_TABLE, "path": str(output / "rollouts.csv")}  # also without a logger
     every = flags.checkpoint_every if flags.steps is None else min(flags.checkpoint_every, flags.steps)
     length = {"max_epochs": flags.epochs or 1} if flags.steps is None else {"max_steps": flags.steps}
     return {
@@ -237,6 +240,8 @@ def _trainer(flags: argparse.Namespace, precision: str | None) -> dict[str, Any]
                 },
             },
             {"class_path": "SaveHuggingFace", "init_args": {"dirpath": str(output / "model")}},
+            {"class_path": "Timeline"},
+            *([{"class_path": "RolloutTable", "init_args": table}] if generates else []),
         ],
     }
 

@@ -59,9 +59,12 @@ def test_flags_reach_the_settings_that_they_stand_for() -> None:
     assert data["prompt_column"] == "question" and data["text_prompts"] == "auto"
     assert trainer["max_steps"] == 7 and "max_epochs" not in trainer
     assert trainer["precision"] == "bf16-mixed"
-    checkpoints, saver = (callback["init_args"] for callback in trainer["callbacks"])
-    assert checkpoints["dirpath"] == "out/checkpoints" and saver["dirpath"] == "out/model"
+    callbacks = {callback["class_path"]: callback.get("init_args", {}) for callback in trainer["callbacks"]}
+    checkpoints = callbacks["lightning.pytorch.callbacks.ModelCheckpoint"]
+    assert checkpoints["dirpath"] == "out/checkpoints" and callbacks["SaveHuggingFace"]["dirpath"] == "out/model"
     assert checkpoints["every_n_train_steps"] == 7  # a run of fewer iterations than the default has one as well
+    assert callbacks["RolloutTable"]["path"] == "out/rollouts.csv" and "Timeline" in callbacks
+    assert not any(each["class_path"] == "RolloutTable" for each in _config("sft")["trainer"]["callbacks"])
 
 
 def test_a_rank_of_adapters_may_be_left_out() -> None:
