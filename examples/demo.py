@@ -33,9 +33,11 @@ from lightning_realloc import (
     SFT,
     PromptDataModule,
     ReallocStrategy,
+    RolloutTable,
     SamplingParams,
     SaveHuggingFace,
     SFTDataModule,
+    Timeline,
     TrainOptions,
     exact_match,
 )
@@ -179,7 +181,8 @@ def learn_from_rewards(settings: Settings) -> Outcome:
     model, data = make_grpo(settings), make_prompts(settings)
     recorder = Recorder()
     checkpoint = ModelCheckpoint(settings.path("checkpoints"), filename="last", enable_version_counter=False)
-    callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained"))]
+    shown = [Timeline(), RolloutTable(every_n_steps=5)]
+    callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained")), *shown]
     trainer = make_trainer(settings, "grpo", ReallocStrategy(plan=settings.plan), callbacks, max_epochs=settings.epochs)
     (before,) = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)  # validates at the end of each epoch

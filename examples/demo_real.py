@@ -26,6 +26,7 @@ from examples import report
 from examples.gsm8k import train
 from examples.resident_memory import resident_bytes, start_measuring
 from examples.smollm2 import model_folder
+from lightning_realloc import RolloutTable, Timeline
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "all weights": {"learning_rate": 2e-5},
@@ -48,11 +49,13 @@ class Settings:
 
 @dataclass
 class Meter(Callback):
-    """Sums the seconds of each call, and predicts the memory of this process."""
+    """Sums the seconds of each call, and measures and predicts the memory of this process."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     predicted_bytes: int = 0
     """Peak of weights, gradients, optimizer, activations and caches on the fullest rank, as `plan` predicts it."""
+    peak_bytes: int = 0
+    """Peak of this process until training ended; `Timeline` restarts the system's own count in every call."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Add the logged seconds."""
@@ -61,8 +64,9 @@ class Meter(Callback):
                 self.seconds[name.removeprefix("seconds/")] += float(value)
 
     def on_train_end(self, trainer: Trainer, *_: object) -> None:
-        """Predict the peak for the lengths of the last iteration."""
+        """Measure the peak, and predict it for the lengths of the last iteration."""
         strategy: Any = trainer.strategy
+        self.peak_bytes = strategy.runner.peak_memory.of_run()
         self.predicted_bytes = max(strategy.plan_evaluator([strategy.lengths]).peak_bytes(strategy.plan).values())
 
 
@@ -121,12 +125,12 @@ def learn(name: str, settings: Settings) -> Outcome:
         trainer={
             "accelerator": "cpu", "devices": settings.num_ranks, "max_steps": settings.iterations, "max_epochs": -1,
             "logger": CSVLogger(settings.folder, name="logs", version=name.replace(" ", "_")),
-            "callbacks": [meter, report.Progress()], "log_every_n_steps": 1, "num_sanity_val_steps": 0,
-            "enable_checkpointing": False, "enable_model_summary": False,
+            "callbacks": [meter, report.Progress(), Timeline(), RolloutTable(every_n_steps=5)], "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0, "enable_checkpointing": False, "enable_model_summary": False,
         },
         **VARIANTS[name],
     )  # fmt: skip
-    grown = None if held_bytes is None else resident_bytes("VmHWM") - held_bytes
+    grown = None if held_bytes is None else max(meter.peak_bytes, resident_bytes("VmHWM")) - held_bytes
     return Outcome(before, after, time.perf_counter() - began, dict(meter.seconds), grown, meter.predicted_bytes)
 
 

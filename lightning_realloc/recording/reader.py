@@ -51,7 +51,7 @@ class RunRecord:
 
     folder: Path
     sessions: tuple[Session, ...]
-    """In order; iterations that a later session repeated are left out."""
+    """In order, the first from step 0 if that is recorded; iterations that a later one repeated are left out."""
     problems: tuple[str, ...] = ()
     """Lines and files that could not be read, in words."""
 
@@ -80,7 +80,7 @@ def read_run(folder: Path) -> RunRecord:
     fits: list[tuple[RunStarted, list[Event]]] = []
     for event in _parsed(folder / EVENTS_FILE, event_from_json, problems):
         if isinstance(event, RunStarted):
-            fits.append((event, []))
+            fits = [*(fits if event.step else ()), (event, [])]  # a run from the start replaces an earlier one
         elif event is not None and fits:
             fits[-1][1].append(event)
     if not fits:

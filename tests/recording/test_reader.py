@@ -52,6 +52,13 @@ def test_a_later_session_replaces_the_iterations_that_it_repeats(tmp_path: Path)
     assert 1 not in second.ranks
 
 
+def test_a_run_from_the_start_replaces_an_earlier_one(tmp_path: Path) -> None:
+    write_session(tmp_path, started(), steps=5)
+    write_session(tmp_path, started(unix_s=2000.0), steps=2)
+    (session,) = read_run(tmp_path).sessions
+    assert [row.step for row in session.metrics] == [one.step for one in session.ranks[1]] == [1, 2]
+
+
 def test_broken_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     write_session(tmp_path, started())
     lines = (tmp_path / METRICS_FILE).read_text().splitlines(keepends=True)
