@@ -43,7 +43,7 @@ def trial(fault: Fault, folder: Path) -> list[str]:
     run = start(case)
     problems: list[str] = []
     try:
-        if not _wait(lambda: (run.folder / "struck").exists() or not run.processes(), START_S):
+        if not _wait(lambda: (run.folder / "struck").exists() or not run.is_running, START_S):
             return [f"the moment did not come in {START_S:g} s"]
         if not (run.folder / "struck").exists():
             return ["the run ended before the fault"]

@@ -33,6 +33,12 @@ class Run:
         """Return the ids of all living processes of the sessions."""
         return [pid for session in self.sessions for pid in _living(session)]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a started process or one of its session lives: a process needs a moment to open its session."""
+        alive = (leader.is_alive() if hasattr(leader, "is_alive") else leader.poll() is None for leader in self.leaders)
+        return any(alive) or bool(self.processes())
+
     def end(self) -> None:
         """Kill what is left."""
         for pid in self.processes():
