@@ -119,7 +119,7 @@ def _weights(case: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]] | None:
     """Run a case to its end, and return the trained weights; None if it fails."""
     run, file = start(case), Path(case["folder"]) / "weights.pt"
     try:
-        _wait(lambda: not run.processes(), START_S)
+        _wait(lambda: not run.is_running, START_S)
     finally:
         run.end()
     return torch.load(file) if file.exists() else None
