@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.recording.events import Event, RunStarted, event_from_json
+from lightning_realloc.recording.followed_file import FollowedFile
 from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE, rank_file
-
-T = TypeVar("T")
-MAX_LINE_BYTES = 4 << 20
-"""Longest line that is read; a longer one is counted as broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,71 +62,102 @@ class RecordError(ReallocError):
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return the record in a folder.
+    """Return the record in a folder. Raises RecordError as `RunReader.read` does."""
+    return RunReader(folder).read()
 
-    Raises:
-        RecordError: if there is none, or it has another version.
+
+class RunReader:
+    """Reads the record in a folder, and later what has been added.
+
+    Args:
+        folder: Folder of the record.
     """
-    problems: list[str] = []
-    if not (folder / EVENTS_FILE).is_file():
-        raise RecordError(
-            f"{folder} has no record of a run: {EVENTS_FILE} is missing; train with callbacks=[Timeline()], or name "
-            f"the folder of a run that did"
-        )
-    fits: list[tuple[RunStarted, list[Event]]] = []
-    for event in _parsed(folder / EVENTS_FILE, event_from_json, problems):
-        if isinstance(event, RunStarted):
-            fits = [*(fits if event.step else ()), (event, [])]  # a run from the start replaces an earlier one
-        elif event is not None and fits:
-            fits[-1][1].append(event)
-    if not fits:
-        raise RecordError(f"{folder / EVENTS_FILE} tells of no start of a run; {'; '.join(problems) or 'it is empty'}")
-    newest = max(started.format for started, _ in fits)
-    if newest > FORMAT:
-        raise RecordError(
-            f"{folder} was written in version {newest} of the record, and this release reads versions up to {FORMAT}; "
-            f"install a newer lightning-realloc"
-        )
-    return RunRecord(folder, tuple(_sessions(folder, fits, problems)), tuple(problems))
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._events = FollowedFile(folder / EVENTS_FILE, event_from_json)
+        self._metrics = FollowedFile(folder / METRICS_FILE, _metrics_row)
+        self._ranks: dict[int, FollowedFile[IterationRecord | RankHeader]] = {}
+
+    def read(self) -> RunRecord:
+        """Return the record as it is now.
+
+        Raises:
+            RecordError: if there is none, or it has another version.
+        """
+        if not (self._folder / EVENTS_FILE).is_file():
+            raise RecordError(
+                f"{self._folder} has no record of a run: {EVENTS_FILE} is missing; train with callbacks=[Timeline()], "
+                f"or name the folder of a run that did"
+            )
+        self._events.update()
+        fits = self._fits()
+        self._metrics.update()
+        for rank in range(max(len(started.devices) for started, _ in fits)):
+            followed = self._ranks.setdefault(rank, FollowedFile(self._folder / rank_file(rank), _rank_line))
+            followed.update()
+        problems = (self._events.problem, self._metrics.problem, *(file.problem for file in self._ranks.values()))
+        return RunRecord(self._folder, tuple(self._sessions(fits)), tuple(filter(None, problems)))
+
+    def _fits(self) -> list[tuple[RunStarted, list[Event]]]:
+        """Return the start and the other events of every fit, from the latest one that began at step 0."""
+        fits: list[tuple[RunStarted, list[Event]]] = []
+        for event in self._events.items:
+            if isinstance(event, RunStarted):
+                fits = [*(fits if event.step else ()), (event, [])]  # a run from the start replaces an earlier one
+            elif event is not None and fits:
+                fits[-1][1].append(event)
+        if not fits:
+            problem = self._events.problem or "it is empty"
+            raise RecordError(f"{self._folder / EVENTS_FILE} tells of no start of a run; {problem}")
+        newest = max(started.format for started, _ in fits)
+        if newest > FORMAT:
+            raise RecordError(
+                f"{self._folder} was written in version {newest} of the record, and this release reads versions up to "
+                f"{FORMAT}; install a newer lightning-realloc"
+            )
+        return fits
+
+    def _sessions(self, fits: Sequence[tuple[RunStarted, list[Event]]]) -> Iterator[Session]:
+        """Yield the sessions, without iterations that the next one repeats."""
+        files = {rank: _rank_sessions(file.items) for rank, file in self._ranks.items()}
+        for (started, events), after in zip(fits, [*(start for start, _ in fits[1:]), None], strict=True):
+            last_step, end_s = (math.inf, math.inf) if after is None else (after.step, after.unix_s)
+            mine = {rank: found[started.unix_s] for rank, found in files.items() if started.unix_s in found}
+            rows = (row for row in self._metrics.items if started.unix_s <= row.unix_s < end_s)
+            yield Session(
+                started=started,
+                events=tuple(events),
+                metrics=tuple(row for row in rows if row.step <= last_step),
+                ranks={
+                    rank: tuple(one for one in iterations if one.step <= last_step)
+                    for rank, (_, iterations) in mine.items()
+                },
+                baseline_bytes={rank: size for rank, (size, _) in mine.items() if size is not None},
+            )
 
 
-def _sessions(folder: Path, fits: Sequence[tuple[RunStarted, list[Event]]], problems: list[str]) -> Iterator[Session]:
-    """Yield the sessions, without iterations that the next one repeats."""
-    metrics = list(_parsed(folder / METRICS_FILE, _metrics_row, problems))
-    num_ranks = max(len(started.devices) for started, _ in fits)
-    files = {rank: _rank_sessions(folder, rank, problems) for rank in range(num_ranks)}
-    for (started, events), after in zip(fits, [*(start for start, _ in fits[1:]), None], strict=True):
-        last_step, end_s = (math.inf, math.inf) if after is None else (after.step, after.unix_s)
-        mine = {rank: found[started.unix_s] for rank, found in files.items() if started.unix_s in found}
-        yield Session(
-            started=started,
-            events=tuple(events),
-            metrics=tuple(row for row in metrics if started.unix_s <= row.unix_s < end_s and row.step <= last_step),
-            ranks={
-                rank: tuple(one for one in one_rank.iterations if one.step <= last_step)
-                for rank, one_rank in mine.items()
-            },
-            baseline_bytes={rank: one.baseline_bytes for rank, one in mine.items() if one.baseline_bytes is not None},
-        )
+class RankHeader(NamedTuple):
+    """Beginning of a session in a rank's file."""
 
-
-class _RankSession(NamedTuple):
-    """What a rank recorded in a session."""
-
+    unix_s: float
+    """Time of day at which the session began, on rank 0."""
     baseline_bytes: int | None
-    iterations: list[IterationRecord]
+    """Memory of the rank before its models; None where it is unknown."""
 
 
-def _rank_sessions(folder: Path, rank: int, problems: list[str]) -> dict[float, _RankSession]:
-    """Return the sessions of a rank's file, by the time of day at which they began."""
-    found: dict[float, _RankSession] = {}
-    current = _RankSession(None, [])
-    for line in _parsed(folder / rank_file(rank), _rank_line, problems):
+def _rank_sessions(
+    lines: Sequence[IterationRecord | RankHeader],
+) -> dict[float, tuple[int | None, list[IterationRecord]]]:
+    """Return the baseline bytes and the iterations of a rank's sessions, by the time of day at which they began."""
+    found: dict[float, tuple[int | None, list[IterationRecord]]] = {}
+    current: list[IterationRecord] = []
+    for line in lines:
         if isinstance(line, IterationRecord):
-            current.iterations.append(line)
+            current.append(line)
         else:
-            unix_s, baseline_bytes = line
-            current = found[unix_s] = _RankSession(baseline_bytes, [])
+            current = []
+            found[line.unix_s] = line.baseline_bytes, current
     return found
 
 
@@ -139,35 +166,9 @@ def _metrics_row(content: Mapping[str, Any]) -> MetricsRow:
     return MetricsRow(int(content["step"]), float(content["unix_s"]), values)
 
 
-def _rank_line(content: Mapping[str, Any]) -> IterationRecord | tuple[float, int | None]:
-    """Return an iteration, or the beginning of a session with the rank's memory before its models."""
+def _rank_line(content: Mapping[str, Any]) -> IterationRecord | RankHeader:
+    """Return an iteration, or the beginning of a session."""
     if "rank" not in content:
         return IterationRecord.from_json(content)
     header = content["rank"]
-    return float(header["unix_s"]), header.get("baseline_bytes")
-
-
-def _parsed(path: Path, parse: Callable[[Mapping[str, Any]], T], problems: list[str]) -> Iterator[T]:
-    """Yield the content of a file's lines."""
-    try:
-        with path.open("rb") as file:
-            broken: list[int] = []
-            for number, line in enumerate(_complete_lines(file), 1):
-                try:
-                    yield parse(json.loads(line))
-                except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-                    broken.append(number)
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
-        return
-    if broken:
-        problems.append(f"{path.name} has {len(broken)} broken lines, the first is line {broken[0]}; they are left out")
-
-
-def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield lines; one that is too long is empty, and one without an end is still being written."""
-    is_long = False
-    while line := file.readline(MAX_LINE_BYTES):
-        if line.endswith(b"\n"):
-            yield b"" if is_long else line
-        is_long = not line.endswith(b"\n")
+    return RankHeader(float(header["unix_s"]), header.get("baseline_bytes"))

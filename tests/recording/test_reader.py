@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from lightning_realloc.recording.events import PlanInstalled, RunEnded
 from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord, is_detailed
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE
-from lightning_realloc.recording.reader import RecordError, read_run
+from lightning_realloc.recording.reader import RecordError, RunReader, read_run
 from tests.recording.records import PREDICTION, iteration, started, write_events, write_session
 
 
@@ -90,3 +91,28 @@ def test_folders_without_a_record_of_this_version_are_refused(tmp_path: Path) ->
     write_events(tmp_path, [started(version=FORMAT + 1)])
     with pytest.raises(RecordError, match=f"was written in version {FORMAT + 1} of the record"):
         read_run(tmp_path)
+
+
+def test_a_reader_follows_a_run_that_is_written(tmp_path: Path) -> None:
+    write_session(tmp_path, started(), steps=2)
+    reader = RunReader(tmp_path)
+    assert len(reader.read().last.metrics) == 2
+    line = json.dumps({"step": 3, "unix_s": 1003.0, "metrics": {"reward": 0.3}})
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write(line[:20])
+        file.flush()
+        assert len(reader.read().last.metrics) == 2
+        file.write(line[20:] + "\n")
+    assert [row.step for row in reader.read().last.metrics] == [1, 2, 3]
+    write_session(tmp_path, started(unix_s=2000.0, step=3), steps=2)
+    assert reader.read() == read_run(tmp_path)
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
+    write_session(tmp_path, started(), steps=5)
+    reader = RunReader(tmp_path)
+    reader.read()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    write_session(tmp_path, started(unix_s=3000.0), steps=2)
+    assert reader.read() == read_run(tmp_path)
