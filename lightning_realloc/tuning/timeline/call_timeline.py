@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import format_ranks
+from lightning_realloc.tuning.timeline.picture import Bar, BarKind, Lane, draw
 
 MOVE_PREFIX = "-> "
 """Prefix of a call's name for the phase that moves its weights; ``memory.PhaseMemory`` uses the same names."""
@@ -89,3 +90,27 @@ class CallTimeline:
             lines.append(f"{entry.phase:<{width}}  {times}  {format_ranks(sorted(entry.ranks))}")
         lines.append(f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it")
         return "\n".join(lines)
+
+    def lanes(self, *, iteration: int | None = None, is_predicted: bool = False) -> list[Lane]:
+        """Return a picture's lane for each rank.
+
+        Args:
+            iteration: Number of the iteration to show, from its first entry on; None: all of them.
+            is_predicted: Whether this is a prediction next to a measured timeline.
+        """
+        shown = [one for one in self.entries if iteration in (None, one.iteration)]
+        begin = min((one.start for one in shown), default=0.0)
+        return [
+            Lane(f"rank {rank}", tuple(_bar(one, begin) for one in shown if rank in one.ranks), is_predicted)
+            for rank in self.ranks
+        ]
+
+    def _repr_html_(self) -> str:
+        """Return a picture of the last iteration, which notebooks show."""
+        title = f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it"
+        return draw(self.lanes(iteration=self.num_iterations - 1), title=title)
+
+
+def _bar(entry: TimelineEntry, begin: float) -> Bar:
+    kind: BarKind = "move" if entry.phase.startswith(MOVE_PREFIX) else "call"
+    return Bar(entry.phase, kind, entry.start - begin, entry.end - begin)
