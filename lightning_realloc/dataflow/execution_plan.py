@@ -16,6 +16,7 @@ import yaml
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import LayoutError, PlanError
+from lightning_realloc.html_tables import html_table
 from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.output_files import write_text
@@ -313,6 +314,16 @@ class ExecutionPlan:
             lines.append(("offload", ", ".join(self.offload)))
         width = max((len(name) for name, _ in lines), default=0)
         return "\n".join(f"{name:<{width}}  {entry}" for name, entry in lines)
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a table, which notebooks show."""
+        rows = []
+        for name, plan in self.calls:
+            entry = plan.to_entry()
+            options = {} if isinstance(entry, str) else {key: value for key, value in entry.items() if key != "layout"}
+            rows.append([name, str(plan.layout), ", ".join(f"{key} {value}" for key, value in options.items())])
+        offloaded = [["offload", ", ".join(self.offload), ""]] if self.offload else []
+        return html_table(("call", "layout", "options"), rows + offloaded)
 
 
 def _counted(number: int, noun: str) -> str:

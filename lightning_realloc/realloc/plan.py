@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
+from lightning_realloc.html_tables import html_table
 from lightning_realloc.layout import ModelLayout
 
 Item = TypeVar("Item")
@@ -191,6 +192,20 @@ class ReallocationPlan:
                 f"{format_bytes(max(row.received_bytes for row in traffic.values()))}"
             )
         return "\n".join([*lines, f"digest {self.digest[:16]}"])
+
+    def _repr_html_(self) -> str:
+        """Return the bytes of every rank as a table, which notebooks show."""
+        node_of = dict(self.nodes)
+        rows = [
+            [rank, node_of[rank], *map(format_bytes, (row.sent_bytes, row.received_bytes, row.kept_bytes))]
+            for rank, row in itertools.islice(self.bytes_by_rank().items(), SUMMARY_RANKS)
+        ]
+        more = len(self.nodes) - len(rows)
+        caption = (
+            f"{self.source.layout} → {self.target.layout}: {format_bytes(self.bytes_moved)} move, at least "
+            f"{format_bytes(self.bytes_minimum)} must" + (f"; {more} more ranks" if more else "")
+        )
+        return html_table(("rank", "node", "sends", "receives", "keeps"), rows, caption=caption)
 
 
 def list_transfers(families: tuple[RoutedFamily, ...], rank: int | None) -> tuple[Transfer, ...]:
