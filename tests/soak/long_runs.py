@@ -21,6 +21,7 @@ from tests.strategies.runs import Batches
 
 EVERY = 10
 """Iterations between two figures, and between two plans."""
+ARENA_BYTES = 64 << 20
 PLANS: tuple[dict[str, Any], ...] = (
     {"calls": {"actor.generate": "dp2", "reference.infer": "tp2", "actor.train": "fsdp2"}},
     {"calls": {"actor.generate": "tp2", "reference.infer": "dp1@1-1", "actor.train": "tp2"}},
@@ -57,9 +58,22 @@ NAMES = ("MB resident", "descriptors", "threads", "maps")
 def figures() -> tuple[float, ...]:
     """Return resident MB, open descriptors, threads and memory maps of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    maps = Path("/proc/self/maps").read_text().count("\n")
+    maps = count_maps(Path("/proc/self/maps").read_text().splitlines())
     resident = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
     return resident, float(len(os.listdir("/proc/self/fd"))), float(threading.active_count()), float(maps)
+
+
+def count_maps(lines: Sequence[str]) -> int:
+    """Return the memory maps of ``/proc/self/maps``, without those of malloc's arenas.
+
+    glibc makes another arena, of two maps, whenever threads wait for each other, up to eight for each core: a busy
+    machine has more of them. An arena's second map is a reserve that ends at a multiple of 64 MiB (``HEAP_MAX_SIZE`` in
+    glibc's malloc/arena.c).
+    """
+    fields = [line.split() for line in lines]
+    reserves = (one for one in fields if len(one) == 5 and one[1] == "---p")
+    arenas = sum(int(one[0].partition("-")[2], 16) % ARENA_BYTES == 0 for one in reserves)
+    return len(fields) - 2 * arenas
 
 
 def soak(algorithm: str, num_iterations: int, folder: str) -> list[tuple[float, ...]]:
