@@ -50,6 +50,7 @@ from lightning_realloc.commands.checkpoint_commands import (
 from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
 from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import describe_full_device, has_bf16
+from lightning_realloc.commands.report_command import REPORT_HELP, run_report
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
@@ -277,7 +278,7 @@ class ReallocCLI(LightningCLI):
         action.add_subcommand("verify", verify_parser(), help=VERIFY_HELP)
         action.add_subcommand("plan", plan_parser(), help=PLAN_HELP)
         shorts = {name: command.summary for name, command in COMMANDS.items()}
-        for name, summary in {**shorts, "doctor": DOCTOR_HELP, "chat": CHAT_HELP}.items():
+        for name, summary in {**shorts, "doctor": DOCTOR_HELP, "chat": CHAT_HELP, "report": REPORT_HELP}.items():
             action.add_subcommand(name, ArgumentParser(description=summary), help=summary)
 
 
@@ -329,6 +330,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": _run_plan,
     "doctor": lambda arguments: run_doctor(arguments, sys.stdout.write),
     "chat": lambda arguments: run_chat(arguments, stdin=sys.stdin, stdout=sys.stdout),
+    "report": lambda arguments: run_report(arguments, sys.stdout.write),
 }
 """Commands that are no methods of the Trainer."""
 

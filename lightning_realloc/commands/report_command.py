@@ -1,0 +1,58 @@
+"""Command ``lightning-realloc report``: show how a run learns and where its time goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.output_files import write_text
+from lightning_realloc.report.runs.charts import Json
+from lightning_realloc.report.runs.page import page_data, render_page
+from lightning_realloc.report.runs.run_folder import read_run_folder
+from lightning_realloc.report.runs.text import markdown_report
+
+REPORT_HELP = "Show how a run learns and where its time goes: an HTML file, Markdown or JSON."
+
+
+def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
+    """Write a report, and return the exit code.
+
+    Raises:
+        ConfigError: for a wrong flag, a folder without a run, and a file that cannot be written.
+    """
+    parser = CommandParser("report", REPORT_HELP, epilog="Record runs with callbacks=[Timeline()].")
+    parser.add_argument("run", type=Path, help="folder of a run; the newest record in it or below counts")
+    parser.add_argument("--output", type=Path, help="file, or - for the terminal; default: report.html in the folder")
+    parser.add_argument("--format", choices=("html", "md", "json"), help="default: by --output, else html")
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="RUN", default=[], help="further runs")
+    chosen = parser.parse(arguments)
+    form = chosen.format or _format_of(chosen.output)
+    output = chosen.output or chosen.run / f"report.{form}"
+    data = _content(chosen.run, chosen.compare)
+    text = {"html": render_page, "md": markdown_report, "json": _as_json}[form](data)
+    if str(output) in ("-", "/dev/stdout"):
+        write(text)
+        return 0
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, text)
+    except OSError as error:
+        raise ConfigError(f"--output={output} cannot be written ({error.strerror}); name another file") from None
+    write(f"{output}\n")
+    return 0
+
+
+def _format_of(output: Path | None) -> str:
+    ending = "" if output is None else output.suffix.lstrip(".")
+    return ending if ending in ("md", "json") else "html"
+
+
+def _content(folder: Path, others: Sequence[Path]) -> Json:
+    return page_data(read_run_folder(folder))
+
+
+def _as_json(data: Json) -> str:
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, indent=1) + "\n"

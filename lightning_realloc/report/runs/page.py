@@ -1,0 +1,140 @@
+"""The report of a run as data, and as one HTML file that needs no network.
+
+`page_data` returns plain values, `render_page` puts them into ``page.html``. ``page.js`` draws them, and draws again
+when it is given new values.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.recording.events import RunEnded
+from lightning_realloc.report.runs.charts import Json, section
+from lightning_realloc.report.runs.rank_time import RankTime
+from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.report.runs.sections.learning import learning_section
+from lightning_realloc.report.runs.sections.time_use import time_section
+
+BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
+"""Errors of sections whose values in the record have other types than they were written with."""
+
+
+def page_data(run: RunFolder) -> Json:
+    """Return the content of a run's report, as values of JSON without NaN."""
+    problems = list(run.problems)
+    time = _time_of(run, problems)
+    builders: dict[str, Callable[[], Json]] = {
+        "Learning": partial(learning_section, run),
+        "Time": partial(time_section, run, time),
+    }
+    sections = [_build(title, build, problems) for title, build in builders.items()]
+    data = {"title": f"Report of {run.name}", "facts": _facts(run), "problems": problems, "sections": sections}
+    return {name: finite_values(value) for name, value in data.items()}
+
+
+def _build(title: str, build: Callable[[], Json], problems: list[str]) -> Json:
+    """Return a section; values that cannot be used are named among the problems."""
+    try:
+        return build()
+    except BROKEN_CONTENT as error:
+        problems.append(f"{title} cannot be shown: {type(error).__name__}: {error}")
+        return section(title.lower(), title, missing="The record has values that cannot be used; see the problems.")
+
+
+def _time_of(run: RunFolder, problems: list[str]) -> RankTime | None:
+    if run.record is None:
+        return None
+    try:
+        return RankTime.from_record(run.record)
+    except BROKEN_CONTENT as error:
+        problems.append(f"the times of the record cannot be used: {type(error).__name__}: {error}")
+        return None
+
+
+def _facts(run: RunFolder) -> list[list[str]]:
+    """Return names and values of the page's head."""
+    if run.record is None:
+        return [["log", str(run.log_folder)], ["record", "none: train with callbacks=[Timeline()]"]]
+    started, last = run.record.sessions[0].started, run.record.last
+    ended = [event for event in last.events if isinstance(event, RunEnded)]
+    step = max([last.started.step, *(one[-1].step for one in last.ranks.values() if one)])
+    limit = "" if last.started.max_steps is None else f" of {last.started.max_steps}"
+    state = "running or cut off" if not ended else "failed" if ended[-1].error else "ended"
+    facts = [
+        ["algorithm", started.algorithm],
+        ["iterations", f"{step}{limit}, {state}"],
+        ["ranks", f"{len(last.started.devices)} on {len(set(last.started.hosts))} hosts"],
+        ["devices", ", ".join(sorted(set(last.started.devices)))],
+        ["precision", last.started.precision],
+        ["weights", ", ".join(f"{role} {count:,}" for role, count in last.started.roles.items())],
+        ["log", str(run.log_folder)],
+    ]
+    if len(run.record.sessions) > 1:
+        facts.append(["sessions", f"{len(run.record.sessions)}, continued from checkpoints"])
+    return facts
+
+
+def finite_values(value: Any) -> Any:
+    """Return values of JSON with None instead of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): finite_values(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_values(one) for one in value]
+    return value
+
+
+def render_page(data: Json) -> str:
+    """Return the HTML of a report; its scripts are allowed by their hash, so that no other script runs.
+
+    Raises:
+        ConfigError: if plotly is not installed.
+    """
+    scripts = {"plotly": _plotly(), "page": _asset("page.js")}
+    parts = {
+        "policy": " ".join(_hash(script) for script in scripts.values()),
+        "style": _asset("page.css"),
+        "data": script_text(data),
+        **scripts,
+    }
+    pieces = _asset("page.html").split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        filled += [parts[name], rest]
+    return "".join(filled)
+
+
+def script_text(data: Json) -> str:
+    """Return JSON that can stand in a script element: without ``<``, so nothing in it can end the element."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = text.encode("utf-8", errors="replace").decode()  # half of a surrogate pair cannot be written
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ConfigError(
+            "an HTML report needs plotly, which is not installed; pip install 'lightning-realloc[report]', or give "
+            "--format md"
+        ) from None
+    return str(get_plotlyjs())

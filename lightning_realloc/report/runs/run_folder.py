@@ -1,0 +1,207 @@
+"""Read a run's folder for its report: the record of `Timeline`, Lightning's CSV files and the configuration.
+
+Whatever cannot be read is named among the problems, and the rest is kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.recording.rank_recorder import EVENTS_FILE
+from lightning_realloc.recording.reader import RecordError, RunRecord, read_run
+from lightning_realloc.report.runs.series import Series, collect_series
+
+METRICS_TABLE, ROLLOUTS_TABLE, CONFIG_FILE = "metrics.csv", "rollouts.csv", "config.yaml"
+MAX_CELL_CHARACTERS = 2000
+"""Longest cell of a rollout; longer ones are cut."""
+MAX_ROLLOUTS = 2000
+"""Samples of a report, the newest; more make a larger page."""
+MAX_ROLLOUT_CHARACTERS = 3_000_000
+"""Characters of all samples of a report; more make a larger page."""
+MAX_CONFIG_BYTES = 1 << 20
+"""Largest configuration that is read; parsing YAML of this size takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Samples that `RolloutTable` wrote, the newest first."""
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    num_left_out: int = 0
+    """Older samples that were left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Everything that a report shows of a run."""
+
+    name: str
+    """The folder as it was asked for."""
+    log_folder: Path
+    """Folder of Lightning's logger, or of the record where there is none."""
+    record: RunRecord | None
+    """None if the run was not recorded."""
+    metrics: Mapping[str, Series]
+    """Name -> values over iterations."""
+    rollouts: Rollouts = Rollouts()
+    config: Mapping[str, Any] | None = None
+    """Settings of the run; None where it left none."""
+    problems: tuple[str, ...] = field(default=())
+    """Files and lines that could not be read, in words."""
+
+
+def read_run_folder(folder: Path) -> RunFolder:
+    """Return the newest run in a folder, or in a folder below it.
+
+    Raises:
+        ConfigError: if there is neither a record nor Lightning's ``metrics.csv``.
+    """
+    record_folder, log_folder = _find_run(folder)
+    problems: list[str] = []
+    record = None if record_folder is None else _read_record(record_folder, problems)
+    if record is not None:
+        problems += record.problems
+        rows = ((row.step, row.values) for session in record.sessions for row in session.metrics)
+        metrics = collect_series(rows)
+    else:
+        metrics = {}
+    if not metrics:
+        metrics = collect_series(_metric_rows(log_folder / METRICS_TABLE, problems))
+    return RunFolder(
+        name=str(folder),
+        log_folder=log_folder,
+        record=record,
+        metrics=metrics,
+        rollouts=_read_rollouts(log_folder / ROLLOUTS_TABLE, problems),
+        config=_read_config(log_folder / CONFIG_FILE, problems),
+        problems=tuple(problems),
+    )
+
+
+def _find_run(folder: Path) -> tuple[Path | None, Path]:
+    """Return the folder of the newest record, None if there is none, and the folder of the log."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give the --output of a run, or a folder of its log")
+    if records := _newest_first(folder, EVENTS_FILE):
+        record = records[0].parent
+        places = (record.parent, record)
+        return record, next((one for one in places if (one / METRICS_TABLE).is_file()), record)
+    if tables := _newest_first(folder, METRICS_TABLE):
+        return None, tables[0].parent
+    raise ConfigError(
+        f"{folder} has neither a record nor {METRICS_TABLE} in it or below; train with callbacks=[Timeline()], or name "
+        f"the folder of a run that did"
+    )
+
+
+def _newest_first(folder: Path, name: str) -> list[Path]:
+    return sorted((one for one in folder.rglob(name) if one.is_file()), key=lambda one: -one.stat().st_mtime)
+
+
+def _read_record(folder: Path, problems: list[str]) -> RunRecord | None:
+    try:
+        return read_run(folder)
+    except (RecordError, RecursionError) as error:
+        problems.append(str(error))
+        return None
+
+
+@contextmanager
+def _cells_of_any_length() -> Iterator[None]:
+    """Read cells longer than 128 KiB, at which the csv module stops."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _csv_rows(path: Path, problems: list[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the header and the cells of each row; one with another number of cells is left out."""
+    if not path.is_file():
+        return
+    num_broken = 0
+    try:
+        with _cells_of_any_length(), path.open(newline="", encoding="utf-8", errors="replace") as file:
+            lines = csv.reader(file)
+            header = next(lines, [])
+            for cells in lines:
+                if len(cells) == len(header):
+                    yield header, cells
+                else:
+                    num_broken += 1
+    except (OSError, csv.Error) as error:
+        problems.append(f"{path.name} cannot be read to its end: {error}")
+    if num_broken:
+        problems.append(f"{path.name} has {num_broken} rows of another length than its header; they are left out")
+
+
+def _metric_rows(path: Path, problems: list[str]) -> Iterator[tuple[float, dict[str, float]]]:
+    """Yield the step and the numbers of each row of Lightning's table."""
+    for header, cells in _csv_rows(path, problems):
+        values = {
+            name: number for name, text in zip(header, cells, strict=True) if (number := _number(text)) is not None
+        }
+        step = values.pop("step", None)
+        values.pop("epoch", None)
+        if step is not None and math.isfinite(step):
+            yield step, values
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _read_rollouts(path: Path, problems: list[str]) -> Rollouts:
+    rows: deque[tuple[str, ...]] = deque(maxlen=MAX_ROLLOUTS)
+    columns: Sequence[str] = ()
+    num_rows = 0
+    for header, cells in _csv_rows(path, problems):
+        columns = header
+        rows.append(tuple(_cut(text) for text in cells))
+        num_rows += 1
+    kept: list[tuple[str, ...]] = []
+    room = MAX_ROLLOUT_CHARACTERS
+    for row in reversed(rows):
+        room -= sum(map(len, row))
+        if room < 0:
+            break
+        kept.append(row)
+    return Rollouts(tuple(_cut(name) for name in columns), tuple(kept), num_rows - len(kept))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CELL_CHARACTERS else f"{text[:MAX_CELL_CHARACTERS]}… ({len(text):,} characters)"
+
+
+def _read_config(path: Path, problems: list[str]) -> Mapping[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            problems.append(f"{path.name} is larger than {MAX_CONFIG_BYTES >> 20} MiB; it is left out")
+            return None
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # they can multiply without end
+            problems.append(f"{path.name} has aliases, which Lightning does not write; it is left out")
+            return None
+        content = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError, RecursionError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}")
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,144 @@
+"""Section on learning: rewards, divergence, entropy, lengths, losses and held-out scores over iterations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_realloc.report.runs.charts import (
+    TEXT,
+    Json,
+    cell,
+    column,
+    describe_series,
+    line,
+    line_chart,
+    lines_of,
+    section,
+    table,
+)
+from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.report.runs.sections.findings import find_unusual
+from lightning_realloc.report.runs.series import Series, largest_triangles
+
+MAX_FURTHER_CHARTS = 24
+"""Charts of metrics that no other chart shows; more make the page long."""
+MAX_LINES = 12
+"""Lines of a chart; more look alike."""
+
+
+class _Chart(NamedTuple):
+    """A chart, and the names of the metrics that it shows."""
+
+    key: str
+    title: str
+    unit: str
+    names: str
+    """Regular expression of whole names."""
+
+
+_CHARTS = (
+    _Chart("reward", "Reward", "", r"reward(/[^/]+)?|score|rewards/chosen|rewards/rejected"),
+    _Chart("held-out", "Held-out score", "", r"val/(reward(/.*)?|score|accuracy.*|pass@.*|loss.*)"),
+    _Chart("kl", "KL divergence", "nats", r".*/kl|kl|kl_k[123]|.*/behaviour_kl"),
+    _Chart("entropy", "Entropy", "nats per token", r"(.*/)?entropy"),
+    _Chart("length", "Response length", "tokens", r"response_length"),
+    _Chart("truncated", "Finished and truncated responses", "share", r"finished|truncated"),
+    _Chart("equal-rewards", "Groups with equal rewards", "share", r"frac_reward_zero_std"),
+    _Chart("clip", "Clipped tokens", "share", r".*/clip_fraction"),
+    _Chart("loss", "Loss", "", r"(.*/)?loss"),
+    _Chart("grad-norm", "Gradient norm", "", r"(.*/)?grad_norm"),
+    _Chart("skipped", "Skipped optimizer steps", "steps", r".*/skipped_steps"),
+)
+_ELSEWHERE = (
+    r"(seconds|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples)/.*"
+    r"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|response_length/(min|max)"
+)
+"""Names of metrics that other sections show."""
+
+
+def learning_section(run: RunFolder) -> Json:
+    """Return the section on learning."""
+    metrics = run.metrics
+    if not metrics:
+        return section(
+            "learning",
+            "Learning",
+            missing="No metrics: train with callbacks=[Timeline()], or with logger=CSVLogger(...) and "
+            "log_every_n_steps=1.",
+        )
+    charts = [chart for one in _CHARTS if (chart := _chart(one, metrics)) is not None]
+    charts += _further_charts(metrics)
+    findings = find_unusual(run)
+    sentence = "" if findings else "Nothing unusual: no warning applies to these metrics."
+    sentences = filter(None, [sentence, _constant_metrics(metrics)])
+    tables = [_final_values(metrics)]
+    return section("learning", "Learning", sentences=sentences, findings=findings, charts=charts, tables=tables)
+
+
+def _chart(chart: _Chart, metrics: Mapping[str, Series]) -> Json | None:
+    names = [name for name in metrics if re.fullmatch(chart.names, name)]
+    return _draw(chart, [metrics[name] for name in sorted(names)][:MAX_LINES], metrics)
+
+
+def _draw(chart: _Chart, shown: Iterable[Series], metrics: Mapping[str, Series]) -> Json | None:
+    known = [series for series in shown if not _is_constant(series)]
+    if not known:
+        return None
+    lines = [one for series in known for one in lines_of(series)]
+    if chart.key == "length":
+        lines += list(_shortest_and_longest(metrics))
+    summary = " ".join(describe_series(series, chart.unit) for series in known)
+    return line_chart(chart.key, chart.title, chart.unit, lines, summary=summary)
+
+
+def _shortest_and_longest(metrics: Mapping[str, Series]) -> Iterator[Json]:
+    """Yield the envelope of the response lengths of each iteration."""
+    low, high = (metrics.get(f"response_length/{end}") for end in ("min", "max"))
+    if low is None or high is None or len(low.steps) != len(high.steps):
+        return
+    chosen = largest_triangles(high.steps, high.values)
+    for name, series in (("shortest", low), ("longest", high)):
+        yield line(name, series.steps[chosen], series.values[chosen], pale=True)
+
+
+def _is_constant(series: Series) -> bool:
+    """Return whether a metric has one value only, or none that is finite; a chart of it would say nothing."""
+    values = series.finite().values
+    return not len(values) or (len(values) > 1 and float(np.ptp(values)) == 0.0)
+
+
+def _constant_metrics(metrics: Mapping[str, Series]) -> str:
+    """Return a sentence with the metrics that no chart shows."""
+    constant = {name: series.finite().values for name, series in sorted(metrics.items()) if _is_constant(series)}
+    named = [f"{name} {values[0]:.4g}" for name, values in constant.items() if len(values)]
+    return f"Constant, and in no chart: {', '.join(named)}." if named else ""
+
+
+def _further_charts(metrics: Mapping[str, Series]) -> list[Json]:
+    """Return charts of the remaining metrics, those with the same last part of their name together."""
+    shown = "|".join([*(chart.names for chart in _CHARTS), _ELSEWHERE])
+    groups: dict[str, list[Series]] = {}
+    for name in sorted(metrics):
+        if not re.fullmatch(shown, name):
+            groups.setdefault(name.rpartition("/")[2] or name, []).append(metrics[name])
+    charts = (
+        _draw(_Chart(f"further-{number}", name, "", ""), group[:MAX_LINES], metrics)
+        for number, (name, group) in enumerate(groups.items())
+    )
+    return [chart | {"further": True} for chart in charts if chart is not None][:MAX_FURTHER_CHARTS]
+
+
+def _final_values(metrics: Mapping[str, Series]) -> Json:
+    """Return the table of all metrics but those of single calls."""
+    rows = []
+    for name, series in sorted(metrics.items()):
+        first, last = series.part(0.0, 0.1), series.part(0.9, 1.0)
+        if len(first) and not re.fullmatch(_ELSEWHERE, name):
+            known = series.finite().values
+            rows.append([name, *(cell(value, "") for value in (first.mean(), last.mean(), known.min(), known.max()))])
+    columns = [column("metric", TEXT), *map(column, ("first tenth", "last tenth", "smallest", "largest"))]
+    return table("final-values", "Metrics", columns, rows, searchable=len(rows) > 15)
