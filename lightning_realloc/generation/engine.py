@@ -262,6 +262,7 @@ class GenerationEngine(SharingEngine):
         self, requests: Requests, samples: list[Sample], budget: Budget, conversations: Conversations | None
     ) -> GenerationRun:
         """Return a run with nothing admitted yet."""
+        self._follow(samples)
         params = requests.params
         stop = stop_rule_of(self._model, params, self._tokenizer)
         self._check_stop_strings(params.stop_strings)

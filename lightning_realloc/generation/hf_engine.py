@@ -128,6 +128,7 @@ class HFEngine(SharingEngine):
             bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
         samples = requests.samples()
+        self._follow(samples)
         stop = stop_rule_of(self._model, params, self._tokenizer)
         self._check_stop_strings(params.stop_strings)
         hints = [prompt.length_hint for prompt in requests.queue(samples)]

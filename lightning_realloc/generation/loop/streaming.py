@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation.core.sample import Completion, Sample
+from lightning_realloc.runtime.messages.progress import ActivityProgress
 
 
 class PartialResults:
@@ -62,11 +63,31 @@ class WaitingCalls(Protocol):
 
 
 class SharingEngine:
-    """Base of engines whose finished responses other calls use while they generate."""
+    """Base of engines whose finished responses other calls use, and whose progress they show, while they generate."""
 
     partial_results: PartialResults | None = None
     """Sends finished responses in chunks while a call runs; None: nothing is sent."""
     _waiting_calls: WaitingCalls | None = None
+    _followed: list[Sample] | None = None
+    """Samples of all generations inside `sharing`, without those of other ranks; None outside."""
+
+    def progress(self) -> ActivityProgress | None:
+        """Return the progress of all generations inside `sharing`; None outside. Any thread may call it.
+
+        A sample that moved to another rank counts as unfinished until it returns.
+        """
+        if self._followed is None:
+            return None
+        samples = tuple(self._followed)
+        longest = max((len(sample.token_ids) for sample in samples if sample.finish_reason is None), default=None)
+        done = sum(sample.finish_reason is not None for sample in samples)
+        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        return ActivityProgress(done, len(samples), "samples", num_tokens, longest)
+
+    def _follow(self, samples: Sequence[Sample]) -> None:
+        """Report the progress of these samples, too."""
+        if self._followed is not None:
+            self._followed.extend(samples)
 
     @contextmanager
     def sharing(
@@ -79,11 +100,11 @@ class SharingEngine:
             waiting_calls: Other work for times in which only peers have samples; None: this rank waits for them. An
                 engine without peers does none of it.
         """
-        self.partial_results, self._waiting_calls = partial_results, waiting_calls
+        self.partial_results, self._waiting_calls, self._followed = partial_results, waiting_calls, []
         try:
             yield
         finally:
-            self.partial_results = self._waiting_calls = None
+            self.partial_results = self._waiting_calls = self._followed = None
 
 
 class CompletionNotifier:

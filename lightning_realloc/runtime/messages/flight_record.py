@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+from lightning_realloc.runtime.messages.progress import ActivityProgress, PartCounter
+
+T = TypeVar("T")
 ActivityKind = Literal["call", "move", "offload", "wait", "save", "other"]
 """Kind of an activity: a model function call, moving weights, offloading them, waiting for other ranks, saving."""
 CAPACITY = 400
@@ -35,6 +38,8 @@ class Activity:
     """Kind of the time outside of the activities within it."""
     waited_s: float = 0.0
     """Seconds of waiting within it that are no activity of their own."""
+    read_progress: Callable[[], ActivityProgress | None] | None = None
+    """Returns its progress, to any thread; None if it reports none, and after its end."""
 
     def elapsed(self, now: float) -> float:
         """Return the duration until it ended, or until ``now``."""
@@ -53,6 +58,8 @@ class FlightRecord:
         self._open: list[Activity] = []
         self._between = Activity(BETWEEN, time.monotonic(), 0)
         self._longest: dict[str, float] = {}
+        self._counter = PartCounter(None, "")
+        """Parts of the latest activity that expects any."""
         self.listener: Callable[[Activity], None] | None = None
         """Receives every activity when it ends."""
 
@@ -80,6 +87,7 @@ class FlightRecord:
             raise
         finally:
             self._open.pop()
+            activity.read_progress = None  # it may keep samples alive
             self._end(activity)
             if not self._open:
                 self._between = Activity(BETWEEN, time.monotonic(), 0)
@@ -98,6 +106,28 @@ class FlightRecord:
         if self._open:
             self._open[-1].waited_s += seconds
 
+    # ---- progress of the innermost activity
+    def follow(self, read_progress: Callable[[], ActivityProgress | None]) -> None:
+        """Let ``read_progress`` report the innermost activity's progress. Other threads call it."""
+        if self._open:
+            self._open[-1].read_progress = read_progress
+
+    def expect_parts(self, total: int | None, unit: str) -> None:
+        """Start to count the finished parts of the innermost activity; ``total=None``: their number is not known."""
+        self._counter = PartCounter(total, unit)
+        self.follow(self._counter.read)
+
+    def advance(self) -> None:
+        """Count a finished part, if the innermost activity expects parts."""
+        if self._open and self._open[-1].read_progress == self._counter.read:
+            self._counter.advance()
+
+    def counted(self, parts: Iterable[T]) -> Iterator[T]:
+        """Yield parts, and count each as finished when the next one is asked for."""
+        for part in parts:
+            yield part
+            self.advance()
+
     def _end(self, activity: Activity) -> None:
         activity.seconds = time.monotonic() - activity.began_at
         if not activity.has_failed:
@@ -112,6 +142,10 @@ class FlightRecord:
         """Return the activities that have not ended, the outermost first; the time between two if there are none."""
         return tuple(self._open) or (self._between,)
 
+    def latest(self) -> tuple[Activity, ...]:
+        """Return the latest activities, the oldest first."""
+        return tuple(self._latest)
+
     def longest_s(self, name: str) -> float:
         """Return the longest duration so far of activities with a name that have ended; 0 without any."""
         return self._longest.get(name, 0.0)
@@ -119,7 +153,7 @@ class FlightRecord:
     def lines(self) -> list[str]:
         """Return a line for each activity, the oldest first: when it began, counted back from now, and its duration."""
         now = time.monotonic()
-        return [_line(activity, now) for activity in tuple(self._latest)]
+        return [_line(activity, now) for activity in self.latest()]
 
 
 def _line(activity: Activity, now: float) -> str:

@@ -13,7 +13,7 @@ positions would have to cover the padding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -92,7 +92,7 @@ class PipelineStage:
 
 
 def pipeline_infer(
-    stage: PipelineStage, micro_batches: Sequence[PackedBatch], method: Callable[[nn.Module, PackedBatch], Result]
+    stage: PipelineStage, micro_batches: Iterable[PackedBatch], method: Callable[[nn.Module, PackedBatch], Result]
 ) -> list[Result] | None:
     """Return ``method(model, batch)`` of every micro-batch on the last stage, and None on the others.
 

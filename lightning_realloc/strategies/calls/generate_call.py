@@ -274,6 +274,7 @@ class GenerateCalls:
         if replica_engine.moves is not None:
             early = EarlyInference.from_fusion(call, data, self._context.pool, self._inference, partial_results)
         shared = partial_results if num_chunks > 1 or early is not None else None
+        self._context.mailbox.record.follow(engine.progress)
         try:
             with self._context.reading(call, replica), engine.sharing(shared, early):
                 made: Samples | Divided = self._context.method_of(call)(engine, prompts)

@@ -42,6 +42,7 @@ class InferCalls:
         rest = micro_batches[len(early.chunks) :]
         if not rest:
             return early.samples
+        self._context.mailbox.record.expect_parts(len(rest), "micro-batches")
         made = self.run_micro_batches(call, replica, data.rows(call), rest)
         return made if not early.chunks else Samples.concatenate([*early.chunks, *([] if made is None else [made])])
 
@@ -55,6 +56,7 @@ class InferCalls:
         source = data.routes.fusion.source(calls[0])
         results: defaultdict[str, ChunkResults] = defaultdict(ChunkResults)
         chunks = data.chunks(source)
+        self._context.mailbox.record.expect_parts(None, "micro-batches")
         try:
             for chunk in chunks:
                 for call in calls:
@@ -109,10 +111,10 @@ class InferCalls:
             values = method(model, batch)
             return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
 
-        packs = (self._context.pack(part) for part in parts)
+        packs = self._context.mailbox.record.counted(self._context.pack(part) for part in parts)
         if replica.layout.dims.pp > 1:
             stage = PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
-            return pipeline_infer(stage, list(packs), column_of)
+            return pipeline_infer(stage, packs, column_of)
         return [column_of(replica.model, batch) for batch in packs]
 
 

@@ -72,7 +72,7 @@ class TrainCalls:
     """
 
     def __init__(self, context: CallContext, hooks: LightningOptimizers) -> None:
-        self._context, self._hooks = context, hooks
+        self._context, self._hooks, self._record = context, hooks, context.mailbox.record
         self._skipped = SkippedSteps()
         self._halvings: Counter[str] = Counter()
         """Role -> how often its micro-batches were halved because the device's memory ran out."""
@@ -95,9 +95,12 @@ class TrainCalls:
         method, options = self._context.method_of(call), algorithm.train_options_of(role)
         job = _Job(method, replica, data.rows(call), options, self._hooks.optimizer_of(role))
         share, sums = replica.layout.data_parallel_index(self._context.rank), _MetricSums()
+        steps, halvings = data.routes.train_steps(call, table), self._halvings[role]
+        parts = (halved(step.shares[share], halvings, algorithm.group_size) for step in steps)
+        self._record.expect_parts(sum(map(len, parts)), "micro-batches")
         set_training_mode(replica.model, dropout=algorithm.dropout)
         with self._dropout_masks(replica), compiled_blocks(replica.model, options.compile):
-            for step in data.routes.train_steps(call, table):
+            for step in steps:
                 totals = table.totals(step.positions, group_size=algorithm.group_size, sums_of=algorithm.totals_of)
                 totals = self._without_excluded(job, call, step.shares[share], totals)
                 if not self._step(job, step.shares[share], totals, sums):
@@ -204,16 +207,23 @@ class TrainCalls:
                 self._stage(job.replica),
                 batches,
                 lambda _, number: self._loss(job, batches[number], micro_batches[number], totals, sums),
-                context=partial(self._hooks.forward_context, wrapped=is_wrapped),
+                context=partial(self._counted_forward, is_wrapped),
                 backward=self._hooks.backward_loss,
             )
             return
-        for number, (batch, micro) in enumerate(zip(packs, micro_batches, strict=True), start=1):
+        for number, (batch, micro) in enumerate(self._record.counted(zip(packs, micro_batches, strict=True)), start=1):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(number == len(micro_batches))
             with self._hooks.forward_context(wrapped=is_wrapped):
                 loss = self._loss(job, batch, micro, totals, sums)
             self._hooks.backward_loss(loss)
+
+    @contextmanager
+    def _counted_forward(self, is_wrapped: bool) -> Iterator[None]:
+        """Surround a forward pass of a pipeline's stage, and count its micro-batch. Only the last stage has a loss."""
+        with self._hooks.forward_context(wrapped=is_wrapped):
+            yield
+        self._record.advance()
 
     def _loss(self, job: _Job, batch: PackedBatch, micro: MicroBatch, totals: Totals, sums: _MetricSums) -> Tensor:
         """Return the scalar that backward starts from for one micro-batch, and add its loss to ``sums``."""

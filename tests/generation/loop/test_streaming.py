@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from lightning_realloc.generation.loop.streaming import PartialResults
+from lightning_realloc.runtime.messages.progress import ActivityProgress
 from tests.models import tiny_model
 
 PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=3, stop_token_ids=tuple(range(100, 128)))
@@ -62,3 +64,22 @@ def test_a_rank_without_prompts_sends_no_chunks() -> None:
     with engine.sharing(PartialResults(4, parts.append)):
         assert len(sample_responses(engine, _batch(0), PARAMS)) == 0
     assert parts == []
+
+
+@pytest.mark.parametrize("kind", [GenerationEngine, HFEngine])
+def test_progress_covers_all_generations_that_are_shared_and_none_before_or_after(kind: Any) -> None:
+    engine = kind(tiny_model("llama"), max_slots=3)
+    seen: list[ActivityProgress] = []
+    engine.generate(PROMPTS, PARAMS)
+    assert engine.progress() is None
+    with engine.sharing():
+        assert engine.progress() == ActivityProgress(0, 0, "samples", 0, None)
+        made = engine.generate(PROMPTS, PARAMS, on_finished=lambda _: seen.append(engine.progress()))
+        made += engine.generate(PROMPTS, PARAMS, on_finished=lambda _: seen.append(engine.progress()))
+        last = engine.progress()
+    assert engine.progress() is None
+    num_tokens = sum(len(completion.token_ids) for completion in made)
+    assert last == ActivityProgress(16, 16, "samples", num_tokens, None)
+    assert [progress.total for progress in seen] == [8] * 8 + [16] * 8
+    for before, after in pairwise(seen):
+        assert before.done <= after.done and before.num_tokens <= after.num_tokens  # type: ignore[operator]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_realloc.runtime.messages.flight_record import BETWEEN, CAPACITY, FlightRecord
+from lightning_realloc.runtime.messages.progress import ActivityProgress
 
 
 def test_activities_are_recorded_within_each_other_until_they_end() -> None:
@@ -44,3 +45,28 @@ def test_only_the_latest_activities_are_kept() -> None:
     assert len(lines) == CAPACITY
     assert "call 3 " in lines[0]
     assert f"call {CAPACITY + 2} " in lines[-1]
+
+
+def test_parts_are_counted_for_the_innermost_activity_if_it_expects_them() -> None:
+    record = FlightRecord()
+    with record.during("actor.train"):
+        (call,) = record.current()
+        record.expect_parts(3, "micro-batches")
+        assert call.read_progress is not None
+        assert [call.read_progress() for _ in record.counted("ab")] == [
+            ActivityProgress(0, 3, "micro-batches"),
+            ActivityProgress(1, 3, "micro-batches"),
+        ]
+        with record.during("waiting", waits_for=()):
+            record.advance()  # not a part of the wait
+        assert call.read_progress() == ActivityProgress(2, 3, "micro-batches")
+        for _ in record.counted(range(5)):  # a mini-batch that is repeated
+            pass
+        assert call.read_progress() == ActivityProgress(3, 3, "micro-batches")
+        with record.during("actor.generate"):
+            record.follow(lambda: ActivityProgress(1, 8, "samples", 9, 4))
+            record.advance()
+            assert call.read_progress() == ActivityProgress(3, 3, "micro-batches")
+            inner = record.current()[-1]
+    assert call.read_progress is None and inner.read_progress is None, "an ended activity keeps nothing alive"
+    record.follow(lambda: None)  # without effect outside of activities
