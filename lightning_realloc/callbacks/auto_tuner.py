@@ -293,14 +293,16 @@ class AutoTuner(Callback):
         """Measure passes if the time suffices; search on rank 0 and broadcast the plans."""
         strategy: Any = trainer.strategy
         begin = time.perf_counter()
-        profile = strategy.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
+        with strategy.runner.record.during("measuring passes"):
+            profile = strategy.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
         self._evaluator = strategy.plan_evaluator(self._profiled_lengths, profile)
         self._profiled_lengths.clear()
         self.has_profile = profile is not None
         answer: tuple[list[Candidate], float | None, str] | None = None
         if trainer.is_global_zero:
             try:
-                answer = (*self._propose(action.seconds), "")
+                with strategy.runner.record.during("plan search"):
+                    answer = (*self._propose(action.seconds), "")
             except ReallocError as error:
                 answer = [], None, f"the search found nothing: {error}"
         candidates, predicted, problem = strategy.broadcast(answer, 0)

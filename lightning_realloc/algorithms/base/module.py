@@ -39,6 +39,7 @@ from lightning_realloc.algorithms.settings import check_not_negative, check_type
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.callbacks.phase import trainer_callbacks
+from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
@@ -359,8 +360,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     # ---- Lightning's hooks
     def configure_callbacks(self) -> list[Callback]:
-        """Return a `RunLog`, unless the Trainer has one."""
-        return [] if any(isinstance(one, RunLog) for one in trainer_callbacks(self.trainer)) else [RunLog()]
+        """Return a `RunLog` and a `CallProgress`, unless the Trainer has one."""
+        given = trainer_callbacks(self.trainer)
+        return [kind() for kind in (RunLog, CallProgress) if not any(isinstance(one, kind) for one in given)]
 
     def setup(self, stage: str) -> None:
         """Start reward functions, so that they fail before weights are loaded."""
