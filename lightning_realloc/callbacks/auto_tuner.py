@@ -20,9 +20,8 @@ from lightning_realloc.callbacks.iteration_clock import (
     IterationClock,
     TimedIteration,
     gather_measurements,
-    planned_iterations,
 )
-from lightning_realloc.callbacks.phase import trainer_callbacks
+from lightning_realloc.callbacks.phase import planned_iterations, trainer_callbacks
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison_table, describe_outcome
 from lightning_realloc.callbacks.tuning_resume import plan_ranks, reason_not_to_resume, tuning_settings

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
-
 from lightning_realloc.callbacks.tuning_report import Measured
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.messages.objects import gather_objects
@@ -79,12 +77,3 @@ def gather_measurements(
     peaks = tuple(peak for _, _, peak in everyone if peak is not None)
     seconds = [sum(row) / len(row) for row in zip(*(times for times, _, _ in everyone), strict=True)]
     return seconds, Measured(slowest, peaks)
-
-
-def planned_iterations(trainer: Trainer) -> int | None:
-    """Return the number of iterations of a whole run, by its steps and epochs; None if the Trainer sets no end."""
-    steps = [trainer.max_steps] if trainer.max_steps >= 0 else []
-    epochs, batches = trainer.max_epochs, trainer.num_training_batches
-    if epochs is not None and epochs >= 0 and batches != float("inf"):
-        steps.append(int(epochs * batches))
-    return min(steps, default=None)

@@ -53,6 +53,15 @@ def trainer_callbacks(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
+def planned_iterations(trainer: Trainer) -> int | None:
+    """Return the number of iterations of a whole run, by its steps and epochs; None if the Trainer sets no end."""
+    steps = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    if epochs is not None and epochs >= 0 and batches != float("inf"):
+        steps.append(int(epochs * batches))
+    return min(steps, default=None)
+
+
 def dispatch(trainer: Trainer, hook: str, *args: Any) -> None:
     """Call ``hook(trainer, module, *args)`` on every callback that has it, then ``hook(*args)`` on the module."""
     module = trainer.lightning_module

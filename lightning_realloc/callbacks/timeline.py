@@ -15,8 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
-from lightning_realloc.callbacks.iteration_clock import planned_iterations
-from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy, trainer_callbacks
+from lightning_realloc.callbacks.phase import PhaseCallback, planned_iterations, realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.recording.events import Event, PlanInstalled, PlanPredicted, RunEnded, RunStarted, event_to_json
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed

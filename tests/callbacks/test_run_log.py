@@ -14,7 +14,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_realloc.algorithms.sft import SFT
-from lightning_realloc.callbacks.run_log import RunLog
+from lightning_realloc.callbacks import run_log
+from lightning_realloc.callbacks.run_log import RemainingTime, RunLog, format_duration
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.errors import CheckpointError
 from tests.models import byte_tokenizer, tiny_model
@@ -76,17 +77,19 @@ def logs() -> dict[str, list[str]]:
 def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool) -> None:
     first, second = workers.run(logs, world_size=2, init_process_group=False)
     assert not any(lines(found) or any("models: " in text for text in found) for found in second.values())
-    number = r"-?[0-9.e+-]+"
+    number, seconds = r"-?[0-9.e+-]+", r"\d+(\.\d+)?s"
     every = lines(first["every"])
-    assert [line.split(":")[0] for line in every] == ["step 1/3", "step 2/3", "step 2/3", "step 3/3"]
+    assert [line.split("  ")[0] for line in every] == ["step 1/3", "step 2/3", "step 2/3", "step 3/3"]
+    times = "".join(rf"({name} {seconds} ?)?" for name in ("gen", "infer", "compute", "train"))
     for line in (every[0], every[1], every[3]):
         assert re.fullmatch(
-            rf"step \d/3: reward {number}, actor/loss {number}, {number} s, {number} tokens/s, responses of \d+ to \d+ "
-            r"tokens",
-            line,
+            rf"step \d/3  reward {number}  kl {number}  len \d+  {times}(idle \d+%)?  \d+ tok/s", line
         ), line
-    assert "val/reward " in every[2] and "actor/loss" not in every[2]
-    assert [line.split(":")[0] for line in lines(first["seldom"])] == ["step 1/4", "step 4/4"]
+        assert "gen " in line and "train " in line, line
+    assert "val/reward " in every[2] and "len " not in every[2]
+    seldom = lines(first["seldom"])
+    assert [line.split("  ")[0] for line in seldom] == ["step 1/4", "step 4/4"]
+    assert all(re.match(rf"step ./4  loss {number}  len \d+  train ", line) for line in seldom)
     assert not lines(first["no lines"]) and lines(first["no summary"])
     assert not any("models: " in text for text in first["no summary"])
     (summary,) = (text for text in first["every"] if "models: " in text)
@@ -101,6 +104,66 @@ def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool)
         "sampling.max_new_tokens=6 (512), constant learning rate (linear decay)",
         "  checkpoints: none",
     ]
+
+
+class SlowSave(Callback):
+    """Saves a checkpoint after the second iteration."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Save."""
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(f"{self.folder}/saved")
+
+
+def logs_of_saves(folder: str) -> list[str]:
+    """Return the lines of a run that saves a checkpoint, which counts as long."""
+    before, run_log.MIN_SECONDS_OF_PAUSE = run_log.MIN_SECONDS_OF_PAUSE, 0.0
+    try:
+        return lines(
+            told(runs.sft(), Batches(5, responses=True), callbacks=[RunLog(0.0), SlowSave(folder)], max_steps=5)
+        )
+    finally:
+        run_log.MIN_SECONDS_OF_PAUSE = before
+
+
+def test_a_long_save_has_a_line_and_later_iterations_show_the_remaining_time(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    (found,) = workers.run(logs_of_saves, str(tmp_path), world_size=1, init_process_group=False)
+    saves = [line for line in found if "save_checkpoint" in line]
+    assert len(saves) == 1 and re.fullmatch(r"step 2/5  save_checkpoint \d+\.\ds", saves[0])
+    assert ["eta" in line for line in found if line not in saves] == [False, False, True, True, False]
+
+
+def test_the_remaining_time_is_the_median_iteration_with_the_mean_pause_between_two() -> None:
+    left, now = RemainingTime(), 100.0
+    # Iterations of 4 s, one of 60 s; pauses of 1 s, one of 6 s for a validation: 4 + (1 + 6 + 1) / 3 s a step.
+    for seconds, pause in [(60.0, 1.0), (4.0, 6.0), (4.0, 1.0)]:
+        assert left.seconds(10) is None
+        left.begin(now)
+        left.end(now + seconds, has_step=True)
+        now += seconds + pause
+    left.begin(now)
+    assert left.seconds(10) == pytest.approx(10 * (4 + 8 / 3))
+
+
+def test_a_batch_without_a_step_counts_for_the_next_step() -> None:
+    left = RemainingTime()
+    for number in range(6):  # each step takes two batches of 2 s
+        left.begin(2.0 * number)
+        left.end(2.0 * number + 2.0, has_step=number % 2 == 1)
+    assert left.seconds(1) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.9, "59s"), (200, "3m20s"), (7800, "2h10m"), (3 * 86400 + 4 * 3600 + 59, "3d04h")],
+)
+def test_durations_have_two_units(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
 class Failing(Callback):
