@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
@@ -102,6 +104,19 @@ def require_head(role: str, kind: str, missing: list[str]) -> None:
             f"{role} is not trained here and brings no weights for {', '.join(missing)}: random ones say nothing; give "
             f"a model that was saved as {kind} with num_labels=1"
         )
+
+
+@contextmanager
+def progress_on_first_rank() -> Iterator[None]:
+    """Let rank 0 alone draw transformers' bars for downloads and weights: all ranks load at the same time."""
+    silences = getattr(rank_zero_only, "rank", 0) != 0 and is_progress_bar_enabled()
+    if silences:
+        disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silences:
+            enable_progress_bar()
 
 
 def log_whole(where: str, model: nn.Module, missing: Collection[str]) -> None:

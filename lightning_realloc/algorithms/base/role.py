@@ -32,6 +32,7 @@ from lightning_realloc.algorithms.base.loaded_weights import (
     check_source,
     is_empty,
     log_whole,
+    progress_on_first_rank,
     require_complete,
     require_head,
     require_known,
@@ -352,7 +353,7 @@ class Role:
             options["quantization_config"] = without_heads(quantization, heads)
         auto: Any = _AUTO_CLASSES[self.task]
         try:
-            with weights_left_in_files() if deferred else nullcontext():
+            with progress_on_first_rank(), weights_left_in_files() if deferred else nullcontext():
                 model, found = auto.from_pretrained(
                     source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
                 )
