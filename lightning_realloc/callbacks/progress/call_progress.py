@@ -11,14 +11,16 @@ from collections.abc import Callable
 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 
 from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.callbacks.progress.bars import TextInBar, add_text, find_bar, has_bars
 from lightning_realloc.callbacks.run_log import can_draw_bars
 from lightning_realloc.runtime.messages.flight_record import BETWEEN, Activity, FlightRecord
 
-UPDATE_S, NOTEBOOK_UPDATE_S = 0.25, 1.0
-"""Seconds between two updates, on a terminal and in a notebook. Larger values take less of an iteration's time."""
+UPDATE_S, RICH_UPDATE_S = 0.5, 1.0
+"""Seconds between two updates of tqdm's bar, and of Rich's or one in a notebook, which take ten times as long to draw.
+Larger values take less of an iteration's time."""
 MIN_SECONDS_SHOWN = 2.0
 """Seconds after which an activity without finished parts shows its duration."""
 
@@ -30,11 +32,11 @@ class CallProgress(Callback):
     or Rich, with ``Trainer(enable_progress_bar=False)``, and if standard output is a file, it does nothing.
 
     Args:
-        interval_s: Seconds between two updates; None: 0.25 on a terminal, 1 in a notebook.
+        interval_s: Seconds between two updates; None: 0.5 for tqdm on a terminal, else 1.
     """
 
     def __init__(self, interval_s: float | None = None) -> None:
-        self.interval_s = interval_s or (NOTEBOOK_UPDATE_S if _IS_INTERACTIVE else UPDATE_S)
+        self.interval_s = interval_s
         self._painter: _Painter | None = None
 
     # ---- hooks
@@ -43,7 +45,9 @@ class CallProgress(Callback):
         has_calls = getattr(trainer.strategy, "dataflow", None) is not None
         if self._painter is None and has_calls and trainer.is_global_zero and has_bars(trainer) and can_draw_bars():
             record = realloc_strategy(trainer).runner.record
-            self._painter = _Painter(trainer, ActivityText(record), self.interval_s)
+            is_slow = _IS_INTERACTIVE or isinstance(trainer.progress_bar_callback, RichProgressBar)
+            interval_s = self.interval_s or (RICH_UPDATE_S if is_slow else UPDATE_S)
+            self._painter = _Painter(trainer, ActivityText(record), interval_s)
             self._painter.start()
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
@@ -113,7 +117,7 @@ class ActivityText:
 
     def __init__(self, record: FlightRecord, clock: Callable[[], float] = time.monotonic) -> None:
         self._record, self._clock = record, clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals may draw, too
         self._activity: Activity | None = None
         self._most_done = 0
         self._start: tuple[float, int] | None = None

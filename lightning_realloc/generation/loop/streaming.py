@@ -76,9 +76,10 @@ class SharingEngine:
 
         A sample that moved to another rank counts as unfinished until it returns.
         """
-        if self._followed is None:
+        followed = self._followed  # the thread that trains may end the call meanwhile
+        if followed is None:
             return None
-        samples = tuple(self._followed)
+        samples = tuple(followed)
         longest = max((len(sample.token_ids) for sample in samples if sample.finish_reason is None), default=None)
         done = sum(sample.finish_reason is not None for sample in samples)
         num_tokens = sum(len(sample.token_ids) for sample in samples)
