@@ -1,1 +1,1 @@
-"""What runs inside an iteration, in the Trainer's progress bar. Start with `CallProgress`."""
+"""Text in the Trainer's progress bar about the call that runs. Start with `CallProgress`."""

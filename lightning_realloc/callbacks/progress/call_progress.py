@@ -21,6 +21,8 @@ from lightning_realloc.runtime.messages.flight_record import BETWEEN, Activity, 
 UPDATE_S, RICH_UPDATE_S = 0.5, 1.0
 """Seconds between two updates of tqdm's bar, and of Rich's or one in a notebook, which take ten times as long to draw.
 Larger values take less of an iteration's time."""
+MAX_STOP_S = 1.0
+"""Most seconds to wait for the thread at the end of a run."""
 MIN_SECONDS_SHOWN = 2.0
 """Seconds after which an activity without finished parts shows its duration."""
 
@@ -96,7 +98,7 @@ class _Painter(threading.Thread):
     def stop(self) -> None:
         """End the thread, and remove the text from the bar."""
         self._stopped.set()
-        self.join()
+        self.join(MAX_STOP_S)  # tqdm keeps its lock if Ctrl-C interrupts it, and the thread would wait for ever
         self._remove()
 
     def _remove(self) -> None:

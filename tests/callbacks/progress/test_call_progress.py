@@ -10,14 +10,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_realloc.callbacks.progress.call_progress import ActivityText, CallProgress
+from lightning_realloc.callbacks.progress.call_progress import ActivityText, CallProgress, _Painter
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.runtime.messages.progress import ActivityProgress
@@ -200,3 +203,21 @@ def test_bars_show_the_calls_on_rank_0_and_are_left_as_they_were(workers: Worker
     for name in ("file", "off"):
         assert not first[name]["ran"] and not any("judge" in line for line in first[name]["drawn"]), name
     assert any("actor.generate" in line for line in first["validate"]["drawn"])
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_bar_whose_lock_is_kept() -> None:
+    bar = Tqdm(total=2, file=Terminal())
+    trainer: Any = SimpleNamespace(
+        progress_bar_callback=TQDMProgressBar(), state=SimpleNamespace(fn=TrainerFn.FITTING), sanity_checking=False
+    )
+    trainer.progress_bar_callback.train_progress_bar = bar
+    texts = iter("abcdefghijklmnopqrstuvwxyz" * 100)
+    painter = _Painter(trainer, lambda: next(texts), 0.01)
+    begin = time.monotonic()
+    with bar.get_lock():  # as after Ctrl-C within tqdm
+        painter.start()
+        time.sleep(0.1)
+        painter.stop()
+        assert time.monotonic() - begin < 30 and painter.is_alive()
+        assert "format_meter" not in vars(bar)
+    painter.join()
