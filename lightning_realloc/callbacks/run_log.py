@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.callbacks.phase import planned_iterations, realloc_strategy
+from lightning_realloc.dataflow.dataflow import Dataflow
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
 """Iterations that end sooner after the last line get no line. A smaller value makes longer logs."""
@@ -199,9 +200,9 @@ def _results(metrics: Mapping[str, Any]) -> Iterator[str]:
 def _times(trainer: Trainer) -> str:
     """Return the seconds of calls by kind, and the mean share of waiting; "" where the strategy measures none."""
     metrics, seconds = trainer.callback_metrics, dict.fromkeys(_KINDS, 0.0)
-    for name, value in metrics.items():
-        if name.startswith("seconds/"):
-            seconds[realloc_strategy(trainer).pool.dataflow.call(name.partition("/")[2]).kind] += float(value)
+    flow: Dataflow | None = getattr(trainer.strategy, "dataflow", None)
+    for call in () if flow is None else flow.calls:
+        seconds[call.kind] += float(metrics.get(f"seconds/{call.name}", 0.0))
     least = MIN_SHARE_SHOWN * sum(seconds.values())
     parts = [f"{_KINDS[kind]} {_seconds(value)}" for kind, value in seconds.items() if value > least]
     if "idle_share" in metrics:
