@@ -75,7 +75,7 @@ def test_the_record_has_what_every_rank_did(
     assert calls >= {"actor.generate", "reference.infer", "actor.train"}
     for made in session.ranks.values():
         assert set(made[-1].peak_bytes) == {"actor.generate", "reference.infer", "actor.train"}
-        assert all(peak > session.baseline_bytes[0] for peak in made[-1].peak_bytes.values())
+        assert min(made[-1].peak_bytes.values()) > 50 << 20  # the process itself
     if world_size == 2:
         assert all("actor.generate" in one.moves for made in session.ranks.values() for one in made)
         assert any("offload" in one.seconds for one in session.ranks[1]) == ("overlap" in options)
