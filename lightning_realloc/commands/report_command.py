@@ -51,7 +51,7 @@ def _format_of(output: Path | None) -> str:
 
 
 def _content(folder: Path, others: Sequence[Path]) -> Json:
-    return page_data(read_run_folder(folder))
+    return page_data(read_run_folder(folder), [read_run_folder(other) for other in others])
 
 
 def _as_json(data: Json) -> str:

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -18,22 +18,39 @@ from typing import Any
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.events import RunEnded
 from lightning_realloc.report.runs.charts import Json, section
+from lightning_realloc.report.runs.comparison import comparison_section
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.sections.learning import learning_section
+from lightning_realloc.report.runs.sections.plans import plans_section
+from lightning_realloc.report.runs.sections.resources import memory_section, moves_section
+from lightning_realloc.report.runs.sections.samples import generation_section, rollouts_section
 from lightning_realloc.report.runs.sections.time_use import time_section
 
 BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
 """Errors of sections whose values in the record have other types than they were written with."""
 
 
-def page_data(run: RunFolder) -> Json:
-    """Return the content of a run's report, as values of JSON without NaN."""
-    problems = list(run.problems)
+def page_data(run: RunFolder, compared: Sequence[RunFolder] = ()) -> Json:
+    """Return the content of a run's report, as values of JSON without NaN.
+
+    Args:
+        run: Run of the report.
+        compared: Further runs, which a section compares with this one.
+    """
+    problems = [*run.problems, *(f"{one.name}: {problem}" for one in compared for problem in one.problems)]
     time = _time_of(run, problems)
-    builders: dict[str, Callable[[], Json]] = {
+    builders: dict[str, Callable[[], Json]] = {}
+    if compared:
+        builders["Comparison"] = partial(comparison_section, [run, *compared])
+    builders |= {
         "Learning": partial(learning_section, run),
         "Time": partial(time_section, run, time),
+        "Moves of weights": partial(moves_section, run, time),
+        "Memory": partial(memory_section, run, time),
+        "Speculation and rebalancing": partial(generation_section, run),
+        "Plans and tuner": partial(plans_section, run, time),
+        "Rollouts": partial(rollouts_section, run),
     }
     sections = [_build(title, build, problems) for title, build in builders.items()]
     data = {"title": f"Report of {run.name}", "facts": _facts(run), "problems": problems, "sections": sections}

@@ -152,7 +152,7 @@ def _metric_rows(path: Path, problems: list[str]) -> Iterator[tuple[float, dict[
     """Yield the step and the numbers of each row of Lightning's table."""
     for header, cells in _csv_rows(path, problems):
         values = {
-            name: number for name, text in zip(header, cells, strict=True) if (number := _number(text)) is not None
+            name: number for name, text in zip(header, cells, strict=True) if (number := as_number(text)) is not None
         }
         step = values.pop("step", None)
         values.pop("epoch", None)
@@ -160,7 +160,8 @@ def _metric_rows(path: Path, problems: list[str]) -> Iterator[tuple[float, dict[
             yield step, values
 
 
-def _number(text: str) -> float | None:
+def as_number(text: str) -> float | None:
+    """Return the number that a cell holds, None for any other text."""
     try:
         return float(text)
     except ValueError:

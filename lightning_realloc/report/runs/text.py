@@ -71,8 +71,8 @@ def _cell(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a text of the run in one line, in which Markdown sees neither HTML nor the end of a cell."""
-    line = " ".join(text.split())
-    for mark, escaped in (("\\", "\\\\"), ("<", "&lt;"), ("|", "\\|"), ("`", "\\`"), ("[", "\\["), ("](", "\\](")):
+    """Return a text in one line, without HTML, ends of cells, links and control characters of terminals."""
+    line = " ".join("".join(one if one.isprintable() or one.isspace() else "\ufffd" for one in text).split())
+    for mark, escaped in (("\\", "\\\\"), ("<", "&lt;"), ("|", "\\|"), ("`", "\\`"), ("[", "\\[")):
         line = line.replace(mark, escaped)
     return line

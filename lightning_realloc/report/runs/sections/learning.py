@@ -74,7 +74,7 @@ def learning_section(run: RunFolder) -> Json:
     charts += _further_charts(metrics)
     findings = find_unusual(run)
     sentence = "" if findings else "Nothing unusual: no warning applies to these metrics."
-    sentences = filter(None, [sentence, _constant_metrics(metrics)])
+    sentences = [sentence] if sentence else []
     tables = [_final_values(metrics)]
     return section("learning", "Learning", sentences=sentences, findings=findings, charts=charts, tables=tables)
 
@@ -141,4 +141,4 @@ def _final_values(metrics: Mapping[str, Series]) -> Json:
             known = series.finite().values
             rows.append([name, *(cell(value, "") for value in (first.mean(), last.mean(), known.min(), known.max()))])
     columns = [column("metric", TEXT), *map(column, ("first tenth", "last tenth", "smallest", "largest"))]
-    return table("final-values", "Metrics", columns, rows, searchable=len(rows) > 15)
+    return table("final-values", "Metrics", columns, rows, searchable=len(rows) > 15, note=_constant_metrics(metrics))

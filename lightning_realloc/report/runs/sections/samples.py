@@ -1,0 +1,84 @@
+"""Sections on samples: rollouts as a table, and how speculation, rebalancing and the cache treated them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lightning_realloc.report.runs.charts import (
+    NUMBER,
+    TEXT,
+    Json,
+    column,
+    describe_series,
+    line,
+    line_chart,
+    lines_of,
+    section,
+    table,
+)
+from lightning_realloc.report.runs.run_folder import MAX_CELL_CHARACTERS, RunFolder, as_number
+
+_GENERATION = (
+    ("tokens_per_step", "Tokens per decoding step", "tokens", "speculation=Speculation()"),
+    ("moved_samples", "Samples that changed their rank", "samples", "sample_reallocation=True"),
+    ("preemptions", "Preempted samples", "samples", "max_cache_bytes"),
+    ("hidden_s", "Seconds of inference during generation", "s", "generation_chunks"),
+)
+"""Prefix of a metric, title, unit, and the setting with which it is logged."""
+
+
+def generation_section(run: RunFolder) -> Json:
+    """Return the section on speculation, rebalancing, preemption and chunks."""
+    charts, unused = [], []
+    for prefix, title, unit, setting in _GENERATION:
+        found = [series for name, series in sorted(run.metrics.items()) if name.startswith(f"{prefix}/")]
+        if not found:
+            unused.append(setting)
+            continue
+        lines = [one for series in found for one in lines_of(series, series.name.partition("/")[2])]
+        summary = " ".join(describe_series(series, unit) for series in found)
+        charts.append(line_chart(prefix.replace("_", "-"), title, unit, lines, summary=summary))
+    missing = f"Logged with {', '.join(unused)}." if unused else None
+    sentences = [chart["summary"] for chart in charts]
+    return section("generation", "Speculation and rebalancing", sentences=sentences, charts=charts, missing=missing)
+
+
+def rollouts_section(run: RunFolder) -> Json:
+    """Return the section with sampled prompts, responses and rewards, the newest first."""
+    rollouts = run.rollouts
+    if not rollouts.rows:
+        missing = "No samples: train with callbacks=[RolloutTable()] and a CSVLogger, which writes rollouts.csv."
+        return section("rollouts", "Rollouts", missing=missing)
+    numeric = [
+        all(not row[at] or as_number(row[at]) is not None for row in rollouts.rows)
+        for at in range(len(rollouts.columns))
+    ]
+    columns = [
+        column(name, NUMBER if is_number else TEXT) for name, is_number in zip(rollouts.columns, numeric, strict=True)
+    ]
+    left_out = f"{rollouts.num_left_out:,} older samples are left out. " if rollouts.num_left_out else ""
+    note = f"{left_out}Cells are cut at {MAX_CELL_CHARACTERS:,} characters."
+    tables = [table("rollouts", "Samples, the newest first", columns, rollouts.rows, searchable=True, note=note)]
+    charts = [chart for chart in [_rewards_chart(run)] if chart is not None]
+    return section("rollouts", "Rollouts", charts=charts, tables=tables)
+
+
+def _rewards_chart(run: RunFolder) -> Json | None:
+    """Return the rewards of the shown samples by iteration: their mean, with the envelope."""
+    columns = run.rollouts.columns
+    if "step" not in columns or "reward" not in columns:
+        return None
+    by_step: dict[float, list[float]] = {}
+    for row in run.rollouts.rows:
+        step, reward = (as_number(row[columns.index(name)]) for name in ("step", "reward"))
+        if step is not None and reward is not None and math.isfinite(step) and math.isfinite(reward):
+            by_step.setdefault(step, []).append(reward)
+    if not by_step:
+        return None
+    steps = sorted(by_step)
+    low, high, mean = ([float(reduce(by_step[step])) for step in steps] for reduce in (min, max, np.mean))
+    shown = line("mean of the samples", steps, mean, low=low, high=high)
+    summary = f"Rewards of {len(run.rollouts.rows)} samples in {len(steps)} iterations; the table has each."
+    return line_chart("sample-rewards", "Rewards of these samples", "", [shown], summary=summary)
