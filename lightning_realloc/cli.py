@@ -47,6 +47,7 @@ from lightning_realloc.commands.checkpoint_commands import (
     run_verify,
     verify_parser,
 )
+from lightning_realloc.commands.dashboard_command import DASHBOARD_HELP, run_dashboard
 from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
 from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import describe_full_device, has_bf16
@@ -278,7 +279,8 @@ class ReallocCLI(LightningCLI):
         action.add_subcommand("verify", verify_parser(), help=VERIFY_HELP)
         action.add_subcommand("plan", plan_parser(), help=PLAN_HELP)
         shorts = {name: command.summary for name, command in COMMANDS.items()}
-        for name, summary in {**shorts, "doctor": DOCTOR_HELP, "chat": CHAT_HELP, "report": REPORT_HELP}.items():
+        others = {"doctor": DOCTOR_HELP, "chat": CHAT_HELP, "report": REPORT_HELP, "dashboard": DASHBOARD_HELP}
+        for name, summary in {**shorts, **others}.items():
             action.add_subcommand(name, ArgumentParser(description=summary), help=summary)
 
 
@@ -323,6 +325,10 @@ def _run_plan(arguments: Sequence[str]) -> int:
     return code
 
 
+def _write_at_once(text: str) -> None:
+    print(text, end="", flush=True)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     **{name: partial(_run_short, name) for name in COMMANDS},
     "export": run_export,
@@ -331,6 +337,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": lambda arguments: run_doctor(arguments, sys.stdout.write),
     "chat": lambda arguments: run_chat(arguments, stdin=sys.stdin, stdout=sys.stdout),
     "report": lambda arguments: run_report(arguments, sys.stdout.write),
+    "dashboard": lambda arguments: run_dashboard(arguments, _write_at_once),
 }
 """Commands that are no methods of the Trainer."""
 

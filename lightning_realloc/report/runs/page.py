@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from html import escape
 from importlib import resources
 from typing import Any
 
@@ -110,17 +111,22 @@ def finite_values(value: Any) -> Any:
     return value
 
 
-def render_page(data: Json) -> str:
+def render_page(data: Json, *, follow: str | None = None) -> str:
     """Return the HTML of a report; its scripts are allowed by their hash, so that no other script runs.
+
+    Args:
+        data: Content of the page.
+        follow: Address at which the page asks for newer data; None: it stays as it is.
 
     Raises:
         ConfigError: if plotly is not installed.
     """
-    scripts = {"plotly": _plotly(), "page": _asset("page.js")}
+    scripts = {"plotly": _plotly(), "page": _asset("page.js"), "live": _asset("live.js")}
     parts = {
         "policy": " ".join(_hash(script) for script in scripts.values()),
         "style": _asset("page.css"),
         "data": script_text(data),
+        "follow": "" if follow is None else f' data-follow="{escape(follow)}"',
         **scripts,
     }
     pieces = _asset("page.html").split("{{")

@@ -9,7 +9,7 @@ import csv
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,15 +62,19 @@ class RunFolder:
     """Files and lines that could not be read, in words."""
 
 
-def read_run_folder(folder: Path) -> RunFolder:
+def read_run_folder(folder: Path, *, read: Callable[[Path], RunRecord] = read_run) -> RunFolder:
     """Return the newest run in a folder, or in a folder below it.
+
+    Args:
+        folder: Folder of the run.
+        read: Reads the record in a folder.
 
     Raises:
         ConfigError: if there is neither a record nor Lightning's ``metrics.csv``.
     """
     record_folder, log_folder = _find_run(folder)
     problems: list[str] = []
-    record = None if record_folder is None else _read_record(record_folder, problems)
+    record = None if record_folder is None else _read_record(record_folder, problems, read)
     if record is not None:
         problems += record.problems
         rows = ((row.step, row.values) for session in record.sessions for row in session.metrics)
@@ -110,9 +114,9 @@ def _newest_first(folder: Path, name: str) -> list[Path]:
     return sorted((one for one in folder.rglob(name) if one.is_file()), key=lambda one: -one.stat().st_mtime)
 
 
-def _read_record(folder: Path, problems: list[str]) -> RunRecord | None:
+def _read_record(folder: Path, problems: list[str], read: Callable[[Path], RunRecord]) -> RunRecord | None:
     try:
-        return read_run(folder)
+        return read(folder)
     except (RecordError, RecursionError) as error:
         problems.append(str(error))
         return None
