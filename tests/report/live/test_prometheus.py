@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,12 @@ def test_the_latest_iteration_is_exposed_with_labels(tmp_path: Path) -> None:
     assert found["seconds", "move", "-> actor.generate", "1"] == pytest.approx(0.1)
     assert found["peak_bytes", "actor.train", "0"] == 400
     assert 'run="a \\"run\\""' in text
+
+
+def test_the_dashboard_for_grafana_asks_for_figures_that_exist(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    write_session(tmp_path, started())
+    exposed = exposition({"run": read_run(tmp_path)}).decode()
+    panels = json.loads((Path(__file__).parents[3] / "examples" / "grafana.json").read_text())["panels"]
+    asked = {name for panel in panels for name in re.findall(r"lightning_realloc_\w+", panel["targets"][0]["expr"])}
+    assert asked == set(re.findall(r"# TYPE (\w+) gauge", exposed)) - {"lightning_realloc_step"}
