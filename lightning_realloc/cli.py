@@ -326,7 +326,8 @@ def _run_plan(arguments: Sequence[str]) -> int:
 
 
 def _write_at_once(text: str) -> None:
-    print(text, end="", flush=True)
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
