@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_realloc.report.runs.page import page_data
+from tests.report.runs.folders import content_of, log_metrics, run_with, section_of, table_of, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
+
+
+def test_the_report_of_a_run_has_no_problems_and_is_json(folder: Path) -> None:
+    data = content_of(folder)
+
+    assert data["problems"] == []
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert ["iterations", "8 of 10, ended"] in data["facts"]
+
+
+def test_the_costliest_call_is_named_with_its_share(folder: Path) -> None:
+    # a second an iteration: actor.train 0.4, actor.generate 0.3, a move, waiting and the host 0.1 each
+    (costliest, advice) = section_of(content_of(folder), "time")["sentences"]
+
+    assert costliest.startswith("actor.train costs most: 400 ms of 1 s an iteration (40 %")
+    assert advice.startswith("Moves") or "train" in advice
+
+
+def test_shares_of_purposes_add_up_to_the_whole_time(folder: Path) -> None:
+    rows = table_of(content_of(folder), "time", "purposes")["rows"]
+
+    assert sum(row[3]["value"] for row in rows) == pytest.approx(1.0)
+    assert {row[0] for row in rows} == {
+        "actor.generate", "actor.train", "-> actor.generate", "waiting", "between calls",
+    }  # fmt: skip
+
+
+def test_predicted_and_measured_seconds_are_compared_by_call(folder: Path) -> None:
+    rows = {row[0]: row for row in table_of(content_of(folder), "time", "predicted-seconds")["rows"]}
+
+    assert rows["actor.train"][1]["value"] == pytest.approx(0.6)  # from 0.2 to 0.8 s
+    assert rows["actor.train"][2]["value"] == pytest.approx(0.4)
+    assert rows["actor.train"][3]["value"] == pytest.approx(0.4 / 0.6)
+    assert rows["an iteration"][1]["value"] == pytest.approx(0.8)
+
+
+def test_the_predicted_iteration_begins_with_the_first_work_of_the_measured_one(folder: Path) -> None:
+    charts = section_of(content_of(folder), "time")["charts"]
+    (lanes,) = (chart for chart in charts if chart["kind"] == "lanes")
+    frame = lanes["frames"][-1]
+
+    assert frame["step"] == 8
+    assert [0, "-> actor.generate", "move", 0.1, 0.1] in frame["bars"]
+    assert [1, "actor.train", "call", pytest.approx(0.3), pytest.approx(0.6)] in frame["predicted"]
+    assert lanes["frames"][0]["predicted"], "the plan is the same before its prediction"
+
+
+def test_the_idle_share_is_that_of_waiting(folder: Path) -> None:
+    charts = {chart["id"]: chart for chart in section_of(content_of(folder), "time")["charts"]}
+
+    assert charts["idle"]["series"][0]["y"] == pytest.approx([0.1] * 8, rel=1e-3)
+    stacked = charts["seconds"]["series"]
+    assert [sum(one["y"][at] for one in stacked) for at in range(8)] == pytest.approx([1.0] * 8, rel=1e-3)
+
+
+def test_moves_have_their_number_bytes_and_rate(folder: Path) -> None:
+    ((call, number, seconds, size, rate, ratio),) = table_of(content_of(folder), "moves", "moves")["rows"]
+
+    assert (call, number) == ("actor.generate", 8)
+    assert seconds["value"] == pytest.approx(0.1)
+    assert size["value"] == 2000
+    assert rate["value"] == pytest.approx(2000 / 0.1)
+    assert ratio["value"] == 2.0
+
+
+def test_peaks_leave_out_the_memory_before_the_models(folder: Path) -> None:
+    rows = table_of(content_of(folder), "memory", "peaks")["rows"]
+    train = {row[1]: row for row in rows if row[0] == "actor.train"}
+
+    assert train[0][2]["value"] == 400 - 50
+    assert train[0][4]["value"] == pytest.approx(350 / 100)
+    assert train[1][3]["value"] == 200
+    assert "35 %" in section_of(content_of(folder), "memory")["sentences"][0]  # of 1000 bytes
+
+
+def test_plans_are_listed_with_their_seconds(folder: Path) -> None:
+    data = content_of(folder)
+
+    assert table_of(data, "plans", "plan")["rows"][1] == ["actor.train", "fsdp2@0-1", "micro_batch=4"]
+    ((number, begin, end, predicted, measured, *_),) = table_of(data, "plans", "plans")["rows"]
+    assert (number, begin, end) == (1, 1, 8)
+    assert (predicted["value"], measured["value"]) == (pytest.approx(0.8), pytest.approx(1.0))
+
+
+def test_rollouts_are_the_newest_first(folder: Path) -> None:
+    table = table_of(content_of(folder), "rollouts", "rollouts")
+
+    assert table["rows"][0][1] == "question 7"
+    assert [column["kind"] for column in table["columns"]] == ["number", "text", "text", "number"]
+
+
+def test_metrics_of_speculation_are_drawn_and_others_named(folder: Path) -> None:
+    log_metrics(folder, {"tokens_per_step/actor.generate": [1.5, 2.0, 2.5]})
+
+    section = section_of(content_of(folder), "generation")
+
+    assert [chart["id"] for chart in section["charts"]] == ["tokens-per-step"]
+    assert "sample_reallocation=True" in section["missing"]
+    assert "speculation=" not in section["missing"]
+
+
+def test_an_error_that_ended_the_run_is_its_first_finding(tmp_path: Path) -> None:
+    data = content_of(write_run(tmp_path, error="RuntimeError: out of memory"))
+
+    assert "RuntimeError: out of memory" in section_of(data, "learning")["findings"][0]["text"]
+    assert ["iterations", "8 of 10, failed"] in data["facts"]
+
+
+def test_sections_without_data_say_what_fills_them() -> None:
+    data = page_data(run_with(reward=[0.1, 0.2, 0.3]))
+
+    missing = {section["id"]: section["missing"] for section in data["sections"]}
+    assert missing.pop("learning") is None
+    assert all("callbacks=[" in text or "Logged with" in text for text in missing.values())
+
+
+def test_metrics_that_no_chart_expects_get_charts_of_their_own() -> None:
+    data = page_data(run_with(margin=[0.1, 0.2, 0.3], constant=[1.0, 1.0, 1.0]))
+
+    assert [chart["title"] for chart in section_of(data, "learning")["charts"]] == ["margin"]
+    assert "constant 1" in table_of(data, "learning", "final-values")["note"]
