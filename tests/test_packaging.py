@@ -74,6 +74,10 @@ def test_the_wheel_holds_only_the_package_and_the_autoload_module(tmp_path: Path
     assert {
         "lightning_realloc/py.typed",
         "lightning_realloc/layout/region.py",
+        "lightning_realloc/report/runs/page.css",
+        "lightning_realloc/report/runs/page.html",
+        "lightning_realloc/report/runs/page.js",
+        "lightning_realloc/report/runs/sections/learning.py",
         "lightning_realloc/setting_hints.yaml",
         "lightning_realloc/tuning/shapes/known_models.yaml",
     } <= names

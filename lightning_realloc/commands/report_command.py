@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,12 +24,7 @@ def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
     Raises:
         ConfigError: for a wrong flag, a folder without a run, and a file that cannot be written.
     """
-    parser = CommandParser("report", REPORT_HELP, epilog="Record runs with callbacks=[Timeline()].")
-    parser.add_argument("run", type=Path, help="folder of a run; the newest record in it or below counts")
-    parser.add_argument("--output", type=Path, help="file, or - for the terminal; default: report.html in the folder")
-    parser.add_argument("--format", choices=("html", "md", "json"), help="default: by --output, else html")
-    parser.add_argument("--compare", type=Path, nargs="+", metavar="RUN", default=[], help="further runs")
-    chosen = parser.parse(arguments)
+    chosen = _parse(arguments)
     form = chosen.format or _format_of(chosen.output)
     output = chosen.output or chosen.run / f"report.{form}"
     data = _content(chosen.run, chosen.compare)
@@ -43,6 +39,15 @@ def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
         raise ConfigError(f"--output={output} cannot be written ({error.strerror}); name another file") from None
     write(f"{output}\n")
     return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser("report", REPORT_HELP, epilog="Record runs with callbacks=[Timeline()].")
+    parser.add_argument("run", type=Path, help="folder of a run; the newest record in it or below counts")
+    parser.add_argument("--output", type=Path, help="file, or - for the terminal; default: report.html in the folder")
+    parser.add_argument("--format", choices=("html", "md", "json"), help="default: by --output, else html")
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="RUN", default=[], help="further runs")
+    return parser.parse(arguments)
 
 
 def _format_of(output: Path | None) -> str:

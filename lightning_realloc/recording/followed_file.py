@@ -11,6 +11,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 T = TypeVar("T")
 MAX_LINE_BYTES = 4 << 20
 """Longest line that is read; a longer one counts as broken."""
+BROKEN_LINE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""Errors of lines that are no JSON, or have other fields or values than the writer's."""
 HEAD_BYTES = 200
 """Bytes at a file's beginning that are compared; the first line of a record has the time of day within them."""
 
@@ -20,7 +22,7 @@ class FollowedFile(Generic[T]):
 
     Args:
         path: The file; it may not exist yet.
-        parse: Returns a line's content. It may raise KeyError, TypeError, ValueError, AttributeError and IndexError.
+        parse: Returns a line's content. It may raise the errors of `BROKEN_LINE`.
     """
 
     def __init__(self, path: Path, parse: Callable[[Mapping[str, Any]], T]) -> None:
@@ -74,6 +76,6 @@ class FollowedFile(Generic[T]):
             self._offset = file.tell()
             try:
                 self.items.append(self._parse(json.loads(b"" if is_long else line)))
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            except BROKEN_LINE:
                 self._broken.append(self._number)
             is_long = False

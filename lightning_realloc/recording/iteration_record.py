@@ -98,16 +98,25 @@ class IterationRecord:
     def from_json(cls, content: Mapping[str, Any]) -> IterationRecord:
         """Return the record of a line. Raises KeyError, TypeError or ValueError for any other content."""
         pieces = content.get("pieces")
+        seconds = content["seconds"].items()
         return cls(
             step=int(content["step"]),
             start=float(content["start"]),
             end=float(content["end"]),
-            seconds={kind: dict(named) for kind, named in content["seconds"].items()},
-            moves={call: WeightMove(*values) for call, values in content.get("moves", {}).items()},
-            peak_bytes=dict(content.get("peak_bytes", {})),
+            seconds={kind: {name: float(value) for name, value in named.items()} for kind, named in seconds},
+            moves={call: _move_from_json(*values) for call, values in content.get("moves", {}).items()},
+            peak_bytes={call: int(size) for call, size in content.get("peak_bytes", {}).items()},
             energy_j=content.get("energy_j"),
-            pieces=None if pieces is None else tuple(TimePiece(*values) for values in pieces),
+            pieces=None if pieces is None else tuple(_piece_from_json(*values) for values in pieces),
         )
+
+
+def _move_from_json(seconds: float, bytes_moved: int, bytes_minimum: int) -> WeightMove:
+    return WeightMove(float(seconds), int(bytes_moved), int(bytes_minimum))
+
+
+def _piece_from_json(name: str, kind: PieceKind, start: float, seconds: float) -> TimePiece:
+    return TimePiece(str(name), kind, float(start), float(seconds))
 
 
 def is_detailed(number: int) -> bool:

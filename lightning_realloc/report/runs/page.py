@@ -25,7 +25,7 @@ from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.sections.learning import learning_section
 from lightning_realloc.report.runs.sections.plans import plans_section
 from lightning_realloc.report.runs.sections.resources import memory_section, moves_section
-from lightning_realloc.report.runs.sections.samples import generation_section, rollouts_section
+from lightning_realloc.report.runs.sections.rollout_samples import generation_section, rollouts_section
 from lightning_realloc.report.runs.sections.time_use import time_section
 
 BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)

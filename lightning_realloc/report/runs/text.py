@@ -42,14 +42,14 @@ def _section(section: Json) -> Iterator[str]:
     for chart in section["charts"]:
         yield f"- {_text(chart['title'])}: {_text(chart['summary'])}"
     for table in section["tables"]:
-        yield from ("", f"### {table['title']}", "")
+        yield from ("", f"### {_text(table['title'])}", "")
         yield from _table(table)
     yield ""
 
 
 def _table(table: Json) -> Iterator[str]:
     columns = table["columns"]
-    yield _row([column["name"] for column in columns])
+    yield _row([_cell(column["name"]) for column in columns])
     yield _row(["---:" if column["kind"] == NUMBER else "---" for column in columns])
     for cells in table["rows"][:MAX_ROWS]:
         yield _row([_cell(cell) for cell in cells])

@@ -26,17 +26,17 @@ def moves_section(run: RunFolder, time: RankTime | None) -> Json:
         return section("moves", title, missing="No record of moves: train with callbacks=[Timeline()].")
     if not time.moves:
         return section("moves", title, missing="No call needed weights of another layout: nothing moved.")
-    rows, total = [], 0.0
+    rows, num_moves, total = [], 0, 0.0
     for call, (seconds, moved, minimum) in sorted(time.moves.items()):
         all_moved, least = float(np.nansum(moved)), float(np.nansum(minimum))
         spent, number = float(np.nansum(seconds)), int(np.isfinite(seconds).sum())
-        total += all_moved
+        num_moves, total = num_moves + number, total + all_moved
         rate = cell(all_moved / spent, "bytes/s") if spent else None
         ratio = cell(all_moved / least, "x") if least else None
         rows.append([call, number, cell(np.nanmedian(seconds), "s"), cell(all_moved / number, "bytes"), rate, ratio])
     names = ("moves", "seconds of a move", "bytes of a move", "rate of all ranks", "bytes / least bytes")
     columns = [column("call", TEXT), *map(column, names)]
-    sentence = f"Moves sent {quantity(total, 'bytes')} in {sum(row[1] for row in rows)} moves."
+    sentence = f"Moves sent {quantity(total, 'bytes')} in {num_moves} moves."
     note = "Least bytes: those that ranks needed and did not hold. Seconds: medians on the slowest rank."
     tables = [table("moves", "Moves by call", columns, rows, note=note)]
     return section("moves", title, sentences=[sentence], charts=[_moves_chart(time)], tables=tables)

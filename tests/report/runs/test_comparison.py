@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from lightning_realloc.report.runs.comparison import comparison_section, group_runs
+from lightning_realloc.report.runs.page import page_data
+from lightning_realloc.report.runs.run_folder import read_run_folder
+from tests.report.runs.folders import log_metrics, section_of, table_of, write_run
+
+STEPS = np.arange(20.0)
+
+
+def _run(folder: Path, reward: float, *, seed: int, rate: float = 1e-6) -> Path:
+    """Write a run with rewards that rise to a value, and its configuration."""
+    write_run(folder)
+    (folder / "log" / "version_0" / "record" / "metrics.jsonl").unlink()
+    log_metrics(folder, {"reward": np.minimum(STEPS / 10, 1.0) * reward})
+    config = {
+        "seed_everything": seed,
+        "trainer": {"default_root_dir": str(folder), "max_steps": 20},
+        "model": {"class_path": "GRPO", "init_args": {"learning_rate": rate}},
+    }
+    (folder / "log" / "version_0" / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def test_runs_that_differ_in_their_seed_alone_are_a_group(tmp_path: Path) -> None:
+    folders = [
+        _run(tmp_path / "a", 1.0, seed=0),
+        _run(tmp_path / "b", 2.0, seed=1),
+        _run(tmp_path / "c", 4.0, seed=0, rate=1e-5),
+    ]
+
+    groups = group_runs([read_run_folder(folder) for folder in folders])
+
+    assert [[Path(run.name).name for run in group.runs] for group in groups] == [["a", "b"], ["c"]]
+
+
+def test_runs_without_a_configuration_are_never_a_group(tmp_path: Path) -> None:
+    runs = [read_run_folder(write_run(tmp_path / name)) for name in "ab"]
+
+    assert [len(group.runs) for group in group_runs(runs)] == [1, 1]
+
+
+def test_a_group_has_mean_and_spread_and_other_runs_their_difference(tmp_path: Path) -> None:
+    runs = [
+        read_run_folder(_run(tmp_path / "a", 1.0, seed=0)),
+        read_run_folder(_run(tmp_path / "b", 2.0, seed=1)),
+        read_run_folder(_run(tmp_path / "c", 4.0, seed=0, rate=1e-5)),
+    ]
+
+    data = page_data(runs[0], runs[1:])
+
+    ((name, first, other, difference),) = (
+        row for row in table_of(data, "comparison", "compared")["rows"] if row[0] == "reward"
+    )
+    assert name == "reward"
+    assert first["value"] == pytest.approx(1.5)  # mean of 1 and 2
+    assert first["text"] == "1.5 ± 0.5"
+    assert (other["value"], difference["value"]) == (pytest.approx(4.0), pytest.approx(2.5))
+    chart = next(one for one in section_of(data, "comparison")["charts"] if one["title"] == "reward")
+    assert chart["series"][0]["low"][-1] == 1.0
+    assert chart["series"][0]["high"][-1] == 2.0
+
+
+def test_seconds_of_calls_stand_next_to_each_other(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a", 1.0, seed=0)
+    shutil.copytree(folder, tmp_path / "b")
+
+    section = comparison_section([read_run_folder(folder), read_run_folder(tmp_path / "b")])
+
+    rows = {row[0]: row for row in section["tables"][1]["rows"]}
+    assert rows["actor.train"][1]["text"] == "400 ms"
