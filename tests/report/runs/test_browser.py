@@ -1,0 +1,178 @@
+"""Open reports in Chromium: charts, search, colors, keyboard, accessibility, and drawing newer data."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_realloc.report.runs.charts import Json
+from lightning_realloc.report.runs.page import render_page
+from tests.report.runs.folders import HOSTILE, content_of, log_metrics, write_run, write_table
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("plotly", reason="plotly is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
+DRAWN = "body[data-drawn=true]"
+MEASURES = """() => [...document.querySelectorAll('.plot')].map(plot =>
+    ({title: plot.closest('figure').querySelector('h3').textContent, points: (plot.data ?? []).reduce(
+        (sum, trace) => sum + trace.x.length, 0)}))"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
+    folder = write_run(tmp_path_factory.mktemp("run"))
+    log_metrics(
+        folder,
+        {
+            "reward": [0.1, 0.3, 0.2, 0.4, 0.5, 0.4, 0.6, 0.7],
+            "actor/kl": [0.0, 0.01, 0.02, 0.03, 0.02, 0.02, 0.03, 0.04],
+            "tokens_per_s": [100.0, 120.0, 130.0, 125.0, 120.0, 122.0, 130.0, 128.0],
+            f"{HOSTILE}/loss": [0.5, 0.25, 0.2, 0.1, 0.1, 0.2, 0.1, 0.0],
+        },
+    )
+    samples = [
+        {"step": step, "prompt": f"{HOSTILE} {step}", "response": f"answer {step} " + "word " * 100, "reward": step % 7}
+        for step in range(150)
+    ]
+    write_table(folder / "log" / "version_0" / "rollouts.csv", samples)
+    data = content_of(folder)
+    path = folder / "report.html"
+    path.write_text(render_page(data), encoding="utf-8")
+    return data, path
+
+
+@pytest.fixture
+def page(browser: Any, report: tuple[Json, Path]) -> Iterator[Any]:
+    """Open the report at a desktop's size; console errors fail the test."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, bypass_csp=True)  # for axe's script
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(report[1].as_uri())
+    page.wait_for_selector(DRAWN)
+    yield page
+    context.close()
+    assert errors == []
+
+
+def test_every_chart_has_data(page: Any, report: tuple[Json, Path]) -> None:
+    charts = [chart for section in report[0]["sections"] for chart in section["charts"]]
+
+    measured = page.evaluate(MEASURES)
+
+    assert [one["title"] for one in measured] == [chart["title"] for chart in charts]
+    assert all(one["points"] > 0 for one in measured), measured
+
+
+def test_texts_of_a_run_are_shown_and_not_run(browser: Any, report: tuple[Json, Path]) -> None:
+    page = browser.new_page()  # with the page's own content policy
+    page.goto(report[1].as_uri())
+    page.wait_for_selector(DRAWN)
+
+    assert page.title().startswith("Report of ")
+    assert page.locator("img").count() == 0
+    assert HOSTILE in page.locator("#table-rollouts tbody").inner_text()
+    page.close()
+
+
+def test_search_and_sorting_choose_rows(page: Any) -> None:
+    rows = page.locator("#table-rollouts tbody tr")
+    assert rows.count() == 100
+
+    page.get_by_label("Search in Samples, the newest first").fill("answer 14")
+    assert rows.count() == 11  # 14 and 140 to 149
+    page.locator("#table-rollouts th button", has_text="reward").click()
+    assert rows.first.locator("td").last.inner_text() == "6"
+    page.locator("#table-rollouts th button", has_text="reward").click()
+    assert rows.first.locator("td").last.inner_text() == "0"
+
+
+def test_more_rows_are_shown_on_demand(page: Any) -> None:
+    page.get_by_role("button", name="Show more rows").last.click()
+
+    assert page.locator("#table-rollouts tbody tr").count() == 150
+
+
+def test_newer_data_keep_zoom_search_and_place(page: Any) -> None:
+    page.get_by_label("Search in Samples, the newest first").fill("answer 14")
+    page.evaluate("Plotly.relayout(document.querySelector('#chart-reward .plot'), {'xaxis.range': [2, 4]})")
+    page.evaluate("scrollTo(0, 700)")
+    page.wait_for_function("scrollY > 600")
+    before = page.evaluate("scrollY")
+
+    page.evaluate("""() => {
+        const data = JSON.parse(document.getElementById('data').textContent);
+        const chart = data.sections[0].charts[0];
+        chart.series[0].x.push(9);
+        chart.series[0].y.push(0.9);
+        data.sections.at(-1).tables[0].rows.unshift(['150', 'new', 'answer 14 again', '1']);
+        show(data);
+    }""")
+    page.wait_for_selector(DRAWN)
+
+    assert page.evaluate("document.querySelector('#chart-reward .plot').data[0].x.length") == 9
+    assert page.evaluate("document.querySelector('#chart-reward .plot').layout.xaxis.range") == [2, 4]
+    assert page.locator("#table-rollouts tbody tr").count() == 12
+    assert page.evaluate("scrollY") == before
+
+
+def test_the_slider_chooses_an_iteration(page: Any) -> None:
+    slider = page.get_by_label("Iteration")
+    assert page.locator("#chart-lanes output").inner_text().startswith("8,")
+
+    slider.focus()
+    page.keyboard.press("Home")
+
+    assert page.locator("#chart-lanes output").inner_text().startswith("1,")
+    assert "predicted" in page.evaluate("document.querySelector('#chart-lanes .plot').data.map(trace => trace.name)")
+
+
+def test_the_keyboard_reaches_contents_colors_tables_and_cells(page: Any) -> None:
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.closest('a, button, input, summary, .scroll').localName"))
+    assert {"a", "button", "input", "div"} <= reached
+
+    page.locator("#theme").focus()
+    before = page.evaluate("document.documentElement.dataset.theme")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.documentElement.dataset.theme") != before
+    page.wait_for_selector(DRAWN)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_and_have_no_serious_barrier(
+    browser: Any, report: tuple[Json, Path], tmp_path: Path, width: int, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    page = context.new_page()
+    page.goto(report[1].as_uri())
+    page.wait_for_selector(DRAWN)
+
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    found = axe.Axe().run(page).response["violations"]
+    serious = [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
+    context.close()
+    assert serious == []
