@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
     chosen = _parse(arguments)
     form = chosen.format or _format_of(chosen.output)
     output = chosen.output or chosen.run / f"report.{form}"
-    data = _content(chosen.run, chosen.compare)
+    data = _content(chosen.run, chosen.compare, chosen.price_per_gpu_hour)
     text = {"html": render_page, "md": markdown_report, "json": _as_json}[form](data)
     if str(output) in ("-", "/dev/stdout"):
         write(text)
@@ -55,8 +56,10 @@ def _format_of(output: Path | None) -> str:
     return ending if ending in ("md", "json") else "html"
 
 
-def _content(folder: Path, others: Sequence[Path]) -> Json:
-    return page_data(read_run_folder(folder), [read_run_folder(other) for other in others])
+def _content(folder: Path, others: Sequence[Path], price: float | None) -> Json:
+    if price is not None and not 0 <= price < math.inf:
+        raise ConfigError(f"--price-per-gpu-hour={price} must be a number of at least 0")
+    return page_data(read_run_folder(folder), [read_run_folder(other) for other in others], price=price)
 
 
 def _as_json(data: Json) -> str:

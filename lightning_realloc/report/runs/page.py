@@ -22,6 +22,7 @@ from lightning_realloc.report.runs.charts import Json, section
 from lightning_realloc.report.runs.comparison import comparison_section
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.report.runs.sections.cost import cost_section
 from lightning_realloc.report.runs.sections.learning import learning_section
 from lightning_realloc.report.runs.sections.plans import plans_section
 from lightning_realloc.report.runs.sections.resources import memory_section, moves_section
@@ -32,12 +33,13 @@ BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, A
 """Errors of sections whose values in the record have other types than they were written with."""
 
 
-def page_data(run: RunFolder, compared: Sequence[RunFolder] = ()) -> Json:
+def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: float | None = None) -> Json:
     """Return the content of a run's report, as values of JSON without NaN.
 
     Args:
         run: Run of the report.
         compared: Further runs, which a section compares with this one.
+        price: Price of a device-hour; None: no money is shown.
     """
     problems = [*run.problems, *(f"{one.name}: {problem}" for one in compared for problem in one.problems)]
     time = _time_of(run, problems)
@@ -51,6 +53,7 @@ def page_data(run: RunFolder, compared: Sequence[RunFolder] = ()) -> Json:
         "Memory": partial(memory_section, run, time),
         "Speculation and rebalancing": partial(generation_section, run),
         "Plans and tuner": partial(plans_section, run, time),
+        "What will it cost": partial(cost_section, run, time, price),
         "Rollouts": partial(rollouts_section, run),
     }
     sections = [_build(title, build, problems) for title, build in builders.items()]
