@@ -1,10 +1,8 @@
-"""Forecasts of steady, noisy and drifting runs, and of a recorded one."""
+"""Forecasts of steady, noisy and drifting runs, and what runs cost."""
 
 from __future__ import annotations
 
-import csv
 import random
-from pathlib import Path
 
 import pytest
 
@@ -55,19 +53,3 @@ def test_a_run_that_has_ended_costs_what_it_has_cost() -> None:
     assert cost is not None
     assert cost.seconds == Interval(3600.0, 3600.0, 3600.0)
     assert cost.price is None and cost.energy_kwh is None
-
-
-def recorded_runs() -> list[Path]:
-    """Return the recorded durations of real runs: one iteration a line."""
-    return sorted((Path(__file__).parent / "durations").glob("*.csv"))
-
-
-@pytest.mark.parametrize("path", recorded_runs(), ids=lambda path: path.stem)
-def test_a_tenth_of_a_recorded_run_tells_its_end(path: Path) -> None:
-    with path.open(newline="") as file:
-        durations = [float(row["seconds"]) for row in csv.DictReader(file)]
-    first = len(durations) // 10
-    found = forecast_cost(durations[:first], len(durations) - first, num_devices=1)
-    assert found is not None
-    assert found.seconds.expected == pytest.approx(sum(durations), rel=0.1)
-    assert found.seconds.low <= sum(durations) <= found.seconds.high
