@@ -14,4 +14,4 @@ def test_the_synthetic_record_is_one_of_a_whole_run(tmp_path: Path) -> None:
 
     assert data["problems"] == []
     assert ["iterations", "40 of 40, ended"] in data["facts"]
-    assert ["ranks", "3 on 1 hosts"] in data["facts"]
+    assert ["ranks", "3 on 1 host"] in data["facts"]

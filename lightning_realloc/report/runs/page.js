@@ -16,7 +16,8 @@ const KINDS = {
   dark: { wait: "#37424e", host: "#5c6976", move: "#c3ccd6", offload: "#98a6b4", save: "#98a6b4", other: "#7f8d9b" },
 };
 const PATTERNS = { move: "/", offload: "\\", save: "x", other: "." };
-const ROWS_AT_ONCE = 100;
+const FIRST_FREE_PLACE = 8; // that no known call or role has
+const ROWS_AT_ONCE = 25;
 const LONG_CELL = 160;
 
 const places = new Map(Object.entries(PLACES));
@@ -70,7 +71,7 @@ function showProblems(problems) {
 function showContents(sections) {
   const items = sections.map((section) => {
     const warnings = section.findings.filter((one) => one.level === "warning").length;
-    const count = warnings ? make("span", { class: "count" }, ` (${warnings} to look at)`) : null;
+    const count = warnings ? make("span", { class: "count" }, ` (${warnings} ${warnings === 1 ? "warning" : "warnings"})`) : null;
     return make("li", {}, make("a", { href: `#section-${section.id}` }, section.title), count);
   });
   const list = keyed(document.getElementById("contents"), "contents-list", () => make("ul"));
@@ -167,7 +168,7 @@ function plain(text, limit = 60) {
 function colorOf(name) {
   const role = name.split("/")[0];
   const known = places.has(name) ? name : places.has(role) && name.includes("/") ? role : name;
-  if (!places.has(known)) places.set(known, places.size - Object.keys(PLACES).length);
+  if (!places.has(known)) places.set(known, FIRST_FREE_PLACE + places.size - Object.keys(PLACES).length);
   return PALETTE[theme][places.get(known) % PALETTE[theme].length];
 }
 

@@ -89,10 +89,11 @@ def _facts(run: RunFolder) -> list[list[str]]:
     step = max([last.started.step, *(one[-1].step for one in last.ranks.values() if one)])
     limit = "" if last.started.max_steps is None else f" of {last.started.max_steps}"
     state = "running or cut off" if not ended else "failed" if ended[-1].error else "ended"
+    num_hosts = len(set(last.started.hosts))
     facts = [
         ["algorithm", started.algorithm],
         ["iterations", f"{step}{limit}, {state}"],
-        ["ranks", f"{len(last.started.devices)} on {len(set(last.started.hosts))} hosts"],
+        ["ranks", f"{len(last.started.devices)} on {num_hosts} host{'s' * (num_hosts > 1)}"],
         ["devices", ", ".join(sorted(set(last.started.devices)))],
         ["precision", last.started.precision],
         ["weights", ", ".join(f"{role} {count:,}" for role, count in last.started.roles.items())],
