@@ -88,7 +88,11 @@ def comparison_section(runs: Sequence[RunFolder]) -> Json:
 
 
 def _compared_chart(name: str, groups: Sequence[RunGroup]) -> Json | None:
-    lines = [_mean_line(group.label, known) for group in groups if (known := group.series(name))]
+    lines = [
+        _mean_line(group.label, known) | {"place": place}
+        for place, group in enumerate(groups)
+        if (known := group.series(name))
+    ]
     if len(lines) < 2 or all(len(set(one["y"])) < 2 for one in lines):
         return None
     summary = f"{name} of {len(lines)} runs or groups of seeds; the table has their final values."

@@ -153,7 +153,7 @@ function draw(state) {
   const base = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 },
     margin: { l: 48, r: 12, t: 8, b: 32 }, height: 270, dragmode: touch ? false : "zoom", hovermode: "closest",
-    uirevision: "keep", legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemwidth: 30 },
+    uirevision: "keep", legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemwidth: 30, traceorder: "normal" },
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis },
   };
   Plotly.react(state.plot, traces, { ...base, ...rest }, { responsive: true, displayModeBar: false });
@@ -197,7 +197,8 @@ function paintLines(chart) {
   const colors = distinctColors([...new Set(chart.series.map((one) => one.group ?? one.name))]);
   const traces = [];
   for (const one of chart.series) {
-    const color = one.purpose ? colorOfPiece(one.name, one.purpose) : colors.get(one.group ?? one.name);
+    const place = one.place === undefined ? null : PALETTE[theme][one.place % PALETTE[theme].length]; // of a compared run
+    const color = place ?? (one.purpose ? colorOfPiece(one.name, one.purpose) : colors.get(one.group ?? one.name));
     if (one.low) traces.push(...envelope(one, color));
     const trace = {
       type: "scatter", mode: one.x.length === 1 ? "markers" : "lines", name: plain(one.name), x: one.x, y: one.y,

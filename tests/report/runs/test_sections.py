@@ -125,7 +125,7 @@ def test_sections_without_data_say_what_fills_them() -> None:
 
     missing = {section["id"]: section["missing"] for section in data["sections"]}
     assert missing.pop("learning") is None
-    assert all("callbacks=[" in text or "Logged with" in text for text in missing.values())
+    assert all("callbacks=[" in text or "not logged" in text for text in missing.values())
 
 
 def test_metrics_that_no_chart_expects_get_charts_of_their_own() -> None:

@@ -89,7 +89,7 @@ def _memory_sentences(
     yield f"{sentence}."
     if baseline.any():
         size = quantity(baseline.max(), "bytes")
-        yield f"Of each peak, memory before the models were built is left out: up to {size}, as predictions do."
+        yield f"Peaks leave out memory from before the models were built, up to {size}, as predictions do."
 
 
 def _largest(values: Values) -> float:

@@ -40,7 +40,7 @@ def generation_section(run: RunFolder) -> Json:
         lines = [one for series in found for one in lines_of(series, series.name.partition("/")[2])]
         summary = " ".join(describe_series(series, unit) for series in found)
         charts.append(line_chart(prefix.replace("_", "-"), title, unit, lines, summary=summary))
-    missing = f"Logged with {', '.join(unused)}." if unused else None
+    missing = f"Not in use, or not logged: {', '.join(unused)}." if unused else None
     sentences = [chart["summary"] for chart in charts]
     return section("generation", "Speculation and rebalancing", sentences=sentences, charts=charts, missing=missing)
 
