@@ -28,8 +28,7 @@ from lightning_realloc.recording.rank_recorder import (
     rank_file,
 )
 from lightning_realloc.recording.trace import write_trace
-from lightning_realloc.runtime.measure.energy import EnergyMeter
-from lightning_realloc.runtime.measure.peak_memory import resident_bytes
+from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.tuning.candidates import PlanEvaluator

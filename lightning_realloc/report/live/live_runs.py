@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_realloc.recording.reader import RunReader, RunRecord
 from lightning_realloc.report.live.prometheus import CONTENT_TYPE, exposition
-from lightning_realloc.report.live.server import Answer, Source
+from lightning_realloc.report.live.server import ServedContent, Source
 from lightning_realloc.report.runs.page import page_data, render_page, script_text
 from lightning_realloc.report.runs.run_folder import read_run_folder
 
@@ -36,15 +36,15 @@ class LiveReport:
         self._data: dict[str, Any] = {}
         self._record: RunRecord | None = None
 
-    def data(self) -> Answer:
+    def data(self) -> ServedContent:
         """Return the data of the page."""
         tag, data, _ = self._read()
-        return Answer(script_text(data).encode(), "application/json", tag)
+        return ServedContent(script_text(data).encode(), "application/json", tag)
 
-    def page(self) -> Answer:
+    def page(self) -> ServedContent:
         """Return the page, with the data as they are now."""
         tag, data, _ = self._read()
-        return Answer(render_page(data, follow=self._data_path).encode(), "text/html; charset=utf-8", tag)
+        return ServedContent(render_page(data, follow=self._data_path).encode(), "text/html; charset=utf-8", tag)
 
     def record(self) -> RunRecord | None:
         """Return the record of the run; None if it has none."""
@@ -92,6 +92,6 @@ def sources_of(folders: Sequence[Path], *, with_prometheus: bool) -> dict[str, S
     return sources
 
 
-def _metrics(runs: Mapping[str, LiveReport]) -> Answer:
+def _metrics(runs: Mapping[str, LiveReport]) -> ServedContent:
     content = exposition({name: record for name, run in runs.items() if (record := run.record()) is not None})
-    return Answer(content, CONTENT_TYPE, hashlib.sha256(content).hexdigest()[:16])
+    return ServedContent(content, CONTENT_TYPE, hashlib.sha256(content).hexdigest()[:16])

@@ -34,7 +34,7 @@ _HEADERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServedContent:
     """Content of a path at a moment."""
 
     content: bytes
@@ -43,7 +43,7 @@ class Answer:
     """Changes whenever the content does."""
 
 
-Source = Callable[[], Answer]
+Source = Callable[[], ServedContent]
 """Makes a path's content; called for every request, by several threads."""
 
 
@@ -87,7 +87,7 @@ class DashboardServer:
         """Port that the server listens on."""
 
     def serve(self) -> None:
-        """Answer requests until `close` is called."""
+        """ServedContent requests until `close` is called."""
         self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
@@ -121,11 +121,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answer with a path's content."""
+        """ServedContent with a path's content."""
         self._answer(with_content=True)
 
     def do_HEAD(self) -> None:
-        """Answer with the headers alone."""
+        """ServedContent with the headers alone."""
         self._answer(with_content=False)
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -22,11 +22,11 @@ from lightning_realloc.report.runs.charts import Json, section
 from lightning_realloc.report.runs.comparison import comparison_section
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
-from lightning_realloc.report.runs.sections.cost import cost_section
 from lightning_realloc.report.runs.sections.learning import learning_section
 from lightning_realloc.report.runs.sections.plans import plans_section
 from lightning_realloc.report.runs.sections.resources import memory_section, moves_section
 from lightning_realloc.report.runs.sections.rollout_samples import generation_section, rollouts_section
+from lightning_realloc.report.runs.sections.run_cost import cost_section
 from lightning_realloc.report.runs.sections.time_use import time_section
 
 BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_realloc.runtime.measure.peak_memory import PeakMemory
+from lightning_realloc.runtime.measure.usage import PeakMemory
 
 _STORAGE_CLASS: Any = torch.UntypedStorage  # its resize_ is replaced: no dispatch mode sees it
 

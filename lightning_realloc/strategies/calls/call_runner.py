@@ -20,7 +20,7 @@ from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.measure.peak_memory import PeakMemory
+from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.flight_record import ActivityKind, FlightRecord
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
 from lightning_realloc.strategies.calls.generate_call import EnginePool, GenerateCalls, PeerFailure, refuse_long_prompts

@@ -13,7 +13,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.runtime.measure.peak_memory import PeakMemory
+from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.exchange.iteration_data import IterationData

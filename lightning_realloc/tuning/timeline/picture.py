@@ -13,7 +13,7 @@ from typing import Literal
 
 BarKind = Literal["call", "move", "wait", "other"]
 COLORS = ("#3b78b5", "#d98324", "#4c9a5b", "#a05fa8", "#b8513c", "#2f9aa0", "#8a7a3a", "#6b6fc4")
-"""Fill colors of calls, in the order in which they first appear; told apart with all common color vision deficiencies
+"""Fill colors of calls, in the order in which they first appear; distinct under all common color vision deficiencies
 by hue and lightness. Further calls begin again."""
 WIDTH, LEFT, RIGHT, LANE, GAP, AXIS, LINE = 960, 92, 12, 26, 8, 28, 22
 """Sizes in pixels: the picture's width, the margins beside the lanes, a lane's height, the gap between two, the axis

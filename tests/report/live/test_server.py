@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.report.live.server import Answer, DashboardServer, is_loopback
+from lightning_realloc.report.live.server import DashboardServer, ServedContent, is_loopback
 
 
 class Counter:
@@ -19,10 +19,10 @@ class Counter:
     def __init__(self) -> None:
         self.value = 1
 
-    def __call__(self) -> Answer:
+    def __call__(self) -> ServedContent:
         if self.value < 0:
             raise ValueError("the run's folder is gone")
-        return Answer(f"value {self.value}".encode(), "text/plain", str(self.value))
+        return ServedContent(f"value {self.value}".encode(), "text/plain", str(self.value))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.measure.peak_memory import PeakMemory
+from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.generate_call import EnginePool
 from tests.models import tiny_model

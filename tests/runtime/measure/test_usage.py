@@ -1,11 +1,13 @@
-"""Peaks of several readers: each since its own last reading, and one for the whole run."""
+"""Peaks of several readers, each since its own last reading, and joules between two readings."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_realloc.runtime.measure.peak_memory import PeakMemory, resident_bytes
+from lightning_realloc.runtime.measure.usage import EnergyMeter, PeakMemory, resident_bytes
 
 MIB = 1 << 20
 
@@ -44,3 +46,14 @@ def test_a_reading_is_no_loss_to_other_readers_nor_to_the_run(memory: PeakMemory
     assert memory.take("tuner") - before > 190 * MIB  # type: ignore[operator]
     assert memory.of_run() - before > 190 * MIB
     assert memory.take("tuner") - before < 100 * MIB  # type: ignore[operator]
+
+
+def test_the_meter_returns_the_joules_since_the_last_reading() -> None:
+    millijoules = iter([1_000_000, 1_002_500, 1_002_500, 1_010_000])
+    nvml = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(millijoules))
+    meter = EnergyMeter(nvml, handle="the first GPU")
+    assert [meter.take() for _ in range(3)] == [2.5, 0.0, 7.5]
+
+
+def test_a_cpu_has_no_meter() -> None:
+    assert EnergyMeter.for_device(torch.device("cpu")) is None

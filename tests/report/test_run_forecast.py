@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_realloc.report.forecast import Interval, forecast_cost, forecast_seconds
+from lightning_realloc.report.run_forecast import Interval, forecast_cost, forecast_seconds
 
 
 def test_a_steady_run_takes_as_long_as_its_iterations_so_far() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_realloc.recording.events import RunEnded
 from lightning_realloc.recording.reader import RunRecord, Session
-from lightning_realloc.report.forecast import MIN_ITERATIONS, WARM_UP_ITERATIONS, Cost, Interval, forecast_cost
+from lightning_realloc.report.run_forecast import MIN_ITERATIONS, WARM_UP_ITERATIONS, Cost, Interval, forecast_cost
 from lightning_realloc.report.runs.charts import TEXT, Json, column, section, table
 from lightning_realloc.report.runs.rank_time import RankTime, plan_periods
 from lightning_realloc.report.runs.run_folder import RunFolder

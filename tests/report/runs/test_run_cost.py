@@ -11,7 +11,7 @@ from lightning_realloc.recording.events import PlanInstalled
 from lightning_realloc.recording.reader import read_run
 from lightning_realloc.report.runs.page import page_data
 from lightning_realloc.report.runs.run_folder import read_run_folder
-from lightning_realloc.report.runs.sections.cost import duration, iteration_seconds
+from lightning_realloc.report.runs.sections.run_cost import duration, iteration_seconds
 from tests.recording.records import started, write_session
 from tests.report.runs.folders import PLAN, content_of, section_of, table_of, write_run
 

@@ -1,4 +1,4 @@
-"""Peak memory of this rank since a moment, for several readers at once, at almost no cost.
+"""Memory and energy that this rank has used since a moment, measured at almost no cost.
 
 CUDA's allocator and the Linux kernel keep one peak each, which can be reset. `PeakMemory` adds every reading to the
 peaks of all readers, so that a reset for one of them is no loss to the others.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import resource
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -70,3 +73,44 @@ def resident_bytes() -> int | None:
     except OSError:
         return None
     return pages * resource.getpagesize()
+
+
+class EnergyMeter:
+    """Joules that a GPU has used; it counts all programs on the GPU, and its memory.
+
+    Volta and later GPUs have the counter. Source: NVML API Reference, ``nvmlDeviceGetTotalEnergyConsumption``.
+
+    Args:
+        nvml: The module ``pynvml``, which the package ``nvidia-ml-py`` installs.
+        handle: NVML's handle of the GPU.
+    """
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._before_mj = int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> EnergyMeter | None:
+        """Return the meter of a device; None on CPU, without ``nvidia-ml-py``, and for a GPU without the counter."""
+        nvml = _load_nvml() if device.type == "cuda" else None
+        if nvml is None:
+            return None
+        try:
+            nvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(device).uuid
+            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        except nvml.NVMLError:
+            return None
+
+    def take(self) -> float:
+        """Return the joules since the last call, or since this meter was made."""
+        now_mj = int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        used_mj, self._before_mj = now_mj - self._before_mj, now_mj
+        return used_mj / 1e3
+
+
+def _load_nvml() -> ModuleType | None:
+    try:
+        return import_module("pynvml")
+    except ImportError:
+        return None
