@@ -106,9 +106,22 @@ def event_from_json(content: Mapping[str, Any]) -> Event | None:
     cls = _NAMES.get(fields.pop("event"))
     if cls is None:
         return None
+    fields["step"] = int(fields["step"])
     if cls is RunStarted:
-        fields |= {name: tuple(fields[name]) for name in ("devices", "hosts")}
+        limit = fields["max_steps"]
+        fields |= {name: tuple(str(one) for one in fields[name]) for name in ("devices", "hosts")}
+        fields |= {"format": int(fields["format"]), "unix_s": float(fields["unix_s"])}
+        fields |= {"max_steps": None if limit is None else int(limit)}
+        fields |= {"roles": {role: int(number) for role, number in fields["roles"].items()}}
+    if cls is PlanInstalled:
+        fields["plan"] = dict(fields["plan"])
     if cls is PlanPredicted:
-        fields["entries"] = tuple(TimelineEntry(**one | {"ranks": tuple(one["ranks"])}) for one in fields["entries"])
-        fields["peak_bytes"] = {phase: tuple(sizes) for phase, sizes in fields["peak_bytes"].items()}
+        fields["entries"] = tuple(_entry_from_json(**one) for one in fields["entries"])
+        fields["peak_bytes"] = {phase: tuple(map(int, sizes)) for phase, sizes in fields["peak_bytes"].items()}
+        fields["seconds_per_iteration"] = float(fields["seconds_per_iteration"])
+        fields["memory_budget"] = int(fields["memory_budget"])
     return cls(**fields)
+
+
+def _entry_from_json(phase: str, iteration: int, ranks: Sequence[int], start: float, end: float) -> TimelineEntry:
+    return TimelineEntry(str(phase), int(iteration), tuple(map(int, ranks)), float(start), float(end))

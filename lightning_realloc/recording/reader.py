@@ -171,4 +171,5 @@ def _rank_line(content: Mapping[str, Any]) -> IterationRecord | RankHeader:
     if "rank" not in content:
         return IterationRecord.from_json(content)
     header = content["rank"]
-    return RankHeader(float(header["unix_s"]), header.get("baseline_bytes"))
+    baseline_bytes = header.get("baseline_bytes")
+    return RankHeader(float(header["unix_s"]), None if baseline_bytes is None else int(baseline_bytes))

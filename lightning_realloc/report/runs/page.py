@@ -57,7 +57,8 @@ def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: floa
         "Rollouts": partial(rollouts_section, run),
     }
     sections = [_build(title, build, problems) for title, build in builders.items()]
-    data = {"title": f"Report of {run.name}", "facts": _facts(run), "problems": problems, "sections": sections}
+    facts = _known_facts(run, problems)
+    data = {"title": f"Report of {run.name}", "facts": facts, "problems": problems, "sections": sections}
     return {name: finite_values(value) for name, value in data.items()}
 
 
@@ -78,6 +79,14 @@ def _time_of(run: RunFolder, problems: list[str]) -> RankTime | None:
     except BROKEN_CONTENT as error:
         problems.append(f"the times of the record cannot be used: {type(error).__name__}: {error}")
         return None
+
+
+def _known_facts(run: RunFolder, problems: list[str]) -> list[list[str]]:
+    try:
+        return _facts(run)
+    except BROKEN_CONTENT as error:
+        problems.append(f"the start of the run cannot be shown: {type(error).__name__}: {error}")
+        return [["log", str(run.log_folder)]]
 
 
 def _facts(run: RunFolder) -> list[list[str]]:

@@ -154,7 +154,7 @@ def plan_periods(record: RunRecord) -> list[PlanPeriod]:
     for session, session_end in zip(record.sessions, ends, strict=True):
         installed = [event for event in session.events if isinstance(event, PlanInstalled)]
         predicted = [event for event in session.events if isinstance(event, PlanPredicted)]
-        plan_ends = [*(float(event.step) for event in installed[1:]), session_end][: len(installed)]
+        plan_ends = [*(float(event.step) for event in installed[1:]), session_end] if installed else []
         for event, end in zip(installed, plan_ends, strict=True):
             found = next((one for one in predicted if event.step < one.step <= end), None)
             periods.append(PlanPeriod(session, event, found, end))

@@ -51,8 +51,8 @@ def collect_series(points: Iterable[tuple[float, Mapping[str, float]]]) -> dict[
             found.setdefault(name, {})[step] = value
     series = {}
     for name, by_step in found.items():
-        steps = np.array(sorted(by_step), dtype=np.float64)
-        series[name] = Series(name, steps, np.array([by_step[step] for step in steps], dtype=np.float64))
+        points_of_metric = np.array(sorted(by_step.items()), dtype=np.float64)
+        series[name] = Series(name, points_of_metric[:, 0], points_of_metric[:, 1])
     return series
 
 

@@ -181,3 +181,15 @@ def test_aliases_of_a_configuration_do_not_multiply(tmp_path: Path) -> None:
     (_log(folder) / "config.yaml").write_text(f"a0: &a0 [x]\n{levels}")
 
     assert "aliases" in " ".join(read_run_folder(folder).problems)
+
+
+def test_a_session_whose_plan_was_not_read_keeps_its_times(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    events = _log(folder) / "record" / "events.jsonl"
+    events.write_text("".join(line for line in events.open() if '"event":"plan"' not in line))
+
+    data = content_of(folder)
+
+    assert data["problems"] == []
+    assert section_of(data, "time")["charts"]
+    assert section_of(data, "plans")["missing"]
