@@ -61,6 +61,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
         (["."], "neither a record nor metrics.csv"),
         ([".", "--form", "md"], "there is no flag --form"),
         ([".", "--format", "pdf"], "pdf"),
+        ([".", "--price-per-gpu-hour", "-1"], "--price-per-gpu-hour=-1.0 must be a number of at least 0"),
         ([], "required"),
     ],
 )
@@ -71,6 +72,11 @@ def test_mistakes_are_one_line(
     with pytest.raises(ConfigError, match=message) as failed:
         _run(*arguments)
     assert "\n" not in str(failed.value)
+
+
+def test_a_price_adds_money_to_the_cost(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    assert "| price |" in _run(folder, "--price-per-gpu-hour", "2.5", "--format", "md", "--output", "-")
 
 
 def test_a_file_in_the_way_is_one_line(tmp_path: Path) -> None:
