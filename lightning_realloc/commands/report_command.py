@@ -48,7 +48,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="file, or - for the terminal; default: report.html in the folder")
     parser.add_argument("--format", choices=("html", "md", "json"), help="default: by --output, else html")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="RUN", default=[], help="further runs")
-    parser.add_argument("--price-per-gpu-hour", type=float, metavar="PRICE", help="price of a device-hour, for the cost")
+    parser.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="PRICE", help="price of a device-hour, for the cost"
+    )
     return parser.parse(arguments)
 
 
