@@ -125,7 +125,7 @@ def _cost_table(cost: Cost) -> Json:
         rows.append(_row("price", f"{share * cost.price.expected:,.2f}", cost.price, "{:,.2f}".format))
     if cost.energy_kwh is not None:
         rows.append(_row("energy, kWh", f"{share * cost.energy_kwh.expected:,.3g}", cost.energy_kwh, "{:,.3g}".format))
-    columns = [column(name, TEXT) for name in ("", "so far", "at the end", "at least", "at most")]
+    columns = [column(name, TEXT) for name in ("quantity", "so far", "at the end", "at least", "at most")]
     note = "The bounds hold in nine of ten cases if the rest of the run is like the part so far."
     return table("cost", "Cost of the run", columns, rows, note=note)
 
