@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.phase import PhaseCallback, planned_iterations, realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import ConfigError, ReallocError
+from lightning_realloc.output_files import write_problem
 from lightning_realloc.recording.events import Event, PlanInstalled, PlanPredicted, RunEnded, RunStarted, event_to_json
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
 from lightning_realloc.recording.rank_recorder import (
@@ -64,6 +65,7 @@ class Timeline(PhaseCallback):
     def __init__(self, folder: str | Path | None = None, *, predict: bool = True) -> None:
         self.folder = None if folder is None else Path(folder)
         self.predict = predict
+        self._record_folder: Path | None = None
         self._recorder: RankRecorder | None = None
         self._events: JsonLines | None = None
         self._metrics: JsonLines | None = None
@@ -81,11 +83,15 @@ class Timeline(PhaseCallback):
                 f"Timeline records the calls of this package's algorithms under strategy='realloc'; this is "
                 f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}, remove the callback"
             )
+        problem = None if self.folder is None else write_problem(self.folder)
+        if stage == "fit" and problem is not None:
+            raise ConfigError(f"Timeline's folder: {problem}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the files of the record. Collective over all ranks."""
         strategy = realloc_strategy(trainer)
-        folder = self._record_folder(trainer)
+        folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir) / RECORD_FOLDER
+        self._record_folder = folder
         ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), time.time()))
         unix_s = ranks[0][2]
         strategy.barrier("timeline")  # ranks leave it together: the zero of all clocks
@@ -159,19 +165,20 @@ class Timeline(PhaseCallback):
         self._end(trainer, None)
         trainer.strategy.barrier("timeline's end")  # all files are complete
         if trainer.is_global_zero:
-            folder = self._record_folder_of_rank_zero
-            write_trace(folder, folder / "trace.json")
+            self._write_trace()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the error that ended the run."""
         self._end(trainer, f"{type(exception).__name__}: {exception}")
 
     # ---- the record
-    def _record_folder(self, trainer: Trainer) -> Path:
-        """Return the folder of the record, the same on all ranks. Collective."""
-        folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir) / RECORD_FOLDER
-        self._record_folder_of_rank_zero = folder
-        return folder
+    def _write_trace(self) -> None:
+        """Write the trace of the record; a failure is no failure of the run."""
+        assert self._record_folder is not None, "set in on_train_start"
+        try:
+            write_trace(self._record_folder, self._record_folder / "trace.json")
+        except (OSError, ReallocError) as error:
+            log.warning("no trace of this run: %s", error)
 
     def _write(self, event: Event) -> None:
         if self._events is not None:

@@ -37,6 +37,10 @@ class FollowedFile(Generic[T]):
 
     def update(self) -> None:
         """Read the lines that have been added; a file that was replaced or cut is read from its beginning."""
+        if self._path.exists() and not self._path.is_file():  # a device or a pipe may never end
+            self._forget()
+            self._error = "it is no regular file"
+            return
         try:
             with self._path.open("rb") as file:
                 self._error = None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning_realloc.recording.iteration_record import IterationRecord, WeightMove
 from lightning_realloc.recording.pieces import divide_into_pieces
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
+
+log = logging.getLogger(__name__)
 
 RECORD_FOLDER = "record"
 """Name of the folder below a run's log."""
@@ -25,22 +29,34 @@ def rank_file(rank: int) -> str:
 class JsonLines:
     """File with one JSON object a line, which a reader may follow: every line is written at once.
 
+    A line that cannot be written, as on a full disk, ends the file with a warning, and no run.
+
     Args:
         path: The file; lines are appended to an existing one.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = path.open("a", encoding="utf-8")
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Append an object. Numbers that are not finite become NaN or Infinity, as Python reads them."""
-        self._file.write(json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n")
-        self._file.flush()
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            log.warning("%s cannot be written (%s); this part of the record ends here", self._path, error.strerror)
+            self.close()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            with suppress(OSError):  # of content that could not be written
+                self._file.close()
+            self._file = None
 
 
 class RankRecorder:

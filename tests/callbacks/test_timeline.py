@@ -112,6 +112,24 @@ def test_an_error_that_ends_the_run_is_recorded(tmp_path: Path) -> None:
     assert isinstance(ended, RunEnded) and ended.error == "ValueError: a broken reward"
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_training() -> None:
+    trainer = runs.trainer(runs.ReallocStrategy(), 1, callbacks=[Timeline("/proc/record")], max_steps=1)
+    with pytest.raises(
+        ConfigError, match=r"Timeline's folder: /proc/record cannot be written: .*; give another folder"
+    ):
+        trainer.fit(runs.grpo(), runs.Batches(1))
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    trainer = runs.trainer(runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=3, max_epochs=-1)
+    trainer.fit(runs.grpo(), runs.Batches(2))
+    assert trainer.global_step == 3
+    assert [one.step for one in read_run(tmp_path).last.ranks[0]] == [1, 2, 3]
+    warnings = [one.getMessage() for one in caplog.records if "this part of the record ends here" in one.getMessage()]
+    assert len(warnings) == 1 and "metrics.jsonl cannot be written (No space left on device)" in warnings[0]
+
+
 def test_a_module_without_calls_is_refused(tmp_path: Path) -> None:
     trainer = runs.trainer(runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=1)
     with pytest.raises(ConfigError, match="Timeline records the calls of this package's algorithms"):

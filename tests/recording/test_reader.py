@@ -116,3 +116,12 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
         path.unlink()
     write_session(tmp_path, started(unix_s=3000.0), steps=2)
     assert reader.read() == read_run(tmp_path)
+
+
+def test_devices_and_pipes_in_place_of_files_are_named_and_not_read(tmp_path: Path) -> None:
+    write_session(tmp_path, started())
+    (tmp_path / METRICS_FILE).unlink()
+    (tmp_path / METRICS_FILE).symlink_to("/dev/zero")
+    run = read_run(tmp_path)
+    assert run.problems == ("metrics.jsonl cannot be read: it is no regular file",)
+    assert [one.step for one in run.last.ranks[0]] == [1, 2, 3]
