@@ -1,4 +1,4 @@
-"""What `Timeline` costs, as a share of an iteration's processor time, and how much of the wall time it records.
+"""Cost of `Timeline` as a share of an iteration's processor time, and share of the wall time that it records.
 
 Two ranks train GRPO with a layout for every call, as in `benchmarks.watching`, whose short iterations make fixed costs
 large. On rank 0 the processor time of the callback's hooks is summed. On every rank the recorded pieces are summed, and

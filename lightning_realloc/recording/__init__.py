@@ -1,4 +1,4 @@
-"""What each rank did in a run, when and with how much memory: written while it trains, read by reports.
+"""Records of runs: calls, moves, waits and memory of every rank over time; written in training, read by reports.
 
 Start with `IterationRecord`; `RankRecorder` writes records, and `read_run` reads those of all ranks.
 """

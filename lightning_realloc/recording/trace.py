@@ -14,7 +14,6 @@ from typing import Any
 from lightning_realloc.output_files import write_text
 from lightning_realloc.recording.events import PlanPredicted
 from lightning_realloc.recording.reader import RunRecord, Session, read_run
-from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX
 
 _MEASURED, _PREDICTED = 1, 2
 """Numbers of the trace's processes."""
@@ -57,26 +56,17 @@ def _predicted(prediction: PlanPredicted, session: Session) -> Iterator[dict[str
     if begin is None:
         return
     for entry in prediction.entries:
-        kind = "move" if entry.phase.startswith(MOVE_PREFIX) else "call"
         for rank in entry.ranks:
             details = {"step": prediction.step, "source": prediction.source}
-            yield _slice(_PREDICTED, rank, entry.phase, kind, begin + entry.start, entry.seconds, details)
+            yield _slice(_PREDICTED, rank, entry.phase, entry.kind, begin + entry.start, entry.seconds, details)
 
 
 def _first_call_after(prediction: PlanPredicted, session: Session) -> float | None:
     """Return the start of the first call, on any rank, of the first recorded iteration after a prediction."""
-    starts = [
-        next((piece.start for piece in one.pieces if piece.kind in ("call", "move")), None)
-        for iterations in session.ranks.values()
-        for one in iterations
-        if one.pieces is not None and one.step == _step_after(prediction, session)
-    ]
-    return min((start for start in starts if start is not None), default=None)
-
-
-def _step_after(prediction: PlanPredicted, session: Session) -> int | None:
-    steps = {one.step for made in session.ranks.values() for one in made if one.pieces is not None}
-    return min((step for step in steps if step > prediction.step), default=None)
+    later = [one for made in session.ranks.values() for one in made if one.pieces and one.step > prediction.step]
+    first_step = min((one.step for one in later), default=None)
+    pieces = (piece for one in later if one.step == first_step for piece in one.pieces or ())
+    return min((piece.start for piece in pieces if piece.kind in ("call", "move")), default=None)
 
 
 def _slice(

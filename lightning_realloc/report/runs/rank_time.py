@@ -9,13 +9,12 @@ import numpy as np
 
 from lightning_realloc.recording.events import PlanInstalled, PlanPredicted
 from lightning_realloc.recording.iteration_record import IterationRecord
+from lightning_realloc.recording.pieces import HOST, WAITING
 from lightning_realloc.recording.reader import RunRecord, Session
 from lightning_realloc.report.runs.series import Values
 
 WARM_UP = 2
 """Iterations at the start of a run that means leave out: they compile, allocate and measure."""
-WAITING, HOST, NAMELESS = "waiting", "between calls", ("offload", "save", "other")
-"""Names of time outside of calls and moves."""
 
 Purpose = tuple[str, str]
 """Kind of a piece, and its name."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import format_ranks
-from lightning_realloc.tuning.timeline.picture import Bar, BarKind, Lane, draw
+from lightning_realloc.tuning.timeline.picture import Bar, Lane, draw
 
 MOVE_PREFIX = "-> "
 """Prefix of a call's name for the phase that moves its weights; ``memory.PhaseMemory`` uses the same names."""
@@ -30,6 +31,11 @@ class TimelineEntry:
     def seconds(self) -> float:
         """Duration in seconds."""
         return self.end - self.start
+
+    @property
+    def kind(self) -> Literal["call", "move"]:
+        """Whether it is a call, or the move of a call's weights."""
+        return "move" if self.phase.startswith(MOVE_PREFIX) else "call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,5 +118,4 @@ class CallTimeline:
 
 
 def _bar(entry: TimelineEntry, begin: float) -> Bar:
-    kind: BarKind = "move" if entry.phase.startswith(MOVE_PREFIX) else "call"
-    return Bar(entry.phase, kind, entry.start - begin, entry.end - begin)
+    return Bar(entry.phase, entry.kind, entry.start - begin, entry.end - begin)

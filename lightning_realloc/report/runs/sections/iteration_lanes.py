@@ -11,7 +11,6 @@ from lightning_realloc.recording.reader import RunRecord, Session
 from lightning_realloc.report.runs.charts import Json, quantity
 from lightning_realloc.report.runs.rank_time import PlanPeriod, plan_periods
 from lightning_realloc.report.runs.series import rounded
-from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX
 
 MAX_FRAMES = 60
 """Iterations that can be chosen; more make a larger page."""
@@ -104,9 +103,8 @@ def _predicted_bars(frame: _Frame, period: PlanPeriod | None, zero: float) -> It
     starts = [piece.start for one in frame.ranks.values() if (piece := _first_work(one)) is not None]
     begin = min(starts, default=zero) - zero
     for entry in period.predicted.entries:
-        kind = "move" if entry.phase.startswith(MOVE_PREFIX) else "call"
         for rank in sorted(set(entry.ranks) & set(frame.ranks)):
-            yield [rank, entry.phase, kind, *rounded((begin + entry.start, entry.seconds), 6)]
+            yield [rank, entry.phase, entry.kind, *rounded((begin + entry.start, entry.seconds), 6)]
 
 
 def _first_work(iteration: IterationRecord) -> TimePiece | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lightning_realloc.recording.pieces import HOST, WAITING
 from lightning_realloc.report.runs.charts import (
     TEXT,
     Json,
@@ -19,7 +20,7 @@ from lightning_realloc.report.runs.charts import (
     section,
     table,
 )
-from lightning_realloc.report.runs.rank_time import HOST, WAITING, PlanPeriod, Purpose, RankTime, plan_periods
+from lightning_realloc.report.runs.rank_time import PlanPeriod, Purpose, RankTime, plan_periods
 from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.sections.iteration_lanes import lanes_chart
 from lightning_realloc.report.runs.series import Series, bin_edges, bin_means, rounded
