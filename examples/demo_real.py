@@ -85,9 +85,9 @@ class Outcome:
     predicted_bytes: int
 
 
-def main() -> None:
-    """Run both variants with the settings of the command line; called in every process."""
-    settings, names = read_arguments()
+def main(arguments: Sequence[str] | None = None) -> dict[str, Outcome]:
+    """Run both variants with the settings of the command line, in every process; return what each has learned."""
+    settings, names = read_arguments(arguments)
     report.silence_hints()
     rows = {"train": 8 * settings.iterations * settings.prompts_per_iteration, "held_out": settings.num_held_out}
     if report.is_first_process():
@@ -98,6 +98,7 @@ def main() -> None:
     outcomes = {name: learn(name, settings) for name in names}
     if report.is_first_process():
         conclude(outcomes, settings)
+    return outcomes
 
 
 def write_problems(path: Path, count: int, *, seed: int) -> None:
@@ -182,15 +183,20 @@ def greedy_answers(folder: Path, questions: Sequence[str]) -> list[str]:
     return answers
 
 
-def read_arguments() -> tuple[Settings, list[str]]:
+def read_arguments(arguments: Sequence[str] | None) -> tuple[Settings, list[str]]:
     """Return the settings and the names of the variants to run."""
+    usual = Settings()
     parser = argparse.ArgumentParser(prog="python -m examples.demo_real", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of problems and sampling")
-    parser.add_argument("--iterations", type=int, default=Settings.iterations, help="iterations of a variant")
-    parser.add_argument("--folder", type=Path, default=Settings.folder, help="where everything is written")
+    parser.add_argument("--seed", type=int, default=usual.seed, help="of problems and sampling")
+    parser.add_argument("--num-ranks", type=int, default=usual.num_ranks, help="processes, one core each")
+    parser.add_argument("--iterations", type=int, default=usual.iterations, help="iterations of a variant")
+    parser.add_argument("--prompts-per-iteration", type=int, default=usual.prompts_per_iteration, help="prompts")
+    parser.add_argument("--num-held-out", type=int, default=usual.num_held_out, help="questions that are not trained")
+    parser.add_argument("--folder", type=Path, default=usual.folder, help="where everything is written")
     parser.add_argument("--only", choices=tuple(VARIANTS), nargs="+", default=list(VARIANTS), help="variants to run")
-    given = parser.parse_args()
-    return Settings(folder=given.folder, seed=given.seed, iterations=given.iterations), given.only
+    given = vars(parser.parse_args(arguments))
+    names: list[str] = given.pop("only")
+    return Settings(**given), names
 
 
 if __name__ == "__main__":

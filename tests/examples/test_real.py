@@ -41,14 +41,9 @@ def run_demo(folder: str) -> dict[str, list[str]]:
         from examples import demo_real
 
     model = Path(write_model(Path(folder) / "model"))
-    settings = demo_real.Settings(
-        folder=Path(folder), num_ranks=1, iterations=1, prompts_per_iteration=2, num_held_out=2
-    )
+    arguments = ["--num-ranks", "1", "--iterations", "1", "--prompts-per-iteration", "2", "--num-held-out", "2"]
     with mock.patch.object(demo_real, "model_folder", lambda: model):
-        for name, count in (("train", 4), ("held_out", 2)):
-            demo_real.write_problems(settings.folder / f"{name}.jsonl", count, seed=0)
-        outcomes = {name: demo_real.learn(name, settings) for name in demo_real.VARIANTS}
-        demo_real.conclude(outcomes, settings)
+        outcomes = demo_real.main([*arguments, "--folder", folder])
     return {name: sorted(outcome.seconds) for name, outcome in outcomes.items()}
 
 
