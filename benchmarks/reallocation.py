@@ -38,7 +38,7 @@ from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, 
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.runtime.transfer.executor import MAX_STAGING_BYTES, Reallocation
-from lightning_realloc.runtime.transfer.transport import region_view
+from lightning_realloc.runtime.transfer.point_to_point import region_view
 
 WORLD_SIZE = 4
 LAYOUTS = ("fsdp4@0-3", "fsdp2.tp2@0-3", "dp2.tp2@0-3", "dp4@0-3", "tp2@2-3", "tp4@0-3")

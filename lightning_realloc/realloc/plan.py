@@ -140,6 +140,13 @@ class ReallocationPlan:
             route.numel * weight for family in self.families for route, weight in family.moves()
         )
 
+    def ranks_by_node(self) -> dict[int, tuple[int, ...]]:
+        """Return node -> its ranks of the source or the target, in ascending order."""
+        found: dict[int, tuple[int, ...]] = {}
+        for rank, node in self.nodes:
+            found[node] = (*found.get(node, ()), rank)
+        return found
+
     @property
     def inter_node_bytes(self) -> int:
         """Bytes sent from one node to another, over all ranks."""

@@ -1,29 +1,31 @@
-"""Plan a reallocation through shared memory: one writer for every box of every shared shard.
+"""Plan a reallocation through the shared memory of every node: one writer for every box of every shared shard.
 
-On one host a target shard needs to exist once, however many ranks read it, and nothing is sent. Every rank writes boxes
-of its source tensors, and together the ranks write each distinct shard once.
+On one node a target shard needs to exist once, however many ranks read it, and nothing is sent. Every rank writes boxes
+of its source tensors, and together the ranks of a node write each distinct shard once. Boxes that no rank of the node
+holds are left out: they arrive by the messages between nodes of a `ReallocationPlan`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_realloc.layout import ModelLayout
+from lightning_realloc.layout import ClusterSpec, ModelLayout
 from lightning_realloc.realloc.families import Cell, Family, match_families
 from lightning_realloc.realloc.planner import MAX_CHOICES, check_element_bytes, locate_ranks, plan_digest
 
 
 @dataclass(frozen=True, slots=True)
 class SharedShard:
-    """One distinct local tensor of the target, stored once."""
+    """One distinct local tensor of the target, stored once on a node."""
 
     param: str
     shape: tuple[int, ...]
     """Local shape; it may have no elements."""
     ranks: tuple[int, ...]
-    """Target ranks that use this shard as their local tensor."""
+    """Target ranks of the node that use this shard as their local tensor."""
+    node: int
 
     @property
     def numel(self) -> int:
@@ -53,7 +55,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class PublicationPlan:
-    """Every distinct shard of the target, and the writes that fill it."""
+    """Every distinct shard of the target on every node, and the writes that fill it."""
 
     source: ModelLayout
     target: ModelLayout
@@ -67,7 +69,7 @@ class PublicationPlan:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of one copy of each distinct shard, over all ranks."""
+        """Bytes of one copy of each distinct shard on each node, over all ranks."""
         return self.element_bytes * sum(shard.numel for shard in self.shards)
 
     def shards_of(self, rank: int) -> dict[str, int]:
@@ -76,60 +78,82 @@ class PublicationPlan:
 
 
 def plan_publication(
-    source: ModelLayout, target: ModelLayout, *, element_bytes: int = 2, rank: int | None = None
+    source: ModelLayout,
+    target: ModelLayout,
+    cluster: ClusterSpec | None = None,
+    *,
+    element_bytes: int = 2,
+    rank: int | None = None,
 ) -> PublicationPlan:
-    """Plan the writes that fill the target's shards, spread evenly over the ranks that hold the source's tensors.
+    """Plan the writes that fill the target's shards, spread evenly over the ranks of a node that hold the elements.
 
-    Raises PlanError when the models differ.
+    Without ``cluster`` all ranks count as one node. Raises PlanError when the models differ or a rank lies outside the
+    cluster.
     """
     check_element_bytes(element_bytes)
+    nodes = locate_ranks(source, target, cluster)
     families = match_families(source, target)
+    local = [tuple(_local_shards(family, dict(nodes))) for family in families]
     written: dict[int, int] = {}
     shards: list[SharedShard] = []
     writes: list[Write] = []
-    _count_forced(families, written)
-    for family in families:
-        variants = _choose_writers(family, written)
+    for family, parts in zip(families, local, strict=True):
+        _count_forced(parts, len(family.names), written)
+    for family, parts in zip(families, local, strict=True):
+        variants = _choose_writers(parts, len(family.names), written)
         for index, name in enumerate(family.names):
-            chosen = variants[index % len(variants)]
-            for number, shard in enumerate(family.shards):
+            for part, writers in zip(parts, variants[index % len(variants)], strict=True):
                 writes.extend(
                     Write(name, cell.shape, writer, cell.source_offset, len(shards), cell.target_offset)
-                    for cell, writer in zip(shard.cells, chosen[number], strict=True)
+                    for (cell, _), writer in zip(part.cells, writers, strict=True)
                     if rank is None or writer == rank
                 )
-                shards.append(SharedShard(name, shard.shape, shard.ranks))
-    digest = plan_digest("publication", source, target, locate_ranks(source, target, None), element_bytes)
+                shards.append(SharedShard(name, part.shape, part.ranks, part.node))
+    digest = plan_digest("publication", source, target, nodes, element_bytes)
     return PublicationPlan(source, target, element_bytes, rank, tuple(shards), tuple(writes), digest)
 
 
-def _count_forced(families: tuple[Family, ...], written: dict[int, int]) -> None:
+@dataclass(frozen=True, slots=True)
+class _LocalShard:
+    """A distinct shard of a family on one node."""
+
+    node: int
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    cells: tuple[tuple[Cell, tuple[int, ...]], ...]
+    """Cells that ranks of the node hold, with these ranks."""
+
+
+def _local_shards(family: Family, node_of: Mapping[int, int]) -> Iterator[_LocalShard]:
+    for shard in family.shards:
+        for node in dict.fromkeys(node_of[rank] for rank in shard.ranks):
+            held = ((cell, tuple(rank for rank in cell.holders if node_of[rank] == node)) for cell in shard.cells)
+            ranks = tuple(rank for rank in shard.ranks if node_of[rank] == node)
+            yield _LocalShard(node, shard.shape, ranks, tuple((cell, holders) for cell, holders in held if holders))
+
+
+def _count_forced(parts: Sequence[_LocalShard], num_params: int, written: dict[int, int]) -> None:
     """Count the cells that only one rank can write before choosing writers for the others."""
-    for family in families:
-        for cell in family.cells:
-            if len(cell.holders) == 1:
-                written[cell.holders[0]] = written.get(cell.holders[0], 0) + cell.numel * len(family.names)
+    for cell, holders in dict.fromkeys(pair for part in parts for pair in part.cells):
+        if len(holders) == 1:
+            written[holders[0]] = written.get(holders[0], 0) + cell.numel * num_params
 
 
-def _choose_writers(family: Family, written: dict[int, int]) -> list[list[list[int]]]:
+def _choose_writers(parts: Sequence[_LocalShard], num_params: int, written: dict[int, int]) -> list[list[list[int]]]:
     """Return writers as [variant][shard][cell]. Parameter k of the family uses variant ``k % num_variants``."""
-    choices = sum(len(cell.holders) for cell in family.cells)
-    most = max((len(cell.holders) for cell in family.cells), default=1)
-    num_variants = max(1, min(most, MAX_CHOICES // max(1, choices), len(family.names)))
+    counts = [len(holders) for part in parts for _, holders in part.cells]
+    num_variants = max(1, min(max(counts, default=1), MAX_CHOICES // max(1, sum(counts)), num_params))
     return [
-        [
-            list(_writers(shard.cells, written, len(range(index, len(family.names), num_variants))))
-            for shard in family.shards
-        ]
+        [list(_writers(part, written, len(range(index, num_params, num_variants)))) for part in parts]
         for index in range(num_variants)
     ]
 
 
-def _writers(cells: tuple[Cell, ...], written: dict[int, int], weight: int) -> Iterator[int]:
-    for cell in cells:
-        if len(cell.holders) == 1:
-            yield cell.holders[0]
+def _writers(part: _LocalShard, written: dict[int, int], weight: int) -> Iterator[int]:
+    for cell, holders in part.cells:
+        if len(holders) == 1:
+            yield holders[0]
             continue
-        writer = min(cell.holders, key=lambda rank: (written.get(rank, 0), rank))
+        writer = min(holders, key=lambda rank: (written.get(rank, 0), rank))
         written[writer] = written.get(writer, 0) + cell.numel * weight
         yield writer

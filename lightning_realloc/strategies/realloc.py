@@ -58,7 +58,7 @@ class ReallocStrategy(DataParallelStrategy):
     Args:
         plan: ``"heuristic"`` works out layouts from world size, model sizes and memory; ``"static"`` keeps one sharded
             layout for everything; a path reads a YAML file; or an :class:`ExecutionPlan`, or its mapping.
-        transport: How weights travel: ``"push"`` through shared memory of one host, ``"direct"`` from rank to rank,
+        transport: How weights travel: ``"push"`` through each node's shared memory, ``"direct"`` from rank to rank,
             ``"auto"`` chooses by probing.
         overlap: What may run at the same time on disjoint ranks: ``"iterations"`` means calls, and calls of the next
             iteration beside a training call that they do not depend on; ``"calls"`` only those of one iteration;

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout
 from lightning_realloc.realloc import plan_publication, plan_reallocation
 from tests.layout.examples import LLAMA_7B, SMALL, layout_pairs
-from tests.realloc.simulate import publish, reordered, weights
+from tests.realloc.simulate import elements, publish, reordered, weights
 
 Pair = tuple[ModelLayout, ModelLayout]
 
@@ -40,6 +41,25 @@ def test_shares_equal_the_whole_plan_for_any_order_of_parameters(pair: Pair, rng
         share = plan_publication(reordered(source, order), reordered(target, order), rank=rank)
         assert share.writes == tuple(write for write in plan.writes if write.writer == rank)
         assert (share.shards, share.digest, share.bytes_written) == (plan.shards, plan.digest, plan.bytes_written)
+
+
+@settings(max_examples=25, deadline=None)
+@given(layout_pairs(), st.sampled_from([1, 2, 4]))
+def test_writes_on_a_node_are_all_that_its_ranks_hold(pair: Pair, per_node: int) -> None:
+    source, target = pair
+    num_nodes = -(-(1 + max(*source.layout.ranks, *target.layout.ranks)) // per_node)
+    cluster = replace(ClusterSpec.local(per_node), num_nodes=num_nodes)
+    plan, held, wanted = plan_publication(source, target, cluster), weights(source), weights(target)
+    filled = publish(plan, held)
+    for shard in plan.shards:
+        assert {cluster.node_of(rank) for rank in shard.ranks} == {shard.node}
+        neighbours = [rank for rank in source.layout.ranks if cluster.node_of(rank) == shard.node]
+        known = {value for name, value in elements(held, neighbours) if name == shard.param}
+        for rank in shard.ranks:
+            expected = {at: value for at, value in wanted[rank, shard.param].items() if value in known}
+            assert filled[rank, shard.param] == expected
+    for write in plan.writes:
+        assert cluster.node_of(write.writer) == plan.shards[write.shard].node
 
 
 def test_replicas_are_stored_once() -> None:

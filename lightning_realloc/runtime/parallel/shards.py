@@ -23,7 +23,7 @@ from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
 from lightning_realloc.runtime.model.recorded_init import weight_values
 from lightning_realloc.runtime.model.structure import copy_without_weights, replace_parameter, tied_names
-from lightning_realloc.runtime.transfer.transport import region_view
+from lightning_realloc.runtime.transfer.point_to_point import region_view
 
 
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:

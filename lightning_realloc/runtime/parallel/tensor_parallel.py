@@ -39,7 +39,7 @@ from lightning_realloc.runtime.parallel.tp_plan import (
     TensorParallelPlan,
     read_tp_plan,
 )
-from lightning_realloc.runtime.transfer.transport import region_view
+from lightning_realloc.runtime.transfer.point_to_point import region_view
 
 
 def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:

@@ -17,11 +17,10 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import ClusterSpec, ModelLayout, format_ranks
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
-from lightning_realloc.realloc.publication import PublicationPlan, plan_publication
 from lightning_realloc.runtime.messages.objects import gather_objects
 
 TransportName = Literal["auto", "push", "direct"]
-"""How weights are sent: "push" through shared memory of one host, "direct" from rank to rank, "auto" either."""
+"""How weights are sent: "push" through the shared memory of each node, "direct" from rank to rank, "auto" either."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,15 +145,12 @@ def agree_on_request(request: Request, world_size: int) -> Agreement:
     )
 
 
-def agree_on_plan(request: Request, element_bytes: int) -> tuple[ReallocationPlan, PublicationPlan]:
+def agree_on_plan(request: Request, element_bytes: int) -> ReallocationPlan:
     """Plan this rank's transfers and compare digests. Collective; raises PlanError on every rank if plans differ."""
     problem, digest = None, None
     try:
         plan = plan_reallocation(
             request.source, request.target, request.cluster, element_bytes=element_bytes, rank=request.rank
-        )
-        publication = plan_publication(
-            request.source, request.target, element_bytes=request.dtype.itemsize, rank=request.rank
         )
         digest = plan.digest
     except PlanError as error:
@@ -162,7 +158,7 @@ def agree_on_plan(request: Request, element_bytes: int) -> tuple[ReallocationPla
     answers = gather_objects((problem, digest))
     _raise_problems([problem for problem, _ in answers])
     _require_equal("plan digest", [digest[:12] for _, digest in answers])
-    return plan, publication
+    return plan
 
 
 def _wire_dtype(source_dtypes: frozenset[torch.dtype], target: torch.dtype) -> torch.dtype:

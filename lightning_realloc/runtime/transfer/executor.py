@@ -7,16 +7,17 @@ with fixed storage. Every run loops over prepared lists. The strategy decides wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.layout import ClusterSpec, ModelLayout
-from lightning_realloc.realloc.plan import ReallocationPlan
-from lightning_realloc.realloc.publication import PublicationPlan
+from lightning_realloc.realloc.plan import ReallocationPlan, Transfer
+from lightning_realloc.realloc.publication import PublicationPlan, plan_publication
 from lightning_realloc.realloc.schedule import schedule_transfers
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import (
@@ -26,16 +27,15 @@ from lightning_realloc.runtime.transfer.agreement import (
     agree_on_plan,
     agree_on_request,
 )
-from lightning_realloc.runtime.transfer.shared_memory import SharedSegment, align_up, share_segment
-from lightning_realloc.runtime.transfer.transport import (
+from lightning_realloc.runtime.transfer.point_to_point import (
     PACK_BELOW_BYTES,
     Arena,
     CopyList,
-    DirectTransport,
-    PushTransport,
-    Transport,
+    Messages,
     region_view,
 )
+from lightning_realloc.runtime.transfer.shared_memory import SharedSegment, align_up, share_segment
+from lightning_realloc.runtime.transfer.transport import DirectTransport, PushTransport, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -125,15 +125,15 @@ class Reallocation:
             cluster=cluster,
         )
         agreement = agree_on_request(request, world_size)
-        self.plan, publication = agree_on_plan(request, agreement.wire_dtype.itemsize)
-        self.transport, shards, segment = _choose_transport(request, agreement, self.plan, publication)
+        self.plan = agree_on_plan(request, agreement.wire_dtype.itemsize)
+        self.transport, shards, segment = _choose_transport(request, agreement, self.plan)
         self._transport: Transport | None = None
-        self._shared_bytes = shards.bytes_on(rank, publication, request.dtype.itemsize)
+        self._shared_bytes = 0 if shards is None else shards.bytes_on(rank)
         self._is_released = False
         self.target_tensors: dict[str, Tensor] = {}
-        if segment is not None:
+        if shards is not None and segment is not None:
             self.target_tensors, self._transport = _bind_push(
-                request, agreement, self.plan, publication, shards, segment, deadline_s
+                request, agreement, self.plan, shards, segment, deadline_s
             )
         elif rank in self.plan.ranks:
             self.target_tensors, self._transport = _bind_direct(request, agreement, self.plan)
@@ -171,37 +171,42 @@ class Reallocation:
 
 @dataclass(frozen=True, slots=True)
 class _SharedShards:
-    """Offsets of the shared shards in a segment, the same on all ranks."""
+    """Shards in the segments of all nodes, the same on all ranks."""
 
+    publication: PublicationPlan
     offsets: Mapping[int, int]
-    """Shard index -> byte offset. Shards that all of their ranks alias are not stored."""
+    """Shard index -> byte offset in its node's segment. Shards that all of their ranks alias are not stored."""
     receivers: Mapping[int, tuple[int, ...]]
     """Shard index -> ranks that read the shard."""
-    num_bytes: int
-    """Size of the segment."""
+    num_bytes: Mapping[int, int]
+    """Node -> size of its segment."""
 
     @classmethod
-    def from_publication(cls, request: Request, agreement: Agreement, publication: PublicationPlan) -> _SharedShards:
+    def from_request(cls, request: Request, agreement: Agreement) -> _SharedShards:
+        publication = plan_publication(
+            request.source, request.target, request.cluster, element_bytes=request.dtype.itemsize, rank=request.rank
+        )
         aliased = {rank: agreement.aliased_names(request, rank) for rank in request.target.layout.ranks}
-        offsets, receivers, end = {}, {}, 0
+        offsets, receivers, ends = {}, {}, dict[int, int]()
         for index, shard in enumerate(publication.shards):
             readers = tuple(rank for rank in shard.ranks if shard.param not in aliased[rank])
             if readers:
-                offsets[index], receivers[index] = end, readers
-                end += align_up(shard.numel * request.dtype.itemsize)
-        return cls(offsets, receivers, end)
+                offsets[index], receivers[index] = ends.get(shard.node, 0), readers
+                ends[shard.node] = offsets[index] + align_up(shard.numel * request.dtype.itemsize)
+        return cls(publication, offsets, receivers, ends)
 
-    def bytes_on(self, rank: int, publication: PublicationPlan, element_bytes: int) -> int:
+    def bytes_on(self, rank: int) -> int:
         """Return a rank's part of the bytes, with each shard divided equally among its receivers."""
         num_receivers = {index: len(ranks) for index, ranks in self.receivers.items() if rank in ranks}
-        return sum(publication.shards[i].numel * element_bytes // count for i, count in num_receivers.items())
+        shards, element_bytes = self.publication.shards, self.publication.element_bytes
+        return sum(shards[index].numel * element_bytes // count for index, count in num_receivers.items())
 
 
 def _choose_transport(
-    request: Request, agreement: Agreement, plan: ReallocationPlan, publication: PublicationPlan
-) -> tuple[str, _SharedShards, SharedSegment | None]:
+    request: Request, agreement: Agreement, plan: ReallocationPlan
+) -> tuple[str, _SharedShards | None, SharedSegment | None]:
     """Return the transport and, for push, the shared shards and (on ranks that map it) the segment. Collective."""
-    shards, segment, reason = _SharedShards({}, {}, 0), None, None
+    shards, segment, reason = None, None, None
     if request.transport == "direct":
         reason = "it was requested"
     elif agreement.has_given_target:
@@ -209,17 +214,19 @@ def _choose_transport(
     elif request.device.type != "cpu":
         reason = f"the tensors are on {request.device.type}"
     else:
-        shards = _SharedShards.from_publication(request, agreement, publication)
-        if request.transport == "auto" and (len(plan.ranks) == 1 or not shards.num_bytes):
-            reason = "no rank needs anything from another"
+        shards, teams = _SharedShards.from_request(request, agreement), plan.ranks_by_node()
+        if request.transport == "auto" and (max(map(len, teams.values())) == 1 or not shards.offsets):
+            reason = "no rank needs anything from another one of its node"
         else:
-            segment, reason = share_segment(shards.num_bytes, members=plan.ranks)
+            mine = [node for node, members in teams.items() if request.rank in members]  # none outside both layouts
+            size, members = (shards.num_bytes.get(mine[0], 0), teams[mine[0]]) if mine else (0, ())
+            segment, reason = share_segment(size, members=members)
     if reason is not None and request.transport == "push":
         raise ReallocError(f"transport='push' cannot work here: {reason}; use transport='auto' or 'direct'")
     if request.rank == plan.ranks[0]:
         choice = "push" if reason is None else f"direct, because {reason}"
         logger.info("%s -> %s uses transport %s", request.source.layout, request.target.layout, choice)
-    return ("push" if reason is None else "direct"), shards, segment
+    return ("direct", None, None) if reason is not None else ("push", shards, segment)
 
 
 def _bind_direct(
@@ -237,33 +244,44 @@ def _bind_direct(
             targets[name] = arena.allocate(request.target.local_shape(name, request.rank), request.dtype)
     schedule = schedule_transfers(plan, max_staging_bytes=request.max_staging_bytes)
     transport = DirectTransport(
-        schedule.rounds,
+        _bind_messages(request, agreement, schedule.rounds, targets),
         [transfer for transfer in schedule.kept if transfer.param not in aliased],
         request.source_tensors,
         targets,
-        rank=request.rank,
-        wire_dtype=agreement.wire_dtype,
-        pack_below_bytes=request.pack_below_bytes,
         device=request.device,
         owned=arena,
     )
     return targets, transport
 
 
+def _bind_messages(
+    request: Request, agreement: Agreement, rounds: Iterable[Sequence[Transfer]], targets: Mapping[str, Tensor]
+) -> Messages:
+    return Messages(
+        rounds,
+        request.source_tensors,
+        targets,
+        rank=request.rank,
+        wire_dtype=agreement.wire_dtype,
+        pack_below_bytes=request.pack_below_bytes,
+        device=request.device,
+    )
+
+
 def _bind_push(
     request: Request,
     agreement: Agreement,
     plan: ReallocationPlan,
-    publication: PublicationPlan,
     shards: _SharedShards,
     segment: SharedSegment,
     deadline_s: float,
 ) -> tuple[dict[str, Tensor], PushTransport]:
+    node_of, rank, publication = dict(plan.nodes), request.rank, shards.publication
+    mine = [index for index in shards.offsets if publication.shards[index].node == node_of[rank]]
     tensors = {
-        index: segment.tensor(offset, publication.shards[index].shape, request.dtype)
-        for index, offset in shards.offsets.items()
+        index: segment.tensor(shards.offsets[index], publication.shards[index].shape, request.dtype) for index in mine
     }
-    aliased = agreement.aliased_names(request, request.rank)
+    aliased = agreement.aliased_names(request, rank)
     copies, elements_moved = CopyList(), 0
     for write in publication.writes:
         if write.shard in tensors:
@@ -274,17 +292,44 @@ def _bind_push(
             elements_moved += write.numel * len(shards.receivers[write.shard])
     # Every reader of a shard receives the written elements, except those that it held itself.
     elements_moved -= sum(t.numel for t in plan.transfers if t.sender == t.receiver and t.param not in aliased)
-    indices = publication.shards_of(request.rank)
+    indices = publication.shards_of(rank)
     targets = {
         name: request.source_tensors[name] if name in aliased else tensors[indices[name]]
-        for name in request.target.names(request.rank)
+        for name in request.target.names(rank)
     }
+    messages, forwards = None, CopyList()
+    if len(set(node_of.values())) > 1:
+        schedule = schedule_transfers(plan, max_staging_bytes=request.max_staging_bytes)
+        rounds = [[t for t in each if node_of[t.sender] != node_of[t.receiver]] for each in schedule.rounds]
+        messages = _bind_messages(request, agreement, rounds, targets)
+        arrived = [transfer for each in rounds for transfer in each if transfer.receiver == rank]
+        for transfer in _forwards(plan, publication, rank):
+            held = publication.shards_of(transfer.sender)[transfer.param]
+            forwards.add(
+                region_view(targets[transfer.param], transfer.receiver_offset, transfer.shape),
+                region_view(tensors[held], transfer.sender_offset, transfer.shape),
+            )
+            arrived.append(transfer)
+        elements_moved += sum(t.numel * len(shards.receivers[indices[t.param]]) for t in arrived)
     transport = PushTransport(
         segment,
         copies,
-        rank=request.rank,
-        ranks=plan.ranks,
+        messages,
+        forwards,
+        rank=rank,
+        ranks=plan.ranks_by_node()[node_of[rank]],
         bytes_moved=elements_moved * agreement.wire_dtype.itemsize,
         deadline_s=deadline_s,
     )
     return targets, transport
+
+
+def _forwards(plan: ReallocationPlan, publication: PublicationPlan, rank: int) -> Iterator[Transfer]:
+    """Yield the transfers of pieces that arrived for another shard of the node; its first reader copies them."""
+    shards_of = cache(publication.shards_of)
+    for transfer in plan.transfers:
+        if transfer.hop == 1 and transfer.receiver == rank:
+            shard = shards_of(rank)[transfer.param]
+            is_first = publication.shards[shard].ranks[0] == rank
+            if is_first and shard != shards_of(transfer.sender)[transfer.param]:
+                yield transfer

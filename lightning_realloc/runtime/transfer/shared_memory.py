@@ -146,15 +146,17 @@ def share_segment(
 ) -> tuple[SharedSegment | None, str | None]:
     """Return (segment, None) with a segment that all ``members`` map, or (None, reason). Collective over ``group``.
 
-    ``members`` are global ranks of ``group``, all of them by default. Other ranks only take part in the communication
-    and get (None, None) on success. Every rank gets the same reason.
+    ``members`` are global ranks of ``group``, all of them by default. Other ranks get (None, None) on success; they
+    may be members of another segment, which is then made in the same call. Every rank gets the same reason.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    members = ranks if members is None else members
-    hosts = gather_objects((host_identity(), shared_memory_obstacle()), group)
-    obstacle = _obstacle_among({r: host for r, host in zip(ranks, hosts, strict=True) if r in members})
-    if obstacle is not None:
-        return None, obstacle
+    members = tuple(ranks if members is None else members)
+    answers = gather_objects((members, host_identity(), shared_memory_obstacle()), group)
+    hosts = {rank: answer[1:] for rank, answer in zip(ranks, answers, strict=True)}
+    for team in dict.fromkeys(team for team, *_ in answers):
+        obstacle = _obstacle_among({rank: hosts[rank] for rank in ranks if rank in team})
+        if obstacle is not None:
+            return None, obstacle
     reasons = []
     for backing in ("memfd", "file"):
         segment, reason = _share(size, backing, members, ranks, group)
@@ -169,28 +171,30 @@ def _share(
 ) -> tuple[SharedSegment | None, str | None]:
     """Create a segment on the first member and map it on the others; return it, or the reason of a failure."""
     rank, segment, reason = dist.get_rank(), None, None
-    if rank == members[0]:
+    creates = bool(members) and rank == members[0]
+    if creates:
         try:
             segment = SharedSegment.create(size, backing=backing)
         except OSError as failure:
             reason = f"no shared memory as {backing}: {failure}"
-    handle, reason = gather_objects((segment.handle if segment else None, reason), group)[ranks.index(members[0])]
-    if handle is None:
-        return None, reason
-    if rank in members[1:]:
-        try:
-            segment = SharedSegment.attach(handle)
-        except OSError as failure:
-            reason = f"rank {rank} cannot map {handle.path}: {failure}"
-    reasons = [text for text in gather_objects(reason, group) if text is not None]
-    if rank == members[0] and segment is not None:
+    answers = gather_objects((segment.handle if segment else None, reason), group)
+    reasons = [why for _, why in answers if why is not None]
+    if not reasons:
+        if rank in members[1:]:
+            handle = answers[ranks.index(members[0])][0]
+            try:
+                segment = SharedSegment.attach(handle)
+            except OSError as failure:
+                reason = f"rank {rank} cannot map {handle.path}: {failure}"
+        reasons = [why for why in gather_objects(reason, group) if why is not None]
+    if creates and segment is not None:
         segment.unlink()
     return (None, reasons[0]) if reasons else (segment, None)
 
 
 def _obstacle_among(hosts: Mapping[int, tuple[str, str | None]]) -> str | None:
     """Return why ranks with these (host, obstacle) pairs cannot share memory; None if they can."""
-    first = next(iter(hosts))
+    first = next(iter(hosts), 0)
     for rank, (host, obstacle) in hosts.items():
         if obstacle is not None:
             return f"rank {rank}: {obstacle}"

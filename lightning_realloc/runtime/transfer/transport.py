@@ -1,36 +1,28 @@
 """Transports that copy the pieces of a plan into the target's tensors.
 
 Both transports give the same bits. `DirectTransport` sends point to point and works everywhere. `PushTransport` lets
-the ranks of one host write into target tensors in shared memory. Both are bound once to tensors with fixed storage, and
-then loop over prepared lists. The executor chooses between them.
+the ranks of a node write into target tensors in shared memory, and sends between nodes only. Both are bound once to
+tensors with fixed storage, and then loop over prepared lists. The executor chooses between them.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.realloc.plan import Transfer
+from lightning_realloc.runtime.transfer.point_to_point import Arena, CopyList, Messages, region_view
 from lightning_realloc.runtime.transfer.shared_memory import (
-    ALIGNMENT_BYTES,
     DISCARDS_WORD,
     SHORTAGES_WORD,
     FlagBarrier,
     SharedSegment,
 )
-
-PACK_BELOW_BYTES = 64 << 10
-"""Pieces below this size are packed into one message per peer and round, because a copy costs less than a message."""
-
-_TAG = 7411  # prevents gloo from matching these messages with others on the default group
 
 
 class Transport(Protocol):
@@ -50,275 +42,96 @@ class Transport(Protocol):
         """Free memory until the next run. The target's contents are lost; its tensors stay bound."""
 
 
-class Arena:
-    """Allocates tensors one after the other from one storage, which can be freed and restored under them."""
-
-    def __init__(self, device: torch.device, *, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
-        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        self._device, self._alignment_bytes = device, alignment_bytes
-        self._position = 0
-        self.num_bytes = 0
-        """Bytes of all allocations so far."""
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor at the current position."""
-        end = self._position + math.prod(shape) * dtype.itemsize
-        if end > self._storage.nbytes():
-            self._storage.resize_(max(end, 2 * self._storage.nbytes()))
-        tensor = torch.empty(0, dtype=dtype, device=self._device)
-        strides = torch.empty(shape, device="meta").stride()
-        tensor.set_(self._storage, self._position // dtype.itemsize, tuple(shape), strides)
-        self._position = -(-end // self._alignment_bytes) * self._alignment_bytes
-        self.num_bytes = max(self.num_bytes, end)
-        return tensor
-
-    def rewind(self) -> None:
-        """Return to the start. Later allocations share memory with earlier ones."""
-        self._position = 0
-
-    def restore(self) -> None:
-        """Resize the storage to exactly ``num_bytes``. After `release` the contents are undefined."""
-        if self._storage.nbytes() != self.num_bytes:
-            self._storage.resize_(self.num_bytes)
-
-    def release(self) -> None:
-        """Free the memory. Tensors stay bound and must not be accessed before `restore`."""
-        self._storage.resize_(0)
-
-
-@dataclass(slots=True)
-class CopyList:
-    """Pairs of views that are copied together, with a cast if dtypes differ."""
-
-    targets: list[Tensor] = field(default_factory=list)
-    sources: list[Tensor] = field(default_factory=list)
-
-    def add(self, target: Tensor, source: Tensor) -> None:
-        """Add a pair of equal shape."""
-        self.targets.append(target)
-        self.sources.append(source)
-
-    def run(self) -> None:
-        """Copy all pairs."""
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes written by a run."""
-        return sum(map(_num_bytes, self.targets))
-
-
-@dataclass(slots=True)
-class _Round:
-    """Messages and copies of one rank in one round."""
-
-    before: CopyList = field(default_factory=CopyList)
-    """Copies that cast and pack outgoing data."""
-    sends: list[tuple[Tensor, int]] = field(default_factory=list)
-    receives: list[tuple[Tensor, int]] = field(default_factory=list)
-    after: CopyList = field(default_factory=CopyList)
-    """Copies from staging memory into the target."""
-
-    def start_receives(self) -> list[dist.Work | None]:
-        return [dist.irecv(tensor, peer, tag=_TAG) for tensor, peer in self.receives]
-
-    def start_sends(self) -> list[dist.Work | None]:
-        return [dist.isend(tensor, peer, tag=_TAG) for tensor, peer in self.sends]
-
-    def start_together(self) -> list[dist.Work | None]:
-        """Start all messages in one launch, because NCCL's single sends and receives wait for each other."""
-        operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in self.receives]
-        operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in self.sends]
-        return list(dist.batch_isend_irecv(operations)) if operations else []
-
-
 class DirectTransport:
-    """Sends point-to-point messages on the default group, round by round.
-
-    A large piece that is contiguous and in the wire dtype on both ranks is sent from storage to storage. Others are
-    cast or copied through staging memory, once for all receivers of a round. Small pieces share one message per peer.
-    """
+    """Brings all pieces by messages from rank to rank, into memory of each rank's own."""
 
     bytes_written = 0
 
     def __init__(
         self,
-        rounds: Iterable[Sequence[Transfer]],
+        messages: Messages,
         kept: Iterable[Transfer],
         source: Mapping[str, Tensor],
         target: Mapping[str, Tensor],
         *,
-        rank: int,
-        wire_dtype: torch.dtype,
-        pack_below_bytes: int,
         device: torch.device,
         owned: Arena | None,
     ) -> None:
-        """Bind this rank's transfers.
+        """Bind this rank's local copies.
 
         Args:
-            rounds: Transfers between this rank and others, in the same order on all ranks.
+            messages: Pieces from other ranks.
             kept: Local copies.
-            pack_below_bytes: Must be equal on all ranks, because messages would not match otherwise.
             owned: Memory of ``target`` if `release` may free it, else None.
         """
-        backend = default_backend(device)
-        self._launches_together = backend == "nccl"
-        wire_device = torch.device("cpu") if backend == "gloo" else device  # gloo sends from host memory only
-        self._outgoing, self._incoming = (Arena(wire_device, alignment_bytes=wire_dtype.itemsize) for _ in range(2))
-        self._device, self._owned, self._is_released = device, owned, False
-        binder = _RoundBinder(
-            rank, source, target, wire_dtype, pack_below_bytes, wire_device, self._outgoing, self._incoming
-        )
+        self._messages, self._device, self._owned = messages, device, owned
+        self._is_released = False
         self._kept = CopyList()
         for transfer in kept:
             into = region_view(target[transfer.param], transfer.receiver_offset, transfer.shape)
             self._kept.add(into, region_view(source[transfer.param], transfer.sender_offset, transfer.shape))
-        self._rounds = [binder.bind(transfers) for transfers in rounds]
-        self.bytes_moved = sum(_num_bytes(tensor) for round_ in self._rounds for tensor, _ in round_.receives)
-        self.staging_bytes = self._outgoing.num_bytes + self._incoming.num_bytes
-        self._restore()
+        self.bytes_moved, self.staging_bytes = messages.bytes_received, messages.staging_bytes
+        if owned is not None:
+            owned.restore()
 
     @torch.no_grad()
     def run(self) -> float:
         """See `Transport.run`."""
         start = time.perf_counter()
         if self._is_released:
-            self._restore()
-        if not self._rounds:
-            self._kept.run()
-        for index, round_ in enumerate(self._rounds):
-            if self._launches_together:
-                round_.before.run()
-                pending = round_.start_together()
-            else:  # receives start before the casts, so that peers need not wait for these
-                pending = round_.start_receives()
-                round_.before.run()
-                pending += round_.start_sends()
-            if index == 0:
-                self._kept.run()
-            for work in pending:
-                if work is not None:
-                    work.wait()
-            round_.after.run()
+            self._messages.restore()
+            if self._owned is not None:
+                self._owned.restore()
+            self._is_released = False
+        self._messages.run(self._kept)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # otherwise the seconds would be those of the launches
         return time.perf_counter() - start
 
     def release(self) -> None:
         """See `Transport.release`."""
-        self._outgoing.release()
-        self._incoming.release()
+        self._messages.release()
         if self._owned is not None:
             self._owned.release()
         self._is_released = True
 
-    def _restore(self) -> None:
-        for arena in (self._outgoing, self._incoming, self._owned):
-            if arena is not None:
-                arena.restore()
-        self._is_released = False
-
-
-@dataclass(frozen=True, slots=True)
-class _RoundBinder:
-    """Converts transfers to views and messages. Sender and receiver use the same rules, so their messages match."""
-
-    rank: int
-    source: Mapping[str, Tensor]
-    target: Mapping[str, Tensor]
-    dtype: torch.dtype
-    pack_below_bytes: int
-    device: torch.device
-    outgoing: Arena
-    incoming: Arena
-
-    def bind(self, transfers: Sequence[Transfer]) -> _Round:
-        self.outgoing.rewind()
-        self.incoming.rewind()
-        round_ = _Round()
-        staged: dict[tuple[object, ...], Tensor] = {}
-        small_out: dict[int, list[Tensor]] = {}
-        small_in: dict[int, list[Tensor]] = {}
-        for transfer in transfers:
-            is_small = transfer.numel * self.dtype.itemsize < self.pack_below_bytes
-            if transfer.sender == self.rank:
-                holder = self.source if transfer.hop == 0 else self.target
-                view = region_view(holder[transfer.param], transfer.sender_offset, transfer.shape)
-                if is_small:
-                    small_out.setdefault(transfer.receiver, []).append(view)
-                    continue
-                key = (transfer.param, transfer.hop, transfer.sender_offset, transfer.shape)
-                if key not in staged:
-                    staged[key] = self._send_from([view], round_)
-                round_.sends.append((staged[key], transfer.receiver))
-            else:
-                view = region_view(self.target[transfer.param], transfer.receiver_offset, transfer.shape)
-                if is_small:
-                    small_in.setdefault(transfer.sender, []).append(view)
-                else:
-                    round_.receives.append((self._receive_into([view], round_), transfer.sender))
-        for peer, views in sorted(small_out.items()):
-            round_.sends.append((self._send_from(views, round_), peer))
-        for peer, views in sorted(small_in.items()):
-            round_.receives.append((self._receive_into(views, round_), peer))
-        return round_
-
-    def _send_from(self, views: list[Tensor], round_: _Round) -> Tensor:
-        message, staged = self._message(views, self.outgoing)
-        for view, staging in staged:
-            round_.before.add(staging, view)
-        return message
-
-    def _receive_into(self, views: list[Tensor], round_: _Round) -> Tensor:
-        message, staged = self._message(views, self.incoming)
-        for view, staging in staged:
-            round_.after.add(view, staging)
-        return message
-
-    def _message(self, views: list[Tensor], arena: Arena) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the tensor to send or receive, and the views to copy with their places in it.
-
-        The tensor is a single view itself if it is contiguous in the wire dtype, else staging memory.
-        """
-        first = views[0]
-        is_ready = first.dtype == self.dtype and first.device.type == self.device.type and first.is_contiguous()
-        if len(views) == 1 and is_ready:
-            return first, []
-        sizes = [view.numel() for view in views]
-        message = arena.allocate((sum(sizes),), self.dtype)
-        places = torch.split(message, sizes)
-        return message, [(view, place.view(view.shape)) for view, place in zip(views, places, strict=True)]
-
 
 class PushTransport:
-    """Copies and casts this rank's pieces directly into the target's shards in shared memory, between two barriers.
+    """Copies and casts this rank's pieces directly into the target's shards in its node's shared memory.
 
-    Each distinct shard is stored once, even if several ranks use it. They must not write to it.
+    Each distinct shard is stored once on a node, even if several ranks use it. They must not write to it. Pieces that
+    no rank of the node holds arrive by messages, each once.
     """
-
-    staging_bytes = 0
 
     def __init__(
         self,
         segment: SharedSegment,
         copies: CopyList,
+        messages: Messages | None,
+        forwards: CopyList,
         *,
         rank: int,
         ranks: Sequence[int],
         bytes_moved: int,
         deadline_s: float,
     ) -> None:
-        """Bind ``copies`` from this rank's source tensors into ``segment``, which all of ``ranks`` have mapped."""
+        """Bind copies from this rank's source tensors into ``segment``, which all of ``ranks`` have mapped.
+
+        Args:
+            messages: Pieces from and to other nodes; None if the plan has a single node.
+            forwards: Copies of arrived pieces into other shards of the segment.
+            ranks: Ranks of the node.
+        """
         index, names = ranks.index(rank), [f"rank {member}" for member in ranks]
-        self._segment, self._copies = segment, copies
+        self._segment, self._copies, self._messages, self._forwards = segment, copies, messages, forwards
         self._barrier = FlagBarrier(segment, index, names, deadline_s=deadline_s)
         self._leaving = FlagBarrier(segment, index, names, deadline_s=deadline_s, channel=1)
         self._is_first = index == 0
         self._runs = self._discards_seen = self._shortages_seen = 0
         self.bytes_moved = bytes_moved
-        self.bytes_written = copies.num_bytes
+        arrived = 0 if messages is None else messages.bytes_received
+        self.bytes_written = copies.num_bytes + arrived + forwards.num_bytes
+        self.staging_bytes = 0 if messages is None else messages.staging_bytes
 
     @torch.no_grad()
     def run(self) -> float:
@@ -327,13 +140,21 @@ class PushTransport:
         start = time.perf_counter()
         if self._segment.words[DISCARDS_WORD] != self._discards_seen:
             self._reserve()
-        self._copies.run()
+        if self._messages is None:
+            self._copies.run()
+        else:
+            self._messages.restore()
+            self._messages.run(self._copies)
+            self._barrier.wait()
+            self._forwards.run()
         self._barrier.wait()
         self._runs += 1
         return time.perf_counter() - start
 
     def release(self) -> None:
         """See `Transport.release`. Memory is freed once all ranks have called this since the last run."""
+        if self._messages is not None:
+            self._messages.release()
         if self._leaving.arrive(self._runs):
             self._segment.discard()
             self._segment.words[DISCARDS_WORD] += 1
@@ -353,29 +174,3 @@ class PushTransport:
                 "again; free memory, keep the target's storage between runs, or use transport='direct'"
             )
         self._discards_seen = self._segment.words[DISCARDS_WORD]
-
-
-def region_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return a view of the box of ``tensor`` with the given first index and shape."""
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, length)
-    return tensor
-
-
-def default_backend(device: torch.device) -> str:
-    """Return the default group's backend for tensors on ``device``; "none" in a process without a group."""
-    if not dist.is_initialized():
-        return "none"
-    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
-    by_device = {kind: backend for kind, _, backend in pairs}
-    if device.type not in by_device:
-        raise ReallocError(
-            f"the default process group has no backend for {device.type} tensors, only for {', '.join(by_device)}; "
-            "initialize it with one, such as backend='cpu:gloo,cuda:nccl'"
-        )
-    return by_device[device.type]
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize

@@ -39,9 +39,11 @@ def _cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
-def _go_everywhere_and_back(source_text: str, pack_below_bytes: int) -> None:
+def _go_everywhere_and_back(source_text: str, pack_below_bytes: int, num_nodes: int) -> None:
     """Reallocate from one layout to all: push and direct equal the reference, and direct restores it in place."""
     rank, source = dist.get_rank(), lay_out(source_text)
+    cluster = None if num_nodes == 1 else ClusterSpec(**_local_cluster(num_nodes, 4 // num_nodes))
+    options: dict[str, Any] = {"pack_below_bytes": pack_below_bytes, "cluster": cluster}
     full = full_tensors(source.model)
     held = local_reference(full, source, rank)
     for index, target_text in enumerate(LAYOUTS):
@@ -50,7 +52,7 @@ def _go_everywhere_and_back(source_text: str, pack_below_bytes: int) -> None:
         expected = _cast(local_reference(full, target, rank), dtype)
         reports = []
         for name in ("push", "direct"):
-            there = _make(source, target, held, dtype=dtype, transport=name, pack_below_bytes=pack_below_bytes)
+            there = _make(source, target, held, dtype=dtype, transport=name, **options)
             reports.append(there.run())
             _assert_holds(there, expected, f"{source_text} -> {target_text} {dtype} {name}")
             assert there.run().transport == name
@@ -59,7 +61,7 @@ def _go_everywhere_and_back(source_text: str, pack_below_bytes: int) -> None:
         assert sent.bytes_written == 0
         home = {name: torch.full_like(tensor, float("nan")) for name, tensor in held.items()}
         given = home if rank in source.layout else None
-        back = _make(target, source, there.target_tensors, target_tensors=given, pack_below_bytes=pack_below_bytes)
+        back = _make(target, source, there.target_tensors, target_tensors=given, **options)
         report = back.run()
         assert report.transport == "direct"
         if rank in source.layout:
@@ -69,7 +71,15 @@ def _go_everywhere_and_back(source_text: str, pack_below_bytes: int) -> None:
 
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_reaches_every_other_and_comes_back_bit_by_bit(workers: WorkerPool, source: str) -> None:
-    workers.run(_go_everywhere_and_back, source, 100 if LAYOUTS.index(source) % 2 else 1 << 16, deadline_s=120.0)
+    workers.run(_go_everywhere_and_back, source, 100 if LAYOUTS.index(source) % 2 else 1 << 16, 1, deadline_s=120.0)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 4])
+@pytest.mark.parametrize("source", ["fsdp4", "dp2.tp2@0,2,1,3", "tp4", "tp2@2-3", "pp2.fsdp2@3,1,2,0"])
+def test_layouts_over_several_nodes_reach_every_other_bit_by_bit(
+    workers: WorkerPool, source: str, num_nodes: int
+) -> None:
+    workers.run(_go_everywhere_and_back, source, 100, num_nodes, deadline_s=120.0)
 
 
 def _go_over_two_nodes(transport_name: str) -> list[int]:
@@ -96,8 +106,9 @@ def _local_cluster(num_nodes: int, devices_per_node: int) -> dict[str, Any]:
 
 
 def test_a_piece_crosses_between_nodes_once_and_is_distributed_inside(workers: WorkerPool) -> None:
-    hops = workers.run(_go_over_two_nodes, "direct")
-    assert {1} <= set(hops[2]) | set(hops[3])
+    for transport_name in ("direct", "push"):
+        hops = workers.run(_go_over_two_nodes, transport_name)
+        assert {1} <= set(hops[2]) | set(hops[3])
 
 
 def _stay_small(limit: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Building blocks of the transports, in one process."""
+"""Building blocks of messages and transports, in one process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.runtime.transfer import transport
-from lightning_realloc.runtime.transfer.transport import (
+from lightning_realloc.runtime.transfer import point_to_point
+from lightning_realloc.runtime.transfer.point_to_point import (
     Arena,
     CopyList,
     default_backend,
@@ -59,10 +59,12 @@ def test_copies_cast_between_strided_views() -> None:
 
 
 def test_a_device_without_a_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport.dist, "is_initialized", lambda: False)  # a fit of another test may have left a group
+    monkeypatch.setattr(
+        point_to_point.dist, "is_initialized", lambda: False
+    )  # a fit of another test may have left a group
     assert default_backend(torch.device("cpu")) == "none"
-    monkeypatch.setattr(transport.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(transport.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(point_to_point.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(point_to_point.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert default_backend(torch.device("cpu")) == "gloo"
     assert default_backend(torch.device("cuda", 1)) == "nccl"
     with pytest.raises(ReallocError, match="no backend for xpu tensors, only for cpu, cuda"):
