@@ -13,19 +13,18 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +36,8 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.parent_watch import end_with_parent
 from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
+from lightning_realloc.runtime.measure.links import describe_links, measure_links
+from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
@@ -51,11 +52,13 @@ from lightning_realloc.strategies.lightning.launchers import (
 from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.lightning.trainer_checks import (
+    check_started_processes,
     refuse_foreign_callbacks,
     refuse_foreign_data,
     refuse_gradient_settings,
     refuse_ineffective_callbacks,
     refuse_sharded_module,
+    warn_of_stale_addresses,
 )
 from lightning_realloc.strategies.pool.precision import for_samples
 from lightning_realloc.strategies.run_messages import log_way_to_resume
@@ -151,7 +154,8 @@ class DataParallelStrategy(ModelParallelStrategy):
         """
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
-            self._check_external_processes()
+            check_started_processes(self.num_processes, self.num_nodes)
+            warn_of_stale_addresses()
         if not dist.is_initialized():
             atexit.register(_end_process_group)
         with failures.ending_started_ranks(self._launcher):
@@ -162,6 +166,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         failures.report_failures(rank=self.global_rank, launcher=self._launcher)
         if self.world_size > 1:
             clear_failure(self.global_rank)
+            self._find_nodes()
             if failures.is_started_by_torchrun():
                 end_with_parent(os.getppid())
         if self.root_device.type == "cpu":
@@ -170,6 +175,13 @@ class DataParallelStrategy(ModelParallelStrategy):
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )
         self.connected_module._device_mesh = self._device_mesh
+
+    def _find_nodes(self) -> None:
+        """Check which ranks share a node, and measure links between nodes unless the cluster was given. Collective."""
+        check_nodes(self.num_processes)
+        if self.num_nodes > 1 and self._cluster is None:
+            self._cluster = measure_links(self.cluster, self.root_device)
+            rank_zero_info(describe_links(self._cluster))
 
     def on_train_start(self) -> None:
         """Begin a new epoch if the run resumes between two. With ``max_steps``, Lightning counts an empty one first."""
@@ -181,14 +193,6 @@ class DataParallelStrategy(ModelParallelStrategy):
                 epochs.increment_completed()
             _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
             loop.reset_restart_stage()
-
-    def _check_external_processes(self) -> None:
-        started = int(os.environ.get("WORLD_SIZE", self.num_processes * self.num_nodes))
-        if started != self.num_processes * self.num_nodes:
-            raise MisconfigurationException(
-                f"{started} processes were started, but Trainer(devices={self.num_processes}, "
-                f"num_nodes={self.num_nodes}) asks for {self.num_processes * self.num_nodes}; make both equal"
-            )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -210,8 +214,7 @@ class DataParallelStrategy(ModelParallelStrategy):
     def cluster(self) -> ClusterSpec:
         """Nodes, devices and memory, as given or detected on this machine."""
         if self._cluster is None:
-            base = ClusterSpec.local(self.num_processes, "h100" if self.root_device.type == "cuda" else "cpu")
-            self._cluster = _with_memory(base, self.num_nodes, self.root_device)
+            self._cluster = describe_cluster(self.num_nodes, self.num_processes, self.root_device)
         return self._cluster
 
     # An algorithm's calls choose their precision themselves. Lightning's evaluation loops use inference_mode with NCCL;
@@ -386,11 +389,3 @@ def _end_process_group() -> None:
             return
         dist.destroy_process_group()
         gc.collect()  # a group's threads end with its last reference, and models have reference cycles
-
-
-def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> ClusterSpec:
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // base.devices_per_node
-    return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)

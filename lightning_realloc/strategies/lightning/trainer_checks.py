@@ -1,17 +1,51 @@
-"""Refuse a Trainer's callbacks, data and settings that fail later, or do nothing for an algorithm without a word."""
+"""Refuse a Trainer's callbacks, data, processes and settings that fail later, or do nothing without a word."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_realloc.errors import ConfigError
+
+
+def check_started_processes(num_devices: int, num_nodes: int) -> None:
+    """Raise MisconfigurationException if a launcher started another number of processes than the Trainer has devices.
+
+    Args:
+        num_devices: Devices of each node.
+        num_nodes: Nodes of the run.
+    """
+    started = int(os.environ.get("WORLD_SIZE", num_devices * num_nodes))
+    if started != num_devices * num_nodes:
+        raise MisconfigurationException(
+            f"{started} processes were started, but Trainer(devices={num_devices}, num_nodes={num_nodes}) asks for "
+            f"{num_devices * num_nodes}; make both equal"
+        )
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_devices))
+    if on_node != num_devices:
+        raise MisconfigurationException(
+            f"{on_node} processes were started on {socket.gethostname()}, but Trainer(devices={num_devices}, "
+            f"num_nodes={num_nodes}) asks for {num_devices}; start the same number on every node"
+        )
+
+
+def warn_of_stale_addresses() -> None:
+    """Warn if torchrun would start ranks again with a store in which the addresses of earlier ranks are left."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank_zero_warn(
+            f"torchrun may start the ranks again (--max-restarts={restarts}), and would leave them the addresses of "
+            f"ranks that have ended: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun on every node"
+        )
 
 
 def refuse_gradient_settings(trainer: Trainer, algorithm: str) -> None:

@@ -25,6 +25,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning import launchers
 from lightning_realloc.strategies.lightning.data_parallel import _end_process_group
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
+from lightning_realloc.strategies.lightning.trainer_checks import check_started_processes, warn_of_stale_addresses
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -197,6 +198,23 @@ def test_a_run_that_fails_before_its_models_are_set_up_raises_its_own_error(
         trainer.fit(runs.sft(), Batches(2))
     assert "the run failed before its models were set up" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("on_node", [1, 3])
+def test_nodes_with_another_number_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch, on_node: int) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_node))
+    with pytest.raises(MisconfigurationException, match=rf"^{on_node} processes were started on .*asks for 2; start"):
+        check_started_processes(2, 2)
+
+
+def test_a_store_that_torchrun_keeps_over_restarts_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    warn_of_stale_addresses()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.warns(UserWarning, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        warn_of_stale_addresses()
 
 
 def start_too_many() -> list[str]:

@@ -1,0 +1,124 @@
+"""The nodes of a run: their devices, and the hosts and versions of their ranks, checked before ranks depend on them.
+
+Plans count on equal nodes with consecutive ranks, so that shards stay inside nodes where that saves traffic.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.layout import ClusterSpec, format_ranks
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.transfer.shared_memory import host_identity
+
+_COMPARED = ("lightning-realloc", "torch", "transformers", "lightning", "peft")
+"""Packages whose versions must be equal: ranks exchange their objects, or compute parts of one result with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank runs, and with what."""
+
+    host: str
+    """Name and boot of the host, as `host_identity` returns them."""
+    versions: Mapping[str, str]
+    """Package -> version without its local part, which names a build such as ``+cu130``; packages may be missing."""
+
+    @classmethod
+    def of_this_process(cls) -> RankPlace:
+        """Return the place of this process."""
+        versions = {"Python": platform.python_version().rpartition(".")[0]}
+        for package in _COMPARED:
+            try:
+                versions[package] = version(package).partition("+")[0]
+            except PackageNotFoundError:
+                continue
+        return cls(host_identity(), versions)
+
+    @property
+    def host_name(self) -> str:
+        """Name of the host alone."""
+        return self.host.partition("/")[0]
+
+
+def describe_cluster(num_nodes: int, ranks_per_node: int, device: torch.device) -> ClusterSpec:
+    """Return nodes like this one, with the memory of its device, and nominal rates."""
+    base = ClusterSpec.local(ranks_per_node, "h100" if device.type == "cuda" else "cpu")
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_node
+    return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)
+
+
+def check_nodes(ranks_per_node: int) -> None:
+    """Raise ConfigError on every rank if `find_problem` finds one. Collective over all ranks."""
+    problem = find_problem(gather_objects(RankPlace.of_this_process()), ranks_per_node)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def find_problem(places: Sequence[RankPlace], ranks_per_node: int) -> str | None:
+    """Return a fault of a run's nodes with the way out; None without one. Pure.
+
+    Args:
+        places: Places of all ranks, in order.
+        ranks_per_node: Ranks of a node, as the Trainer has them.
+    """
+    return _version_problem(places) or _node_problem(places, ranks_per_node)
+
+
+def _version_problem(places: Sequence[RankPlace]) -> str | None:
+    """Return a line about the first rank that differs from rank 0, with all its differing versions."""
+    first = places[0]
+    for rank, place in enumerate(places):
+        names = sorted(name for name in {*first.versions, *place.versions} if _of(first, name) != _of(place, name))
+        if names:
+            theirs, ours = (", ".join(f"{name} {_of(one, name)}" for name in names) for one in (place, first))
+            return (
+                f"rank {rank} on {place.host_name} has {theirs}, rank 0 on {first.host_name} has {ours}; install the "
+                f"same versions on every node"
+            )
+    return None
+
+
+def _of(place: RankPlace, package: str) -> str:
+    return place.versions.get(package, "not installed")
+
+
+def _node_problem(places: Sequence[RankPlace], ranks_per_node: int) -> str | None:
+    """Return a line about the first node whose ranks run on several hosts."""
+    for begin in range(0, len(places), ranks_per_node):
+        members = places[begin : begin + ranks_per_node]
+        if len({place.host for place in members}) > 1:
+            return (
+                f"ranks {begin}-{begin + len(members) - 1} are one node of Trainer(devices={ranks_per_node}, "
+                f"num_nodes={len(places) // ranks_per_node}), but run on {_spread(places)}; {_way_out(places)}"
+            )
+    return None
+
+
+def _spread(places: Sequence[RankPlace]) -> str:
+    """Return every host with its ranks, in the order of the first ones."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place.host, []).append(rank)
+    return ", ".join(f"{host.partition('/')[0]} (rank {format_ranks(members)})" for host, members in ranks.items())
+
+
+def _way_out(places: Sequence[RankPlace]) -> str:
+    counts = Counter(place.host for place in places)
+    if len(set(counts.values())) > 1:
+        return "start the same number of processes on every node"
+    per_host = len(places) // len(counts)
+    if any(len({place.host for place in places[i : i + per_host]}) > 1 for i in range(0, len(places), per_host)):
+        return "number the ranks node by node (srun --distribution=block)"
+    return f"set devices={per_host} and num_nodes={len(counts)}"
