@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo demo-real bench chaos bad-input resume soak clean
+.PHONY: test lint docs demo demo-real bench chaos bad-input resume soak test-multinode clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -61,6 +61,10 @@ resume: $(VENV)/.ready
 # Thousands of iterations, and many fits in one process: does anything grow? Ten minutes on two cores.
 soak: $(VENV)/.ready
 	$(RUN) tests.soak
+
+# Runs over two and four hosts, which are network namespaces: five minutes on two cores. Linux and root.
+test-multinode: $(VENV)/.ready
+	$(RUN) tests.multinode
 
 $(VENV)/.ready: pyproject.toml constraints.txt .ci/install_torch.py
 	$(PYTHON) .ci/install_torch.py --check-python

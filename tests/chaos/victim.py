@@ -135,7 +135,7 @@ class Ranks(Callback):
 
 def train(case: dict[str, Any]) -> None:
     """Fit, and write the trained weights."""
-    folder, fault = Path(case["folder"]), case.get("fault")
+    folder, fault, num_nodes = Path(case["folder"]), case.get("fault"), case.get("num_nodes", 1)
     plans = plans_of(case["algorithm"], case["world_size"])
     resumed = case.get("ckpt_path")
     plan = json.loads(Path(resumed, "realloc.json").read_text())["plan"] if resumed else plans[0]
@@ -147,12 +147,14 @@ def train(case: dict[str, Any]) -> None:
         Results(folder),
     ]
     strategy = ReallocStrategy(
-        plan, start_method="spawn" if case["launcher"] == "spawn" else "popen", stall_timeout=STALL_TIMEOUT_S,
+        plan,
+        start_method="spawn" if case["launcher"] == "spawn" else "popen",
+        stall_timeout=case.get("stall_timeout", STALL_TIMEOUT_S),
         on_stall="end",
-    )  # fmt: skip
+    )
     trainer = runs.trainer(
-        strategy, case["world_size"], callbacks=callbacks, max_steps=NUM_ITERATIONS, max_epochs=-1,
-        enable_checkpointing=True, default_root_dir=folder,
+        strategy, case["world_size"] // num_nodes, num_nodes=num_nodes, callbacks=callbacks,
+        max_steps=NUM_ITERATIONS, max_epochs=-1, enable_checkpointing=True, default_root_dir=folder,
     )  # fmt: skip
     make = {"grpo": runs.grpo, "ppo": runs.ppo}[case["algorithm"]]
     rows = [{"prompt": f"{number} + {number} ="} for number in range(24)]
