@@ -73,7 +73,7 @@ def _exchange_seconds(device: torch.device, num_bytes: int, following: int, prec
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(max(gather_objects(time.perf_counter() - began_at)))
-    return median(seconds[1:])
+    return float(median(seconds[1:]))
 
 
 def describe_links(cluster: ClusterSpec) -> str:
