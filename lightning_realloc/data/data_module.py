@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
+from lightning_realloc.data.row_streams import RowStream
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
 from lightning_realloc.data.sources import is_stream
-from lightning_realloc.data.streams import RowStream, StreamLoader
+from lightning_realloc.data.streams import StreamLoader
 from lightning_realloc.errors import DataError
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings
@@ -404,6 +405,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             drop_last=self.drop_last,
             group_size=self.group_size,
             reads_ahead=self.reads_ahead,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            num_ranks=1 if self.trainer is None else self.trainer.world_size,
         )
         loader.check()
         return loader

@@ -50,15 +50,15 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
     return rows
 
 
-def table_rows(table: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
-    """Yield an iterable of dictionaries as rows that know their place in it.
+def table_rows(table: Iterable[Mapping[str, Any]], name: str, *, first: int = 0) -> Iterator[Row]:
+    """Yield an iterable of dictionaries as rows that know their place in it, numbered from ``first``.
 
     Raises:
         DataError: for an item that is not a dictionary, and for something that cannot be iterated.
     """
     if not isinstance(table, Iterable):
         raise DataError(f"{name} must be rows, a path or a DatasetSource; it is {table!r}")
-    for number, values in enumerate(table):
+    for number, values in enumerate(table, start=first):
         place = f"row {number} of {name}"
         if not isinstance(values, Mapping):
             raise DataError(

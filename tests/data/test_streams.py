@@ -24,9 +24,10 @@ from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.data.row_streams import RowStream
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.data.sources import DatasetSource
-from lightning_realloc.data.streams import RowStream, StreamLoader
+from lightning_realloc.data.streams import StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -238,7 +239,7 @@ def test_files_folders_and_objects_stream_the_same_rows(tmp_path: Path, monkeypa
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    expected = fit(prompts(stream()), max_steps=7)
+    expected = fit(prompts(Dataset.from_list(ROWS).to_iterable_dataset()), max_steps=7)
     assert {text for _, texts in expected[:5] for text in texts} < {row["prompt"] for row in ROWS}
     for name in ("rows.jsonl", "saved"):
         assert fit(prompts(DatasetSource(str(tmp_path / name), streaming=True)), max_steps=7) == expected
@@ -309,10 +310,14 @@ def test_settings_that_need_all_rows_are_refused() -> None:
 
 
 def test_missing_columns_are_reported_before_the_first_step() -> None:
-    with pytest.raises(DataError, match=r"row 0 of the stream has no column 'question', only \['answer', 'prompt'\]"):
+    with pytest.raises(
+        DataError, match=r"row 0 of part 1 of 3 of the stream has no column 'question', only \['answer', 'prompt'\]"
+    ):
         fit(prompts(stream(), prompt_column="question"), max_steps=1)
     long = [{"prompt": "x" * 9}, {"prompt": "x" * 99}]
-    with pytest.raises(DataError, match="row 1 of the stream has 99 tokens, and max_prompt_tokens allows 9"):
+    with pytest.raises(
+        DataError, match="row 0 of part 2 of 2 of the stream has 99 tokens, and max_prompt_tokens allows 9"
+    ):
         fit(prompts(stream(long), max_prompt_tokens=9), max_steps=1)
 
 
