@@ -27,6 +27,7 @@ from lightning_realloc.callbacks.tuning_report import Measured, comparison_table
 from lightning_realloc.callbacks.tuning_resume import plan_ranks, reason_not_to_resume, tuning_settings
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
+from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.setting_hints import suggest_settings
 from lightning_realloc.tuning.candidates import PlanEvaluator, WorkUnit
@@ -372,7 +373,7 @@ class AutoTuner(Callback):
     def _save(self, trainer: Trainer) -> None:
         if self.save_to is None:
             return
-        path = Path(trainer.default_root_dir) / self.save_to
+        path = local_folder(trainer.default_root_dir) / self.save_to
         best, start, strategy = self.tuner.best, self.tuner.start, trainer.strategy
         device = strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -16,6 +16,7 @@ from lightning_realloc.callbacks.model_card import CARD_FILE, make_model_card
 from lightning_realloc.callbacks.phase import realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.output_files import write_problem
+from lightning_realloc.remote_path import local_path
 
 _DEFAULT_ROLE = "actor"
 
@@ -84,7 +85,7 @@ class SaveHuggingFace(Callback):
                 raise ConfigError(f"{name}={every} must be at least 1; use None for never")
         if push_to_hub is not None and not at_end:
             raise ConfigError(f"push_to_hub={push_to_hub!r} uploads the files written at the end; set at_end=True")
-        self.dirpath = Path(dirpath).expanduser()
+        self.dirpath = local_path(dirpath, "SaveHuggingFace").expanduser()
         self.role = role
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import local_path
 
 
 class PredictionWriter(Callback):
@@ -29,7 +30,7 @@ class PredictionWriter(Callback):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = local_path(path, type(self).__name__)
         self._file: TextIO | None = None
 
     @property

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import local_path
 
 _TABLE_NAME = "rollouts"
 """Name of the table in loggers and of its file."""
@@ -47,7 +48,7 @@ class RolloutTable(Callback):
                 raise ConfigError(f"{name}={value} must be at least 1; remove the callback for no table")
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else local_path(path, "RolloutTable(path=...)")
         self._began_at = 0
         self._headers: dict[Path, list[str]] = {}
 
@@ -66,6 +67,9 @@ class RolloutTable(Callback):
                 f"RolloutTable writes to CSVLogger, TensorBoardLogger and WandbLogger, but the loggers are: {names}; "
                 f"add one, or give path='rollouts.csv'"
             )
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                local_path(logger.save_dir, "RolloutTable next to a CSVLogger")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start new files, unless the run is resumed."""

@@ -29,6 +29,7 @@ from lightning_realloc.recording.rank_recorder import (
     rank_file,
 )
 from lightning_realloc.recording.trace import write_trace
+from lightning_realloc.remote_path import local_path
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
@@ -63,7 +64,7 @@ class Timeline(PhaseCallback):
     """
 
     def __init__(self, folder: str | Path | None = None, *, predict: bool = True) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else local_path(folder, "Timeline(folder=...)")
         self.predict = predict
         self._record_folder: Path | None = None
         self._recorder: RankRecorder | None = None
@@ -86,11 +87,13 @@ class Timeline(PhaseCallback):
         problem = None if self.folder is None else write_problem(self.folder)
         if stage == "fit" and problem is not None:
             raise ConfigError(f"Timeline's folder: {problem}")
+        if stage == "fit" and self.folder is None:
+            _default_folder(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the files of the record. Collective over all ranks."""
         strategy = realloc_strategy(trainer)
-        folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir) / RECORD_FOLDER
+        folder = self.folder or _default_folder(trainer)
         self._record_folder = folder
         ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), time.time()))
         unix_s = ranks[0][2]
@@ -235,6 +238,15 @@ def _prediction(evaluator: PlanEvaluator, plan: Any, trainer: Trainer, source: s
         peak_bytes={phase: tuple(sizes) for phase, sizes in peaks.items()},
         memory_budget=evaluator.memory_budget,
     )
+
+
+def _default_folder(trainer: Trainer) -> Path:
+    """Return the folder of a record in the one that the Trainer logs to. Collective over all ranks.
+
+    Raises:
+        ConfigError: if the Trainer logs to an object store.
+    """
+    return local_path(trainer.log_dir or trainer.default_root_dir, "Timeline without folder=") / RECORD_FOLDER
 
 
 def _device_name(device: torch.device) -> str:

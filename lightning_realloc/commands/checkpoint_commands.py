@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
+from lightning_realloc.remote_path import as_path
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
@@ -19,7 +20,7 @@ VERIFY_HELP = "Check every file of checkpoints, and print one line for each."
 def export_parser() -> ArgumentParser:
     """Return the parser of ``lightning-realloc export``."""
     parser = ArgumentParser(prog="lightning-realloc export", description=EXPORT_HELP)
-    parser.add_argument("checkpoint", type=str, help="Folder written by ModelCheckpoint or save_checkpoint.")
+    parser.add_argument("checkpoint", type=str, help="Folder or address (s3://...) that a run saved to.")
     parser.add_argument("--output", type=str, required=True, help="New or empty folder, or an earlier export.")
     parser.add_argument("--role", type=str, default="actor", help="Model of the checkpoint to export.")
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
@@ -37,7 +38,7 @@ def run_export(arguments: Sequence[str]) -> int:
     """
     chosen = export_parser().parse_args(list(arguments))
     folder = export_checkpoint(
-        Path(chosen.checkpoint),
+        chosen.checkpoint,
         Path(chosen.output),
         role=chosen.role,
         dtype=parse_dtype(chosen.dtype),
@@ -52,11 +53,11 @@ def run_export(arguments: Sequence[str]) -> int:
 def verify_parser() -> ArgumentParser:
     """Return the parser of ``lightning-realloc verify``."""
     parser = ArgumentParser(prog="lightning-realloc verify", description=VERIFY_HELP)
-    parser.add_argument("checkpoints", type=str, nargs="+", help="Checkpoints, or folders that contain some.")
+    parser.add_argument("checkpoints", type=str, nargs="+", help="Checkpoints, or folders with some; addresses, too.")
     return parser
 
 
 def run_verify(arguments: Sequence[str]) -> int:
     """Verify checkpoints, and return the exit code: 2 if one is damaged."""
-    paths = [Path(path) for path in verify_parser().parse_args(list(arguments)).checkpoints]
+    paths = [as_path(path) for path in verify_parser().parse_args(list(arguments)).checkpoints]
     return 0 if verify_checkpoints(paths, sys.stdout.write) else 2

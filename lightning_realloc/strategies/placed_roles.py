@@ -17,6 +17,7 @@ from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
@@ -147,7 +148,7 @@ class PlacedRoles:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
         module: Any = self._strategy.lightning_module
         self._reallocation = ParameterReallocation.from_trainer(trainer)
-        self._watch(Path(trainer.default_root_dir))
+        self._watch(local_folder(trainer.default_root_dir))
         with self._naming_lost_ranks():
             if not self.holds(module) or self._pool is None:
                 self._pool = self.builder().build(self._options.plan)
@@ -195,7 +196,7 @@ class PlacedRoles:
             return
         trainer = self._strategy.connected_module.trainer
         file = write_flight_record(
-            self._record, Path(trainer.default_root_dir) / FLIGHT_RECORDS, self._strategy.global_rank
+            self._record, local_folder(trainer.default_root_dir) / FLIGHT_RECORDS, self._strategy.global_rank
         )
         _log.warning("the latest activities of rank %d are in %s", self._strategy.global_rank, file)
 

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
@@ -17,8 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ReallocError
+from lightning_realloc.remote_path import AnyPath, as_path
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.checkpoints.checkpoint_files import is_complete
+from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, newest_complete
 from lightning_realloc.strategies.pool.memory_check import with_callbacks
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.memory.parts import Workload
@@ -61,9 +61,8 @@ def warn_of_earlier_checkpoint(trainer: Trainer) -> None:
     if not trainer.is_global_zero or trainer.global_step or trainer.ckpt_path is not None:
         return
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
-    paths = [path for folder in folders if folder for path in Path(folder).glob("*") if is_complete(path)]
-    if paths:
-        newest = max(paths, key=lambda path: path.stat().st_mtime)
+    newest = newest_complete(as_path(folder) for folder in folders if folder)
+    if newest is not None:
         rank_zero_warn(
             f"training starts from step 0, although {newest} is a complete checkpoint; to continue from it: "
             f"trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}"
@@ -195,10 +194,11 @@ def log_way_to_resume(trainer: Trainer | None, error: BaseException) -> None:
         rank_zero_info(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
 
 
-def newest_checkpoint(trainer: Trainer) -> Path | None:
+def newest_checkpoint(trainer: Trainer) -> AnyPath | None:
     """Return the newest of the checkpoints that this run wrote or resumed from; None without one."""
     found = [trainer.ckpt_path]
     for callback in trainer.checkpoint_callbacks:
         found += [getattr(callback, name, None) for name in ("last_model_path", "best_model_path", "ckpt_path")]
-    paths = [Path(path) for path in found if path and Path(path).exists()]
-    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    paths = {str(path): as_path(path) for path in found if path}
+    ages = {path: age for path in paths.values() if (age := age_s(path)) is not None}
+    return max(ages, key=ages.__getitem__, default=None)

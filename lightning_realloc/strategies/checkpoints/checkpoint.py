@@ -8,12 +8,15 @@ A checkpoint is a folder:
 - ``*.distcp``: every rank's regions of weights and optimizer state (see ``sharded_tensors``).
 - ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs only the folder.
 
+In an object store, all but ``realloc.json`` lie in a folder below that one (see ``remote.remote_target``).
+
 Frozen roles, and the base of a role with adapters, are not stored by default: a resumed run loads them from their
 source again. `checkpoint_writer` writes the folder.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 from collections.abc import Callable, Mapping, Set
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.strategies.checkpoints import sharded_tensors
@@ -35,10 +39,12 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     META_FILE,
     DamagedCheckpoint,
     check_files,
+    content_folder,
     is_checkpoint,
     name_read_errors,
     raise_on_all_ranks,
     read_description,
+    require_on_all_ranks,
 )
 from lightning_realloc.strategies.checkpoints.optimizer_settings import restore_settings, settings_by_role
 from lightning_realloc.strategies.checkpoints.sharded_state import (
@@ -103,7 +109,7 @@ class TrainedModels:
 
 # ---- reading
 def read_checkpoint(
-    folder: Path,
+    folder: AnyPath,
     models: TrainedModels,
     *,
     weights_only: bool,
@@ -125,13 +131,15 @@ def read_checkpoint(
         CheckpointError: on every rank. If the checkpoint is of other models, names the first difference. If it is
             damaged, names the file and the newest intact checkpoint next to it.
     """
+    require_on_all_ranks(folder, rank=models.rank, world_size=models.world_size)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
         description = read_description(folder)
         check_roles(description, models, folder, resuming=resuming)
         check_files(folder, description, rank=models.rank, world_size=models.world_size)
+    content = content_folder(folder, description)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
-        meta = read_meta(folder, weights_only=weights_only)
-        stored = sharded_tensors.stored_tensors(folder)
+        meta = read_meta(content, weights_only=weights_only)
+        stored = sharded_tensors.stored_tensors(content)
     adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}
     for role, entry in description["roles"].items():
@@ -143,14 +151,14 @@ def read_checkpoint(
     if resuming:
         with (
             raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size),
-            name_read_errors(folder / META_FILE),
+            name_read_errors(content / META_FILE),
         ):
             settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
             restore_settings(optimizer, settings[role]["param_groups"], role)
             state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.rank)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
-        sharded_tensors.load(state, folder)
+        sharded_tensors.load(state, content)
     for role in models.pool.roles:
         reshard(models.pool.home(role).model)
     if resuming:
@@ -159,7 +167,7 @@ def read_checkpoint(
 
 
 def _weights_from_averages(
-    role: str, weights: dict[str, ShardedTensor], stored: Mapping[str, StoredTensor], folder: Path
+    role: str, weights: dict[str, ShardedTensor], stored: Mapping[str, StoredTensor], folder: AnyPath
 ) -> dict[str, ShardedTensor]:
     """Return a role's weights by the stored name that is read into each: its average, or itself without one."""
     start = weight_key(role, "")
@@ -169,7 +177,7 @@ def _weights_from_averages(
     return {average if (average := averages[key]) in stored else key: tensor for key, tensor in weights.items()}
 
 
-def refuse_folder(path: Path) -> None:
+def refuse_folder(path: AnyPath) -> None:
     """Refuse a folder as the checkpoint of a module without calls.
 
     Raises:
@@ -183,7 +191,7 @@ def refuse_folder(path: Path) -> None:
         )
 
 
-def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: Path, *, resuming: bool) -> None:
+def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: AnyPath, *, resuming: bool) -> None:
     """Require a checkpoint of the same models.
 
     Raises:
@@ -204,7 +212,7 @@ def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: P
 
 
 def _compare_parameters(
-    role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list[int]], folder: Path
+    role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list[int]], folder: AnyPath
 ) -> None:
     way_out = "resume with the model that it was saved from"
     for name in [*ours, *theirs]:
@@ -218,7 +226,7 @@ def _compare_parameters(
             )
 
 
-def read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+def read_meta(folder: AnyPath, *, weights_only: bool) -> dict[str, Any]:
     """Return Lightning's part of a checkpoint.
 
     Raises:
@@ -228,13 +236,14 @@ def read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     with name_read_errors(
         file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"
     ):
-        meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+        source = file if isinstance(file, Path) else io.BytesIO(file.read_bytes())
+        meta: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=weights_only)
     if not isinstance(meta, dict):
         raise DamagedCheckpoint(f"{file} holds a {type(meta).__name__}, but Lightning's state is a dict")
     return meta
 
 
-def _optimizer_settings(folder: Path, meta: Mapping[str, Any], models: TrainedModels) -> dict[str, Any]:
+def _optimizer_settings(folder: AnyPath, meta: Mapping[str, Any], models: TrainedModels) -> dict[str, Any]:
     """Return role -> stored settings of its optimizer, after checking that they match the current optimizer."""
     settings = settings_by_role(meta)
     for role, optimizer in models.optimizers.items():

@@ -10,6 +10,7 @@ import json
 import logging
 import pickle
 import re
+import socket
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
 from lightning_realloc.runtime.messages.objects import gather_objects
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ MODELS_FOLDER = "huggingface"
 FORMAT = 1
 """Version of the checkpoint format."""
 
+CONTENT = "content"
+"""Key of ``realloc.json`` for the folder of all other files, below the checkpoint's; without it they lie next to it."""
 _FILES, _CHECKSUM = "files", "checksum"
 _ROLE_TYPES: Mapping[str, type] = {"class": str, "saved": bool, "parameters": dict, "tied": dict}
 _RECORD_TYPES: Mapping[str, type] = {"bytes": int, "crc32": str}
@@ -35,6 +39,8 @@ _READ_BYTES = 1 << 20
 """Bytes of a file read at a time: few enough to stay in the processor's cache between the copy and the checksum."""
 _READERS = 4
 """Files of a checkpoint that a rank verifies at the same time."""
+_SHOWN_RANKS = 4
+"""Ranks that an error about missing files names."""
 _REFUSED_CLASS = re.compile(r"GLOBAL (\S+)")
 """Class name in the error of torch's ``weights_only`` loader."""
 
@@ -46,7 +52,7 @@ class DamagedCheckpoint(CheckpointError):
 # ---- errors
 @contextmanager
 def name_read_errors(
-    file: Path, *, if_refused: str = "use a checkpoint from a source that you trust"
+    file: AnyPath, *, if_refused: str = "use a checkpoint from a source that you trust"
 ) -> Iterator[None]:
     """Convert errors from reading a file into a CheckpointError that names the file and the cause.
 
@@ -72,7 +78,7 @@ def name_read_errors(
 
 
 @contextmanager
-def raise_on_all_ranks(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+def raise_on_all_ranks(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
     """Raise one rank's CheckpointError on every rank. Collective over all ranks if there are several.
 
     For a damaged file, the error also names the newest intact checkpoint next to ``folder``.
@@ -95,29 +101,56 @@ def raise_on_all_ranks(folder: Path, *, rank: int = 0, world_size: int = 1) -> I
         raise first
 
 
+def require_on_all_ranks(path: AnyPath, *, rank: int, world_size: int) -> None:
+    """Require that a path that one rank has exists on all of them. Collective over all ranks if there are several.
+
+    Raises:
+        CheckpointError: on every rank, naming the ranks and hosts that lack it.
+    """
+    if world_size == 1:
+        return
+    with raise_on_all_ranks(path, rank=rank, world_size=world_size), name_read_errors(path):
+        exists = path.exists()
+    ranks = gather_objects((exists, socket.gethostname()))
+    missing = [(number, host) for number, (has_it, host) in enumerate(ranks) if not has_it]
+    if 0 < len(missing) < world_size:
+        shown = ", ".join(f"rank {number} ({host})" for number, host in missing[:_SHOWN_RANKS])
+        others = f" and {len(missing) - _SHOWN_RANKS} more ranks" if len(missing) > _SHOWN_RANKS else ""
+        raise CheckpointError(
+            f"{path} is missing on {shown}{others}, though other ranks have it; every rank reads it, so put it on a "
+            f"file system that all nodes share, or copy it to each node"
+        )
+
+
 # ---- the description
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: AnyPath) -> bool:
     """Return whether a folder is a checkpoint of this package."""
     return (folder / ROLES_FILE).is_file()
 
 
-def write_description(folder: Path, description: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+def content_folder(folder: AnyPath, description: Mapping[str, Any]) -> AnyPath:
+    """Return the folder with all files but ``realloc.json``; in an object store it is one below the checkpoint's."""
+    name: str = description.get(CONTENT, "")
+    return folder / name
+
+
+def write_description(folder: AnyPath, description: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Write ``realloc.json``: ``description``, the records of all ``files``, and a checksum of both."""
     content = {**description, _FILES: files}
     content[_CHECKSUM] = _text_checksum(content)
-    (folder / ROLES_FILE).write_text(json.dumps(content, indent=1), "utf-8")
+    (folder / ROLES_FILE).write_bytes(json.dumps(content, indent=1).encode())
 
 
-def read_description(folder: Path) -> dict[str, Any]:
+def read_description(folder: AnyPath) -> dict[str, Any]:
     """Return the content of ``realloc.json``, checked.
 
     Raises:
         CheckpointError: if the path is not a checkpoint folder (names its kind), or the description is damaged.
     """
     file = folder / ROLES_FILE
-    if not file.is_file():
-        _refuse_other(folder)
     with name_read_errors(file):
+        if not file.is_file():
+            _refuse_other(folder)
         description: dict[str, Any] = json.loads(file.read_text("utf-8"), object_pairs_hook=_unique_keys)
     if not isinstance(description, dict):
         raise DamagedCheckpoint(f"{file} holds a {type(description).__name__}, which describes no checkpoint")
@@ -136,7 +169,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def _require_content(file: Path, description: Mapping[str, Any]) -> None:
+def _require_content(file: AnyPath, description: Mapping[str, Any]) -> None:
     """Require all entries that reading a checkpoint uses, in their types.
 
     Raises:
@@ -145,6 +178,9 @@ def _require_content(file: Path, description: Mapping[str, Any]) -> None:
     roles, files = description.get("roles"), description.get(_FILES, {})
     if not isinstance(description.get("algorithm"), str) or not isinstance(roles, dict) or not isinstance(files, dict):
         raise DamagedCheckpoint(f"{file} lacks the algorithm, its roles or the list of files")
+    content = description.get(CONTENT, "")
+    if not isinstance(content, str) or "/" in content or content == "..":
+        raise DamagedCheckpoint(f"{file} names the folder {content!r}, but its files lie in one inside the checkpoint")
     for role, entry in roles.items():
         if not _has_types(entry, _ROLE_TYPES) or not all(map(_is_shape, entry["parameters"].values())):
             raise DamagedCheckpoint(f"{file} does not describe {role!r} by {', '.join(sorted(_ROLE_TYPES))}")
@@ -171,7 +207,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_other(folder: Path) -> None:
+def _refuse_other(folder: AnyPath) -> None:
     if (folder / MODELS_FOLDER).is_dir():
         raise DamagedCheckpoint(f"{folder / ROLES_FILE} is {_kind(folder / ROLES_FILE)}")
     if (folder / "config.json").is_file():
@@ -180,6 +216,8 @@ def _refuse_other(folder: Path) -> None:
         hint = "another strategy wrote it: use that strategy"
     else:
         kind = "a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "missing"
+        if isinstance(folder, RemotePath) and kind == "a folder without it":
+            raise DamagedCheckpoint(f"{folder} is no checkpoint: it lacks {ROLES_FILE}, which a save writes last")
         hint = f"it is {kind}: give the folder that ModelCheckpoint or trainer.save_checkpoint wrote"
     error = CheckpointError if folder.exists() else DamagedCheckpoint  # of a missing one, the others are named
     raise error(f"a checkpoint of several models is a folder with {ROLES_FILE}; {folder} cannot be read, {hint}")
@@ -204,7 +242,7 @@ def has_checksums(description: Mapping[str, Any]) -> bool:
     return _FILES in description
 
 
-def check_files(folder: Path, description: Mapping[str, Any], *, rank: int = 0, world_size: int = 1) -> None:
+def check_files(folder: AnyPath, description: Mapping[str, Any], *, rank: int = 0, world_size: int = 1) -> None:
     """Verify this rank's share of a checkpoint's files.
 
     Each file is read by one rank: the one that wrote it, if the number of ranks is the same.
@@ -218,7 +256,7 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int = 0, 
             log.warning("%s has no checksums, since an earlier version wrote it; damage cannot be detected", folder)
         return
     if rank == 0:
-        _check_other_files(folder, records)
+        _check_other_files(folder, records, content=description.get(CONTENT, ""))
     mine = {name: records[name] for name in list(records)[rank::world_size]}
     for name, record in mine.items():
         _check_size(folder / name, record)
@@ -231,23 +269,25 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int = 0, 
                 )
 
 
-def _check_other_files(folder: Path, records: Mapping[str, object]) -> None:
+def _check_other_files(folder: AnyPath, records: Mapping[str, object], *, content: str) -> None:
     """Warn about files that were not written with a checkpoint.
 
     Raises:
         CheckpointError: for one among the files of models, which an export would read or copy.
     """
-    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    names = [path.as_posix() for path in paths if path.as_posix() not in records and not path.name.startswith(".")]
+    with name_read_errors(folder):
+        found = files_below(folder)
+    names = [name for name, path in found.items() if name not in records and not path.name.startswith(".")]
     others = [name for name in names if name != ROLES_FILE]
+    models = f"{content}/{MODELS_FOLDER}/".lstrip("/")
     for name in others:
-        if name.startswith(f"{MODELS_FOLDER}/"):
+        if name.startswith(models):
             raise DamagedCheckpoint(f"{folder / name} was not written with the checkpoint; remove it")
     if others:
         log.warning("%s holds files that were not written with it, and are ignored: %s", folder, ", ".join(others))
 
 
-def _check_size(file: Path, record: Mapping[str, Any]) -> None:
+def _check_size(file: AnyPath, record: Mapping[str, Any]) -> None:
     """Require a regular file of the recorded size.
 
     Raises:
@@ -256,12 +296,12 @@ def _check_size(file: Path, record: Mapping[str, Any]) -> None:
     with name_read_errors(file):
         if not file.is_file():
             raise DamagedCheckpoint(f"{file} is {_kind(file)}")
-        size = file.stat().st_size
+        size = file.stat().st_size if isinstance(file, Path) else file.num_bytes()
     if size != record["bytes"]:
         raise DamagedCheckpoint(f"{file} has {size} bytes, but {record['bytes']} were written")
 
 
-def _kind(path: Path) -> str:
+def _kind(path: AnyPath) -> str:
     """Return a description of a path that is no regular file."""
     if path.is_dir():
         return "a folder"
@@ -270,7 +310,7 @@ def _kind(path: Path) -> str:
     return "a link to nothing" if path.is_symlink() else "missing"
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: AnyPath) -> bool:
     """Return whether a folder has all files of a checkpoint, in their sizes. Their contents are not read."""
     try:
         description = read_description(folder)
@@ -281,13 +321,13 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def newer_checkpoints(folder: Path) -> list[Path]:
+def newer_checkpoints(folder: Path) -> list[AnyPath]:
     """Return the checkpoints next to ``folder`` that are at least as new, complete or not."""
-    age = (folder / ROLES_FILE).stat().st_mtime_ns
-    return [path for path in _siblings(folder) if (path / ROLES_FILE).stat().st_mtime_ns >= age]
+    age = age_s(folder / ROLES_FILE) or 0.0
+    return [path for path in _siblings(folder) if (age_s(path / ROLES_FILE) or 0.0) >= age]
 
 
-def newest_intact(folder: Path, *, rank: int = 0, world_size: int = 1) -> Path | None:
+def newest_intact(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -> AnyPath | None:
     """Return the newest undamaged checkpoint next to ``folder``; None if there is none. Collective."""
     siblings = _siblings(folder)
     if world_size > 1:
@@ -305,16 +345,37 @@ def newest_intact(folder: Path, *, rank: int = 0, world_size: int = 1) -> Path |
     return None
 
 
-def _siblings(folder: Path) -> list[Path]:
-    """Return the checkpoints next to a path, newest first."""
+def checkpoints_in(folder: AnyPath) -> list[AnyPath]:
+    """Return the checkpoints in a folder, newest first; none if it cannot be read."""
     try:
-        found = [path for path in folder.parent.iterdir() if path.name != folder.name and is_checkpoint(path)]
-        return sorted(found, key=lambda path: (path / ROLES_FILE).stat().st_mtime, reverse=True)
-    except OSError:
+        found = {path: age_s(path / ROLES_FILE) for path in folder.iterdir()}
+    except (OSError, CheckpointError):
         return []
+    ages = {path: age for path, age in found.items() if age is not None}
+    return sorted(ages, key=ages.__getitem__, reverse=True)
 
 
-def _record(file: Path) -> dict[str, Any]:
+def newest_complete(folders: Iterable[AnyPath]) -> AnyPath | None:
+    """Return the newest complete checkpoint in any of the folders; None if there is none."""
+    complete = (next(filter(is_complete, checkpoints_in(folder)), None) for folder in folders)
+    return max((path for path in complete if path is not None), key=lambda path: age_s(path) or 0.0, default=None)
+
+
+def _siblings(folder: AnyPath) -> list[AnyPath]:
+    return [path for path in checkpoints_in(folder.parent) if path.name != folder.name]
+
+
+def age_s(path: AnyPath) -> float | None:
+    """Return when a path was written, in seconds since the epoch; None if it is missing."""
+    try:
+        if isinstance(path, Path):
+            return path.stat().st_mtime
+        return (path if path.is_file() else path / ROLES_FILE).modified_s()
+    except (OSError, CheckpointError):
+        return None
+
+
+def _record(file: AnyPath) -> dict[str, Any]:
     # crc32 is the fastest checksum of the standard library (several GB/s). The load reads the file again.
     checksum, size, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
     with name_read_errors(file), file.open("rb", buffering=0) as stream:

@@ -1,24 +1,23 @@
 """Write a checkpoint of several models: at once, or in the background while training goes on.
 
-The first rank writes the small files into a folder next to the checkpoint's path, and every rank its regions of
-tensors. Once all parts are written, the first rank adds the description and moves the folder to its path. If a part
-cannot be written, the folder is removed and earlier checkpoints stay.
+The first rank writes the small files, and every rank its regions of tensors. Once all parts are written, the first
+rank adds the description, which makes the checkpoint valid: in a local folder next to the path, which then moves there
+(`folders`), or in an object store, where it is the last file (`remote`). If a part cannot be written, all parts are
+removed and earlier checkpoints stay.
 """
 
 from __future__ import annotations
 
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.remote_path import AnyPath, RemotePath
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
@@ -27,37 +26,25 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     FORMAT,
     META_FILE,
     MODELS_FOLDER,
-    ROLES_FILE,
-    file_records,
-    is_checkpoint,
     raise_on_all_ranks,
-    write_description,
 )
-from lightning_realloc.strategies.checkpoints.folders import (
-    make_partial,
-    name_write_errors,
-    partial_path,
-    remove,
-    replace_folder,
-    sync_files,
-)
+from lightning_realloc.strategies.checkpoints.folders import LocalTarget, name_write_errors
+from lightning_realloc.strategies.checkpoints.remote.remote_target import RemoteTarget
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     non_finite_parameters,
     optimizer_state,
     weights_state,
 )
 from lightning_realloc.strategies.checkpoints.sharded_tensors import (
-    SHARD_SUFFIX,
     ShardedTensor,
     ShardWriter,
     State,
-    files_of,
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 
 def write_checkpoint(
-    folder: Path,
+    folder: AnyPath,
     meta: dict[str, Any],
     models: TrainedModels,
     *,
@@ -82,14 +69,15 @@ def write_checkpoint(
     for role in models.pool.changing_roles:
         require_finite_weights(models.pool, role, models.rank, folder)
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
-    save = _Save(folder, models.rank, _state(meta, models, roles, include_frozen=include_frozen))
+    token = models.broadcast(uuid.uuid4().hex)
+    target = RemoteTarget(folder, token) if isinstance(folder, RemotePath) else LocalTarget(folder)
+    save = _Save(folder, target, models.rank, _state(meta, models, roles, include_frozen=include_frozen))
     models.run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
         save.shards.plan_on_all_ranks()
         if background is not None:
             with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
                 save.copy_to_host()
-            token = models.broadcast(uuid.uuid4().hex)
             background.start(save, token=token, rank=models.rank, world_size=models.world_size)
             return
         with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
@@ -102,7 +90,7 @@ def write_checkpoint(
         raise
 
 
-def require_finite_weights(pool: ModelPool, role: str, rank: int, folder: Path) -> None:
+def require_finite_weights(pool: ModelPool, role: str, rank: int, folder: AnyPath) -> None:
     """Require that a trained role's weights are finite. Collective over all ranks.
 
     Raises:
@@ -146,28 +134,26 @@ class _Save:
 
     Args:
         folder: Path of the checkpoint.
+        target: Writer of the checkpoint's files.
         rank: This rank.
         state: This rank's shards.
     """
 
-    def __init__(self, folder: Path, rank: int, state: State) -> None:
+    def __init__(self, folder: AnyPath, target: LocalTarget | RemoteTarget, rank: int, state: State) -> None:
         self._folder = folder
-        self._partial = partial_path(folder)
+        self._target = target
         self._rank = rank
         self._needed_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.values())
         self._description: dict[str, Any] = {}
-        self.shards = ShardWriter(state, self._partial)
+        self.shards = ShardWriter(state, target.content, files=target.files, after=META_FILE)
 
     def begin(self, meta: dict[str, Any], models: TrainedModels, roles: list[str]) -> None:
         """Write all files but those with tensors, and describe the models. For the first rank."""
-        folder, partial = self._folder, self._partial
-        if folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()) and not is_checkpoint(folder):
-            raise CheckpointError(
-                f"{folder} is a folder but not a checkpoint, and writing one would replace it; choose another path"
-            )
         try:
-            with name_write_errors(folder, needed_bytes=self._needed_bytes):
-                make_partial(folder)
+            with (
+                name_write_errors(self._folder, needed_bytes=self._needed_bytes),
+                self._target.small_files() as partial,
+            ):
                 with (partial / META_FILE).open("wb") as stream:
                     torch.save(meta, stream)
                 for role in roles:
@@ -200,33 +186,23 @@ class _Save:
             CheckpointError: if they cannot be written, naming the disk.
         """
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
-            regions, files = self.shards.write(), files_of(self._partial, self._rank)
-            with ThreadPoolExecutor(1) as disk:  # the checksums take no time of their own next to a disk
-                synced = disk.submit(sync_files, files)
-                records = file_records(self._partial, files)
-                synced.result()
-            return Part(regions, records)
+            regions = self.shards.write()
+            return Part(regions, self._target.shard_records(self._rank))
 
     def complete(self, parts: list[Part]) -> None:
-        """Describe all ranks' parts and move the folder to its path. For the first rank.
+        """Describe all ranks' parts, which makes the checkpoint valid. For the first rank.
 
         Raises:
             CheckpointError: if a file cannot be written, naming the disk.
         """
-        partial = self._partial
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
             self.shards.complete([part.regions for part in parts])
-            shards = {name: record for part in parts for name, record in part.files.items()}
-            others = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != SHARD_SUFFIX]
-            sync_files(others)
-            write_description(partial, self._description, {**shards, **file_records(partial, others)})
-            sync_files([partial / ROLES_FILE])
-            replace_folder(partial, self._folder)
+            records = {name: record for part in parts for name, record in part.files.items()}
+            self._target.complete(self._description, records)
 
     def discard(self) -> None:
-        """Remove the incomplete folder. For the first rank, when no rank writes any more."""
-        with suppress(OSError):  # the disk may be read-only by now
-            remove(self._partial)
+        """Remove what was written. For the first rank, when no rank writes any more."""
+        self._target.discard()
 
 
 def _describe_role(models: TrainedModels, role: str, *, saved: bool) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,14 @@ from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import PARTIAL, write_problem
+from lightning_realloc.remote_path import AnyPath, RemotePath, as_path, files_below, is_remote
 from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     MODELS_FOLDER,
     check_files,
+    content_folder,
+    name_read_errors,
     raise_on_all_ranks,
     read_description,
 )
@@ -24,7 +30,7 @@ from lightning_realloc.strategies.checkpoints.sharded_state import optimizer_key
 
 
 def export_checkpoint(
-    checkpoint: str | Path,
+    checkpoint: str | Path | RemotePath,
     folder: str | Path,
     *,
     role: str = "actor",
@@ -39,7 +45,7 @@ def export_checkpoint(
     The model card of the run is written, too, as ``SaveHuggingFace`` does.
 
     Args:
-        checkpoint: Folder that ModelCheckpoint or ``trainer.save_checkpoint`` wrote.
+        checkpoint: Folder that ModelCheckpoint or ``trainer.save_checkpoint`` wrote, or its address.
         folder: Folder to write to: new, empty, or an earlier export, which is overwritten.
         role: Name of the role.
         dtype: Dtype of the written floating-point weights; None keeps the dtype of training.
@@ -51,22 +57,40 @@ def export_checkpoint(
         CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
             or ``folder`` holds other files or cannot be written.
     """
-    checkpoint, folder = Path(checkpoint).expanduser(), Path(folder).expanduser()
-    with raise_on_all_ranks(checkpoint):
-        description = read_description(checkpoint)
-        entry = _role_entry(checkpoint, description["roles"], role)
-        model_class = hf_folder.import_model_class(entry["class"], role, checkpoint=checkpoint)
+    if is_remote(folder):
+        raise CheckpointError(f"{folder} is an address, but a Hugging Face folder is written to a disk; give a path")
+    source = as_path(checkpoint)
+    source, folder = source.expanduser() if isinstance(source, Path) else source, Path(folder).expanduser()
+    with raise_on_all_ranks(source):
+        description = read_description(source)
+        content = content_folder(source, description)
+        entry = _role_entry(source, description["roles"], role)
+        local = source if isinstance(source, Path) else None
+        model_class = hf_folder.import_model_class(entry["class"], role, checkpoint=local)
         check_output(folder)
-        check_files(checkpoint, description)
-        weights = _read_weights(checkpoint, role, entry, averaged=averaged)
-        hf_folder.write_model(
-            model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
-        )
+        check_files(source, description)
+        weights = _read_weights(content, role, entry, averaged=averaged)
+        with _local_copy(content / MODELS_FOLDER / role) as configs:
+            hf_folder.write_model(model_class, configs, weights, folder, dtype=dtype, merge=merge, base=base)
         if entry.get("model_card") is not None:  # earlier versions stored none
             is_adapter = (folder / ADAPTER_CONFIG_FILE).is_file()
             stored = {**entry["model_card"], "title": folder.absolute().name, "is_adapter": is_adapter}
             ModelCard(**stored).write(folder)
     return folder
+
+
+@contextmanager
+def _local_copy(folder: AnyPath) -> Iterator[Path]:
+    """Give a folder of small files on this machine; of a remote one a copy."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        for file, path in files_below(folder).items():
+            with name_read_errors(path):
+                (Path(name) / file).parent.mkdir(parents=True, exist_ok=True)
+                (Path(name) / file).write_bytes(path.open("rb").read())
+        yield Path(name)
 
 
 def check_output(folder: Path) -> None:
@@ -87,7 +111,7 @@ def check_output(folder: Path) -> None:
         )
 
 
-def _role_entry(checkpoint: Path, roles: dict[str, Any], role: str) -> dict[str, Any]:
+def _role_entry(checkpoint: AnyPath, roles: dict[str, Any], role: str) -> dict[str, Any]:
     saved = [name for name, entry in roles.items() if entry["saved"]]
     if role not in saved:
         why = "it was not trained, and save_frozen_roles was off" if role in roles else "it has no such role"
@@ -96,7 +120,7 @@ def _role_entry(checkpoint: Path, roles: dict[str, Any], role: str) -> dict[str,
     return entry
 
 
-def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any], *, averaged: bool) -> dict[str, Tensor]:
+def _read_weights(checkpoint: AnyPath, role: str, entry: dict[str, Any], *, averaged: bool) -> dict[str, Tensor]:
     stored = sharded_tensors.stored_tensors(checkpoint)  # may lack the base of adapters
     names = {weight_key(role, name): name for name in entry["parameters"] if weight_key(role, name) in stored}
     if averaged:

@@ -11,18 +11,25 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.realloc.plan import format_bytes
+from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     ROLES_FILE,
+    file_records,
     is_checkpoint,
     is_complete,
     newer_checkpoints,
+    write_description,
 )
+from lightning_realloc.strategies.checkpoints.remote.remote_target import remove_remote_checkpoint
+from lightning_realloc.strategies.checkpoints.sharded_tensors import SHARD_SUFFIX, files_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +49,7 @@ def partial_path(folder: Path) -> Path:
     return folder.with_name(folder.name + _PARTIAL)
 
 
-def is_partial(path: Path) -> bool:
+def is_partial(path: AnyPath) -> bool:
     """Return whether a path is a folder that a save left before it was complete."""
     return path.suffix == _PARTIAL and path.is_dir() and not is_checkpoint(path)
 
@@ -60,6 +67,63 @@ def _target_path(path: Path) -> Path:
     if path.suffix == _PREVIOUS:
         return path.with_suffix("")
     return path.with_name(path.stem.removesuffix(_PREVIOUS) + path.suffix)
+
+
+# ---- writing
+class LocalTarget:
+    """Destination of one save in a local folder, or one that all nodes share.
+
+    Args:
+        folder: Path of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.files = None
+        self.content = partial_path(folder)
+        """Folder for the shards of all ranks."""
+
+    @contextmanager
+    def small_files(self) -> Iterator[Path]:
+        """Give an empty folder to write to. For the first rank.
+
+        Raises:
+            CheckpointError: for a path that holds files of something else.
+        """
+        folder = self._folder
+        if folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()) and not is_checkpoint(folder):
+            raise CheckpointError(
+                f"{folder} is a folder but not a checkpoint, and writing one would replace it; choose another path"
+            )
+        yield make_partial(folder)
+
+    def shard_records(self, rank: int) -> dict[str, dict[str, Any]]:
+        """Force the shards that this rank has written to the disk, and return name -> size and checksum of each."""
+        files = files_of(self.content, rank)
+        with ThreadPoolExecutor(1) as disk:  # the checksums take no time of their own next to a disk
+            synced = disk.submit(sync_files, files)
+            records = file_records(self.content, files)
+            synced.result()
+        return records
+
+    def complete(self, description: Mapping[str, Any], records: Mapping[str, Any]) -> None:
+        """Describe the checkpoint and move it to its path. For the first rank.
+
+        Args:
+            description: Content of ``realloc.json``.
+            records: Name -> size and checksum of the shards of all ranks.
+        """
+        partial = self.content
+        others = [partial / name for name, path in files_below(partial).items() if path.suffix != SHARD_SUFFIX]
+        sync_files(others)
+        write_description(partial, description, {**records, **file_records(partial, others)})
+        sync_files([partial / ROLES_FILE])
+        replace_folder(partial, self._folder)
+
+    def discard(self) -> None:
+        """Remove the incomplete folder. For the first rank, when no rank writes any more."""
+        with suppress(OSError):  # the disk may be read-only by now
+            remove(self.content)
 
 
 # ---- replacing
@@ -141,12 +205,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_checkpoint(path: Path) -> None:
+def remove_checkpoint(path: AnyPath) -> None:
     """Remove a checkpoint, or a link to one.
 
     Keeps, with a warning, anything that is not a checkpoint, and a complete checkpoint if all newer ones next to it are
     incomplete: it is the one to resume from.
     """
+    if isinstance(path, RemotePath):
+        remove_remote_checkpoint(path)
+        return
     if path.is_symlink():
         path.unlink()
         return
@@ -187,7 +254,7 @@ def sync_folder(folder: Path) -> None:
 
 # ---- errors
 @contextmanager
-def name_write_errors(folder: Path, *, needed_bytes: int) -> Iterator[None]:
+def name_write_errors(folder: AnyPath, *, needed_bytes: int) -> Iterator[None]:
     """Convert errors from writing a checkpoint into a CheckpointError that names the cause and the disk.
 
     Args:
@@ -205,7 +272,10 @@ def name_write_errors(folder: Path, *, needed_bytes: int) -> Iterator[None]:
         raise CheckpointError(_describe_write_error(folder, error, needed_bytes)) from error
 
 
-def _describe_write_error(folder: Path, error: BaseException, needed_bytes: int) -> str:
+def _describe_write_error(folder: AnyPath, error: BaseException, needed_bytes: int) -> str:
+    if isinstance(folder, RemotePath):
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return f"{folder} cannot be written: {cause}; earlier checkpoints are unchanged"
     place = folder.absolute()
     while not os.path.exists(place):
         place = place.parent

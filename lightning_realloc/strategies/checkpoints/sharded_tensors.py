@@ -7,19 +7,21 @@ be read into any other layout and any other number of ranks.
 
 from __future__ import annotations
 
+import socket
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -45,7 +47,9 @@ from torch.futures import Future
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
+from lightning_realloc.remote_path import AnyPath, RemotePath
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors, raise_on_all_ranks
+from lightning_realloc.strategies.checkpoints.remote.remote_files import RemoteFiles, read_slice
 from lightning_realloc.strategies.checkpoints.stored_metadata import METADATA_FILE, read_metadata
 
 
@@ -94,6 +98,10 @@ State = Mapping[str, ShardedTensor]
 """Name in the checkpoint -> this rank's shard."""
 SHARD_SUFFIX = ".distcp"
 """Suffix of the files with tensors."""
+VISIBLE_WITHIN_S = 30.0
+"""Seconds within which a file has to be seen by other nodes; NFS may remember for as long that it was missing."""
+_POLL_S = 0.1
+"""Seconds between two looks for such a file."""
 _MISSING = "{folder} holds no tensor {name!r}; read it with the version of lightning-realloc that wrote it"
 
 
@@ -133,7 +141,7 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(DefaultLoadPlanner):
     """Reads stored regions that overlap this rank's regions directly into its local tensors."""
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: State, folder: AnyPath) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._state = state
         self._folder = folder
@@ -169,8 +177,10 @@ class _LoadPlanner(DefaultLoadPlanner):
 class _Reader(FileSystemReader):
     """Reads shards without unpickling classes named by ``.metadata``; errors name the file."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: AnyPath) -> None:
+        super().__init__(_torch_path(folder))
+        if isinstance(folder, RemotePath):
+            self.fs, self.path = RemoteFiles(), str(folder)
         self._folder = folder
         self._metadata = read_metadata(folder)
 
@@ -187,6 +197,12 @@ class _Reader(FileSystemReader):
                 super().read_data(LoadPlan(items), planner)
         return super().read_data(LoadPlan([]), planner)
 
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        if isinstance(self._folder, RemotePath):
+            return read_slice(file, offset=sinfo.offset, length=sinfo.length)
+        local: IO[bytes] = super()._slice_file(file, sinfo)
+        return local
+
 
 class ShardWriter(FileSystemWriter):
     """Writes one rank's regions after all ranks have planned, so that writing needs no other rank.
@@ -196,20 +212,39 @@ class ShardWriter(FileSystemWriter):
     Args:
         state: This rank's shards.
         folder: Folder to write to.
+        files: Files of an object store; None for a local folder.
+        after: Name of a file there that the first rank has written before, and that every rank must see; None for none.
     """
 
-    def __init__(self, state: State, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+    def __init__(
+        self, state: State, folder: AnyPath, *, files: RemoteFiles | None = None, after: str | None = None
+    ) -> None:
+        super().__init__(_torch_path(folder), single_file_per_rank=True, sync_files=False)
+        if files is not None:
+            self.fs, self.path = files, str(folder)
         self._planner = _SavePlanner(state)
         self._plan = SavePlan([])
         self._metadata: Metadata | None = None
         self._folder = folder
+        self._after = after
+
+    @property
+    def checkpoint_id(self) -> str | Path:
+        """Path or address that ``.metadata`` records, of a class that its reader allows."""
+        return self._folder if isinstance(self._folder, Path) else str(self._folder)
 
     def plan_on_all_ranks(self) -> None:
         """Agree on the rank that writes each region. Collective over all ranks if there are several."""
         with _name_failures(self._folder), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
             save_state({}, storage_writer=self, planner=self._planner, no_dist=not dist.is_initialized())
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check that this rank writes to the first rank's folder; torch calls this in the collective."""
+        if self._after is not None:
+            _wait_for_file(self._folder, self._after)
+        prepared: SavePlan = super().prepare_local_plan(plan)
+        return prepared
 
     def write_data(self, plan: SavePlan, planner: object) -> Future[list[WriteResult]]:
         """Keep the plan; torch calls this in the collective."""
@@ -239,12 +274,36 @@ class ShardWriter(FileSystemWriter):
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """Return the files that a rank wrote."""
+    """Return the files that a rank wrote to a local folder."""
     return sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))
 
 
+def _wait_for_file(folder: AnyPath, name: str) -> None:
+    """Wait until a file that another rank has written can be seen.
+
+    Raises:
+        CheckpointError: if it cannot be seen within `VISIBLE_WITHIN_S`.
+    """
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while not (folder / name).exists():
+        if time.monotonic() > deadline:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise CheckpointError(
+                f"rank {rank} ({socket.gethostname()}) does not see {folder}, to which the first rank writes; save to "
+                f"a file system that all nodes share, or to an object store such as s3://"
+            )
+        with suppress(OSError):
+            next(folder.parent.iterdir(), None)  # refreshes what a client of NFS remembers
+        time.sleep(_POLL_S)
+
+
+def _torch_path(folder: AnyPath) -> Path:
+    """Return the path for torch's constructors, which open nothing, and make a local path of any other."""
+    return folder if isinstance(folder, Path) else Path(folder.name)
+
+
 @contextmanager
-def _name_failures(folder: Path) -> Iterator[None]:
+def _name_failures(folder: AnyPath) -> Iterator[None]:
     """Convert torch's error, which it raises on every rank, into a CheckpointError.
 
     Raises:
@@ -259,7 +318,7 @@ def _name_failures(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder} cannot be used: {type(error).__name__}: {error}") from failed
 
 
-def load(state: State, folder: Path, *, alone: bool = False) -> None:
+def load(state: State, folder: AnyPath, *, alone: bool = False) -> None:
     """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``.
 
     Raises:
@@ -274,7 +333,7 @@ def load(state: State, folder: Path, *, alone: bool = False) -> None:
         load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=no_dist)
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
     """Return the name, global shape and dtype of every tensor under ``folder``.
 
     Raises:
@@ -287,7 +346,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     }
 
 
-def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+def read_whole(folder: AnyPath, names: Iterable[str]) -> dict[str, Tensor]:
     """Return full tensors by name, in this process alone, reading no others.
 
     Raises:

@@ -25,12 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region, tiles
+from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint, name_read_errors
 
 METADATA_FILE = ".metadata"
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: AnyPath) -> Metadata:
     """Return the description of a checkpoint's tensors and of the file that stores each region.
 
     Raises:
@@ -51,7 +52,7 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def _require_whole_tensors(file: Path, metadata: Metadata) -> None:
+def _require_whole_tensors(file: AnyPath, metadata: Metadata) -> None:
     """Require that the regions of every tensor cover it once, and that a file is named for each.
 
     Otherwise a part of a tensor would keep the value that it had before it was read.
@@ -97,7 +98,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles classes that torch writes into ``.metadata``, and refuses all others before importing them."""
 
-    def __init__(self, stream: IO[bytes], file: Path) -> None:
+    def __init__(self, stream: IO[bytes], file: AnyPath) -> None:
         super().__init__(stream)
         self._file = file
 

@@ -13,11 +13,13 @@ import torch
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.realloc.plan import format_bytes
+from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     MODELS_FOLDER,
     DamagedCheckpoint,
     check_files,
+    content_folder,
     has_checksums,
     is_checkpoint,
     name_read_errors,
@@ -30,7 +32,7 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import stored_tens
 _LIGHTNING_KEYS = {"pytorch-lightning_version", "state_dict"}
 
 
-def verify_checkpoints(paths: Sequence[Path], write: Callable[[str], object]) -> bool:
+def verify_checkpoints(paths: Sequence[AnyPath], write: Callable[[str], object]) -> bool:
     """Write one line for each checkpoint, and return whether all are intact.
 
     Args:
@@ -54,7 +56,7 @@ def verify_checkpoints(paths: Sequence[Path], write: Callable[[str], object]) ->
     return are_intact
 
 
-def _checkpoints_at(path: Path) -> list[Path]:
+def _checkpoints_at(path: AnyPath) -> list[AnyPath]:
     """Return the checkpoints in a folder that is not one itself."""
     if not path.is_dir() or is_checkpoint(path):
         return [path]
@@ -62,21 +64,22 @@ def _checkpoints_at(path: Path) -> list[Path]:
     return sorted(inside) or [path]
 
 
-def verify_checkpoint(path: Path) -> str:
+def verify_checkpoint(path: AnyPath) -> str:
     """Return a summary of an intact checkpoint.
 
     Raises:
         CheckpointError: if it is damaged, incomplete or without checksums, naming the first such file and the cause.
     """
-    if path.is_file():
+    if isinstance(path, Path) and path.is_file():
         return _verify_file(path)
     description = read_description(path)
     if not has_checksums(description):
         raise CheckpointError(f"{path} has no checksums, since an earlier version wrote it; it cannot be verified")
     check_files(path, description)
-    stored = stored_tensors(path)
+    content = content_folder(path, description)
+    stored = stored_tensors(content)
     for role, entry in description["roles"].items():
-        if entry["saved"] and not (path / MODELS_FOLDER / role / ADAPTER_CONFIG_FILE).is_file():
+        if entry["saved"] and not (content / MODELS_FOLDER / role / ADAPTER_CONFIG_FILE).is_file():
             for name in entry["parameters"]:
                 if weight_key(role, name) not in stored:
                     raise DamagedCheckpoint(f"{path} lacks the weight {name} of {role}")

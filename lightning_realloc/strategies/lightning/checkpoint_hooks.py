@@ -24,6 +24,7 @@ from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.callbacks.model_card import make_model_card
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.output_files import write_problem
+from lightning_realloc.remote_path import RemotePath, as_path
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import (
@@ -90,7 +91,7 @@ class FileCheckpoints:
         Raises:
             CheckpointError: for a folder, since a module without calls has a checkpoint of one file.
         """
-        refuse_folder(Path(checkpoint_path))
+        refuse_folder(as_path(checkpoint_path))
         weights_only = self._load_weights_only if weights_only is None else weights_only
         return self._strategy.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
@@ -189,7 +190,7 @@ class RoleCheckpoints:
             checkpoint[RANDOM_STATES] = self._gather_random_states()
             if (waiting := strategy.runner.waiting_state()) is not None:
                 checkpoint[WAITING_BATCH] = waiting
-        folder, models = Path(strategy.broadcast(str(filepath))), self._trained_models()
+        folder, models = as_path(strategy.broadcast(str(filepath))), self._trained_models()
         if "optimizer_states" in checkpoint and strategy.pool.dataflow.trained_roles and not models.optimizers:
             rank_zero_warn(
                 f"no run can be resumed from {folder}: it holds only weights, since trainer.fit has not trained the "
@@ -223,7 +224,10 @@ class RoleCheckpoints:
                 "writing; use save_last=True, or leave async_checkpoints out"
             )
         folders = [path for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
-        problem = self._strategy.broadcast(next(filter(None, map(write_problem, folders)), None))  # the first rank's
+        problem = None
+        if self._strategy.is_global_zero:
+            problem = next(filter(None, map(_write_problem, folders)), None)
+        problem = self._strategy.broadcast(problem)
         if problem is not None:
             raise CheckpointError(f"ModelCheckpoint: {problem}")
 
@@ -242,7 +246,7 @@ class RoleCheckpoints:
     def remove(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once the one that replaces it is complete; see `remove_checkpoint`."""
         if self._strategy.is_global_zero:
-            self._background.after_completion(lambda: remove_checkpoint(Path(filepath)))
+            self._background.after_completion(lambda: remove_checkpoint(as_path(filepath)))
 
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint into the sharded roles, in place. It may have another layout and number of ranks.
@@ -257,10 +261,10 @@ class RoleCheckpoints:
         self._background.finish()
         trainer = self._module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        found = Path(checkpoint_path)
-        if is_fitting and strategy.is_global_zero:
+        found = as_path(checkpoint_path)
+        if is_fitting and strategy.is_global_zero and isinstance(found, Path):
             found = finish_replacement(found)
-        folder = Path(strategy.broadcast(str(found)))
+        folder = as_path(strategy.broadcast(str(found)))
         averaged = frozenset[str]()
         if not is_fitting:
             strategy.optimizers = []  # their state belongs to the replaced weights
@@ -345,6 +349,12 @@ class RoleCheckpoints:
         if world_size > 1:
             dist.all_gather_object(states, own)
         return states
+
+
+def _write_problem(folder: str | Path) -> str | None:
+    """Return why checkpoints cannot be written to a folder or an address, with the way out; None if they can."""
+    place = as_path(folder)
+    return place.write_problem() if isinstance(place, RemotePath) else write_problem(folder)
 
 
 @contextmanager

@@ -39,9 +39,9 @@ class Part:
     """The strategy's plan."""
     max_steps: int
     """Step at which the part ends, counted from the beginning of the run."""
-    resume: Path | None = None
-    """Checkpoint to resume from; None starts anew."""
-    save: Path | None = None
+    resume: Path | str | None = None
+    """Checkpoint to resume from, as path or address; None starts anew."""
+    save: Path | str | None = None
     """Path of the checkpoint at the end."""
     save_at: tuple[int, ...] = ()
     """Steps after which a checkpoint ``<save>-<step>`` is written as well."""

@@ -1,0 +1,234 @@
+"""Path of a file or folder in an object store, with the methods of `pathlib.Path` that checkpoints use.
+
+Any address that fsspec opens will do, such as ``s3://bucket/run``. Its package (``s3fs``, ``gcsfs``) reads keys and
+endpoints from its own environment variables and files.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightning_realloc.errors import CheckpointError, ConfigError
+
+_SEPARATOR = "://"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RemotePath:
+    """File or folder in an object store.
+
+    A store has no folders of its own: a folder exists while a file lies below it. Writing one file is atomic, and files
+    cannot be renamed. Errors of the store are raised as they are, most of them as OSError.
+    """
+
+    protocol: str
+    """Name of the store for fsspec, such as ``s3``."""
+    path: str
+    """Path in the store, such as ``bucket/run/last.ckpt``, without a slash at the end."""
+
+    @classmethod
+    def parse(cls, address: str) -> RemotePath:
+        """Return the path of an address such as ``s3://bucket/run``."""
+        protocol, _, path = address.partition(_SEPARATOR)
+        return cls(protocol, path.rstrip("/"))
+
+    # ---- names
+    def __str__(self) -> str:
+        return f"{self.protocol}{_SEPARATOR}{self.path}"
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.protocol, f"{self.path}/{name}") if name else self
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return PurePosixPath(self.path).name
+
+    @property
+    def suffix(self) -> str:
+        """End of the name from its last dot."""
+        return PurePosixPath(self.path).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """Folder that contains this path."""
+        return RemotePath(self.protocol, self.path.rpartition("/")[0])
+
+    # ---- queries
+    def exists(self) -> bool:
+        """Return whether there is a file or a folder."""
+        return self._info() is not None
+
+    def is_file(self) -> bool:
+        """Return whether there is a file."""
+        info = self._info()
+        return info is not None and info["type"] == "file"
+
+    def is_dir(self) -> bool:
+        """Return whether files lie below this path."""
+        info = self._info()
+        return info is not None and info["type"] == "directory"
+
+    def is_symlink(self) -> bool:
+        """Return False: stores have no links."""
+        return False
+
+    def num_bytes(self) -> int:
+        """Return the size of the file.
+
+        Raises:
+            FileNotFoundError: if there is no file.
+        """
+        store, path = self._store()
+        return int(store.info(path)["size"])
+
+    def modified_s(self) -> float:
+        """Return when the file was written, in seconds since the epoch; 0.0 if the store does not record it."""
+        store, path = self._store()
+        try:
+            written: float = store.modified(path).timestamp()
+        except NotImplementedError:
+            return 0.0
+        return written
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield the files and folders in this folder."""
+        store, path = self._store()
+        found = (PurePosixPath(name) for name in store.ls(path, detail=False))
+        return (self / one.name for one in found if one != PurePosixPath(path))  # some stores list the folder, too
+
+    def files(self) -> list[RemotePath]:
+        """Return all files below this folder, in order; none if it does not exist."""
+        store, path = self._store()
+        return [self / str(PurePosixPath(found).relative_to(path)) for found in sorted(store.find(path))]
+
+    def _info(self) -> dict[str, Any] | None:
+        # fsspec's own `exists` takes every error for a missing file.
+        store, path = self._store()
+        try:
+            info: dict[str, Any] = store.info(path)
+        except FileNotFoundError:
+            return None
+        return info
+
+    # ---- contents
+    def open(self, mode: str, buffering: int = -1) -> io.BufferedRandom:
+        """Open the file in the binary mode ``rb`` or ``wb``; the store buffers as it sees fit."""
+        store, path = self._store()
+        opened: io.BufferedRandom = store.open(path, mode)
+        return opened
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the file."""
+        store, path = self._store()
+        content: bytes = store.cat_file(path)
+        return content
+
+    def read_text(self, encoding: str) -> str:
+        """Return the content of the file as text."""
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write the file in one request, so that readers see the earlier content or the new one."""
+        store, path = self._store()
+        store.pipe_file(path, content)
+
+    def unlink(self) -> None:
+        """Remove the file."""
+        store, path = self._store()
+        store.rm_file(path)
+
+    def write_problem(self) -> str | None:
+        """Return why files cannot be written to this folder, with the way out; None if they can.
+
+        Writes a file without content and removes it.
+        """
+        probe = self / f".probe-{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(b"")
+            probe.unlink()
+        except Exception as error:  # stores raise errors of any class
+            cause = str(error).partition("\n")[0]
+            return f"{self} cannot be written: {type(error).__name__}: {cause}; correct the address or its access keys"
+        return None
+
+    def remove_below(self, files: Sequence[RemotePath]) -> None:
+        """Remove files below this folder, in as few requests as the store can."""
+        store, path = self._store()
+        if files:
+            store.rm([f"{path}{file.path.removeprefix(self.path)}" for file in files])
+
+    def _store(self) -> tuple[Any, str]:
+        """Return the file system, without what it remembers of earlier listings, and the path in it."""
+        store, path = _open_store(self)
+        store.invalidate_cache()
+        return store, path
+
+
+AnyPath = Path | RemotePath
+"""Local path, or address in an object store."""
+
+
+def as_path(address: str | os.PathLike[str] | RemotePath) -> AnyPath:
+    """Return a `RemotePath` for an address with a protocol, and a local path otherwise."""
+    if isinstance(address, RemotePath):
+        return address
+    return RemotePath.parse(str(address)) if is_remote(address) else Path(address)
+
+
+def files_below(folder: AnyPath) -> dict[str, AnyPath]:
+    """Return the name below a folder of each file -> its path, in order."""
+    if isinstance(folder, RemotePath):
+        return {file.path.removeprefix(f"{folder.path}/"): file for file in folder.files()}
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def is_remote(address: object) -> bool:
+    """Return whether a path is an address with a protocol, such as ``s3://bucket/run``."""
+    return _SEPARATOR in str(address)
+
+
+def local_path(path: str | os.PathLike[str], setting: str) -> Path:
+    """Return a local path, for files that grow or that other packages write.
+
+    Args:
+        path: A path that must not be an address.
+        setting: Name of the setting that gives it, for the error.
+
+    Raises:
+        ConfigError: for an address.
+    """
+    if is_remote(path):
+        raise ConfigError(
+            f"{setting}: {str(path)!r} is an address, but an object store cannot take files that grow; give a folder "
+            f"on a disk"
+        )
+    return Path(path)
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """Return a folder for small files of a run: the folder itself, or the working directory for an address."""
+    return Path.cwd() if is_remote(path) else Path(path)
+
+
+def _open_store(place: RemotePath) -> tuple[Any, str]:
+    """Return fsspec's file system for an address, and the path in it.
+
+    Raises:
+        CheckpointError: for an unknown protocol, or one whose package is missing.
+    """
+    from fsspec.core import url_to_fs
+
+    try:
+        store, path = url_to_fs(str(place))
+    except (ImportError, ValueError) as error:  # an ImportError names the package to install
+        raise CheckpointError(
+            f"{place} cannot be opened: {error}; install its package or correct the address"
+        ) from error
+    return store, path

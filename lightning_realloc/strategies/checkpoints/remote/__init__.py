@@ -1,0 +1,1 @@
+"""Write checkpoints to object stores, which have no renames. Start with `remote_target.RemoteTarget`."""

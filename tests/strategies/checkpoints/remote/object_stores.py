@@ -1,0 +1,112 @@
+"""An object store for tests, which keeps its objects in a local folder and can be made to fail midway.
+
+As in S3, an object appears when its file is closed, also after an error, and there are neither folders nor renames.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.spec import AbstractFileSystem
+
+PROTOCOL = "shelf"
+
+
+class ObjectStore(AbstractFileSystem):
+    """Addresses are ``shelf://`` and an absolute path, below which every rank sees the same objects."""
+
+    protocol = PROTOCOL
+    cachable = False
+    bytes_left: int | None = None
+    """Bytes that this process may still write; None: all."""
+    reads_left: int | None = None
+    """Files that this process may still open to read; None: all."""
+    num_written = 0
+    """Objects that this process has written."""
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        """Return the type and size of an object, or of a folder that holds one."""
+        place = Path(self._strip_protocol(path))
+        if place.is_file():
+            return {"name": str(place), "size": place.stat().st_size, "type": "file"}
+        if any(one.is_file() for one in place.rglob("*")):
+            return {"name": str(place), "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        """Return what lies in a folder."""
+        found = [self.info(str(one)) for one in Path(self._strip_protocol(path)).iterdir() if self._has_files(one)]
+        return found if detail else [one["name"] for one in found]
+
+    def modified(self, path: str) -> datetime:
+        """Return when an object was written."""
+        return datetime.fromtimestamp(Path(self._strip_protocol(path)).stat().st_mtime, UTC)
+
+    def rm_file(self, path: str) -> None:
+        """Remove an object."""
+        Path(self._strip_protocol(path)).unlink()
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Do nothing: there are no folders."""
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        """Refuse, and so do `rename` and `move`, which call this."""
+        raise NotImplementedError("an object store renames nothing")
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "rb":
+            if self.reads_left is not None:
+                type(self).reads_left = self.reads_left - 1
+                if self.reads_left < 0:
+                    raise ConnectionError("the store has closed the connection")
+            return Path(path).open("rb")
+        return _Upload(Path(path))
+
+    def _has_files(self, place: Path) -> bool:
+        return place.is_file() or any(one.is_file() for one in place.rglob("*"))
+
+
+class _Upload(io.BytesIO):
+    """An object that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def write(self, content: Any) -> int:
+        """Add bytes, while there is room."""
+        if ObjectStore.bytes_left is not None:
+            ObjectStore.bytes_left -= len(content)
+            if ObjectStore.bytes_left < 0:
+                raise ConnectionError("the store has closed the connection")
+        return super().write(content)
+
+    def close(self) -> None:
+        """Make the object visible, in one step."""
+        if not self.closed:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(delete=False) as file:
+                file.write(self.getvalue())
+            os.replace(file.name, self._path)
+            ObjectStore.num_written += 1
+        super().close()
+
+
+def address(path: Path) -> str:
+    """Return the store's address for a local path."""
+    return f"{PROTOCOL}://{path}"
+
+
+def objects(folder: Path) -> Iterator[str]:
+    """Yield the names of all objects below a folder."""
+    return (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+fsspec.register_implementation(PROTOCOL, ObjectStore, clobber=True)
