@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,7 @@ def _changed_fields(value: Any) -> Iterator[str]:
             yield f"{known.name}={now!r}"
 
 
+@cache  # it reads the package's files, on every save
 def _version_of(package: str) -> str | None:
     try:
         return version(package)

@@ -33,6 +33,18 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return [pickle.loads((frame[_LENGTH_BYTES:] + tail)[:length]) for frame, tail, length in pickled]
 
 
+def gather_on_first(value: Any) -> list[Any]:
+    """Return the values of all ranks on the first one, [] elsewhere. Collective over all ranks.
+
+    For values that grow with the number of ranks, which `gather_objects` would send to every rank.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(value, values or None, dst=0)
+    return values
+
+
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None, size: int) -> list[bytes]:
     """Return every rank's bytes, padded to ``size``, with room for a length before them."""
     mine = torch.zeros(_LENGTH_BYTES + size, dtype=torch.uint8)

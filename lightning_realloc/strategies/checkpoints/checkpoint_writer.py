@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath, RemotePath
-from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.messages.objects import gather_objects, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import TrainedModels
@@ -82,7 +82,7 @@ def write_checkpoint(
             return
         with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
             part = save.write()
-        parts = gather_objects(part)
+        parts = gather_on_first(part)
         models.run_on_first_rank(lambda: save.complete(parts))
     except CheckpointError:  # on all ranks, so none of them is still writing
         if models.rank == 0:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -25,6 +24,7 @@ from lightning_realloc.callbacks.model_card import make_model_card
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import RemotePath, as_path
+from lightning_realloc.runtime.messages.objects import gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import (
@@ -187,7 +187,7 @@ class RoleCheckpoints:
     def _save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
         strategy = self._strategy
         with warn_if_stalled("save_checkpoint", strategy.global_rank):
-            checkpoint[RANDOM_STATES] = self._gather_random_states()
+            checkpoint[RANDOM_STATES] = gather_on_first(random_state(strategy.root_device))
             if (waiting := strategy.runner.waiting_state()) is not None:
                 checkpoint[WAITING_BATCH] = waiting
         folder, models = as_path(strategy.broadcast(str(filepath))), self._trained_models()
@@ -342,13 +342,6 @@ class RoleCheckpoints:
             broadcast=strategy.broadcast,
             card_of=lambda role: make_model_card(module.trainer, module, role, title=role, is_adapter=False),
         )
-
-    def _gather_random_states(self) -> list[Any]:
-        own, world_size = random_state(self._strategy.root_device), self._strategy.world_size
-        states: list[Any] = [own] * world_size
-        if world_size > 1:
-            dist.all_gather_object(states, own)
-        return states
 
 
 def _write_problem(folder: str | Path) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.messages.objects import gather_objects, gather_on_first
 from tests.workers import WorkerPool
 
 
@@ -27,4 +27,12 @@ def test_values_of_any_length_arrive_in_the_order_of_ranks(workers: WorkerPool) 
 
 
 def test_a_single_process_gets_its_own_value() -> None:
-    assert gather_objects({"a": 1}) == [{"a": 1}]
+    assert gather_objects({"a": 1}) == gather_on_first({"a": 1}) == [{"a": 1}]
+
+
+def _gather_on_first() -> list[Any]:
+    return gather_on_first("x" * 5000 * dist.get_rank())
+
+
+def test_the_first_rank_alone_gets_values_that_it_alone_needs(workers: WorkerPool) -> None:
+    assert workers.run(_gather_on_first, world_size=3) == [["", "x" * 5000, "x" * 10_000], [], []]
