@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.row_streams import MAX_PARTS, RowStream
 from lightning_realloc.data.rows import Row
 from lightning_realloc.data.streams import StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.strategies import ReallocStrategy
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
 from tests.workers import WorkerPool
 
 Drawn = list[list[tuple[int, int]]]
@@ -181,3 +185,24 @@ def test_a_row_that_one_rank_cannot_read_is_named_on_all_ranks(workers: WorkerPo
     answers = workers.run(fail_on_a_rank, [10] * 4, 17, world_size=2)
     told = "row 7 of part 2 of 4 of numbers cannot be read: ConnectionError(the line is dead); a run resumed"
     assert answers[0] == answers[1] and answers[0].startswith(told)
+
+
+def learn_apart(shards: list[int], max_staleness: int) -> list[Any]:
+    """Return every response of four iterations of a run whose ranks generate and train apart, from a divided stream."""
+    models = {role: tiny_model("llama", vocab_size=259) for role in ("actor", "reference")}
+    module = runs.RecordedGRPO(
+        models["actor"], runs.low_tokens, reference=models["reference"], sampling=runs.SAMPLING, learning_rate=1e-2,
+        tokenizer=byte_tokenizer(),
+    )  # fmt: skip
+    rows = stream(shards).map(lambda row: {"prompt": f"<{row['at']}>"}, remove_columns=["at"])
+    data = PromptDataModule(rows, batch_size=4, seed=5, shuffle_buffer=6)
+    plan = runs.calls(actor_generate="dp1@0", reference_infer="dp1@1", actor_train="dp1@1")
+    strategy = ReallocStrategy(plan, max_staleness=max_staleness)
+    runs.trainer(strategy, runs.world_size(), max_steps=4, max_epochs=-1).fit(module, data)
+    return module.tokens
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_ranks_that_generate_and_train_apart_divide_a_stream(workers: WorkerPool, max_staleness: int) -> None:
+    first, second = workers.run(learn_apart, [5, 6, 7], max_staleness, world_size=2, init_process_group=False)
+    assert len(first) == 4 and first == second
