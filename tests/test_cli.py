@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -236,6 +237,33 @@ def test_train_evaluate_predict_and_export(workers: WorkerPool, folder: Path) ->
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.bfloat16
     assert (folder / "config.yaml").is_file()  # the configuration of the run
+
+
+def test_a_run_lives_in_an_object_store(workers: WorkerPool, folder: Path) -> None:
+    config = copy.deepcopy(CONFIG)
+    config["trainer"]["callbacks"][0]["init_args"]["dirpath"] = "memory://cli/x"
+    config["trainer"]["default_root_dir"] = "memory://cli"
+    (folder / "store.yaml").write_text(yaml.safe_dump(config))
+    fit, saved = ["fit", "--config", "store.yaml"], "memory://cli/x/last.ckpt"
+    outcomes = _run(
+        workers,
+        folder,
+        fit,
+        [*fit, "--trainer.max_steps", "3", "--ckpt_path", "last"],
+        ["test", "--config", "store.yaml", "--ckpt_path", saved],
+        ["export", saved, "--output", str(folder / "from_store")],
+        ["verify", "memory://cli/x"],
+        ["export", "memory://cli/x", "--output", str(folder / "none")],
+    )
+
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0, 0, 0, 2], outcomes
+    assert "training starts from step 0" not in outcomes[1].errors
+    assert "test/reward" in outcomes[2].output
+    assert AutoModelForCausalLM.from_pretrained(folder / "from_store").config.vocab_size == 320
+    assert f"{saved}: intact, GRPO, " in outcomes[4].output
+    assert "step=3.ckpt" in outcomes[4].output and "last-v1.ckpt" not in outcomes[4].output
+    assert outcomes[5].errors.startswith("error: memory://cli/x is no checkpoint: it lacks realloc.json")
+    assert not [path.name for path in folder.iterdir() if path.name.startswith("memory")]
 
 
 ROWS: dict[str, tuple[str, list[dict[str, str]]]] = {
