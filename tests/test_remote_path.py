@@ -1,0 +1,59 @@
+"""Files that grow need a folder on a disk; other paths may be addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_realloc import RolloutTable, SaveHuggingFace, Timeline
+from lightning_realloc.callbacks import PredictionWriter
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import as_path as path_of
+from lightning_realloc.remote_path import files_below, local_folder
+from tests.strategies import runs
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda place: SaveHuggingFace(place), "SaveHuggingFace"),
+        (lambda place: Timeline(folder=place), r"Timeline\(folder=...\)"),
+        (lambda place: RolloutTable(path=place), r"RolloutTable\(path=...\)"),
+        (lambda place: PredictionWriter(place), "PredictionWriter"),
+    ],
+)
+def test_callbacks_whose_files_grow_refuse_an_address(make: Callable[[str], Any], setting: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{setting}: 's3://bucket/x' is an address, but .*; give a folder on a disk"
+    ):
+        make("s3://bucket/x")
+
+
+@pytest.mark.parametrize("callback", [Timeline, RolloutTable])
+def test_callbacks_refuse_a_trainer_that_logs_to_an_address(callback: Callable[[], Any]) -> None:
+    logger = CSVLogger("memory://logs")
+    fitted = runs.trainer("realloc", 1, max_steps=1, logger=logger, callbacks=[callback()])
+    with pytest.raises(ConfigError, match="is an address, but an object store cannot take files that grow"):
+        fitted.fit(runs.sft() if callback is Timeline else runs.grpo(), runs.Batches(1, responses=True))
+
+
+def test_small_files_of_a_run_go_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert local_folder("s3://bucket/x") == tmp_path and local_folder("runs/x") == Path("runs/x")
+
+
+def test_files_below_a_folder_have_the_same_names_on_a_disk_and_in_a_store(tmp_path: Path) -> None:
+    store = fsspec.filesystem("memory")
+    for name in ("a/b.txt", "c.txt", "a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+        store.pipe_file(f"/{tmp_path.name}/{name}", name.encode())
+    remote, local = files_below(path_of(f"memory://{tmp_path.name}")), files_below(tmp_path)
+    assert remote.keys() == local.keys() == {"a/b.txt", "a.txt", "c.txt"}
+    assert all(path.read_text("utf-8") == name for name, path in {**remote, **local}.items())
+    assert files_below(path_of("memory://nothing")) == {}
