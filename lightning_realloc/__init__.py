@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from lightning_realloc.generation import SamplingParams as SamplingParams
     from lightning_realloc.generation import Speculation as Speculation
     from lightning_realloc.generation import Turn as Turn
+    from lightning_realloc.generation import VLLMOptions as VLLMOptions
     from lightning_realloc.layout import ClusterSpec as ClusterSpec
     from lightning_realloc.layout import Layout as Layout
     from lightning_realloc.layout import ModelLayout as ModelLayout
@@ -120,6 +121,7 @@ _HOMES = {
     "SamplingParams": "generation",
     "Speculation": "generation",
     "Turn": "generation",
+    "VLLMOptions": "generation",
     "PromptDataModule": "data.prompts",
     "exact_match": "rewards.verifiers",
     "SFTDataModule": "data.demonstrations",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.vllm_environment import vllm_python
 from tests.workers import WorkerPool
 
 # Set before anything imports torch or transformers, here and in every process that tests start.
@@ -34,6 +35,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("vllm") is not None and vllm_python() is None:
+        pytest.skip("needs an environment with vLLM: `make vllm-env`, or VLLM_PYTHON with its interpreter")
     if item.get_closest_marker("inductor") is not None and "inductor" not in item.config.option.markexpr:
         pytest.skip("has g++ compile for half a minute: run with -m inductor")
     if item.get_closest_marker("real") is not None and "real" not in item.config.option.markexpr:

@@ -15,9 +15,11 @@ from lightning_realloc.generation.hf_engine import HFEngine
 from lightning_realloc.generation.loop.environment import Conversation, Environment, Turn
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.schedule.budget import RolloutBudget
+from lightning_realloc.generation.vllm.options import VLLMOptions
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.speculative.config import Speculation
+    from lightning_realloc.generation.vllm.engine import VLLMEngine
 
 __all__ = [
     "Completion",
@@ -30,13 +32,19 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "Turn",
+    "VLLMEngine",
+    "VLLMOptions",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Speculation` on first use: plain decoding needs nothing of that package."""
-    if name != "Speculation":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_realloc.generation.speculative.config import Speculation
+    """Import `Speculation` and `VLLMEngine` on first use: plain decoding needs nothing of their packages."""
+    if name == "Speculation":
+        from lightning_realloc.generation.speculative.config import Speculation
 
-    return Speculation
+        return Speculation
+    if name == "VLLMEngine":
+        from lightning_realloc.generation.vllm.engine import VLLMEngine
+
+        return VLLMEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,10 +7,9 @@ more forward.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,10 +24,10 @@ from lightning_realloc.generation.core.model_config import length_bounds, vocabu
 from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, sampling_logprobs
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
-from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.generation.loop.streaming import CompletionNotifier, SharingEngine
+from lightning_realloc.generation.native_arguments import refuse_native
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class HFEngine(SharingEngine):
             GenerationError: for a model without ``generate``, or whose ``generate`` counts positions differently than
                 its forward, and for settings of the native engine only.
         """
-        _refuse_native("__init__", native)
+        refuse_native(self, "__init__", native)
         if not callable(getattr(model, "generate", None)):
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
@@ -117,7 +116,7 @@ class HFEngine(SharingEngine):
         Arguments and errors are those of `GenerationEngine.generate`. ``length_hints`` sort prompts into batches, and
         ``on_finished`` is called after each batch. Arguments that only that engine supports are refused.
         """
-        _refuse_native("generate", native)
+        refuse_native(self, "generate", native)
         failing = experts_obstacle(self._model)
         if failing is not None:
             raise GenerationError(f"{type(self._model).__name__} cannot generate: {'; '.join(failing)}")
@@ -205,19 +204,6 @@ class HFEngine(SharingEngine):
         logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
         values: list[float] = sampling_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
         return values
-
-
-def _refuse_native(method: str, given: Mapping[str, object]) -> None:
-    """Refuse arguments that only the native engine supports, unless they have a neutral value."""
-    known = inspect.signature(getattr(GenerationEngine, method)).parameters
-    for name, value in given.items():
-        if name not in known:
-            raise TypeError(f"HFEngine.{method}() got an unexpected keyword argument {name!r}")
-        if value not in (known[name].default, []):
-            raise GenerationError(
-                f"HFEngine has no {name}, which only the native engine supports; use GenerationEngine (engine='native' "
-                f"in an algorithm), or leave {name} out"
-            )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 from lightning_realloc.batch.training import TrainOptions
-from lightning_realloc.generation import Speculation
+from lightning_realloc.generation import Speculation, VLLMOptions
 
 
 class RunnableAlgorithm(Protocol):
@@ -41,7 +41,11 @@ class RunnableAlgorithm(Protocol):
 
     @property
     def engine(self) -> str:
-        """Name of the generation engine: ``"native"`` or ``"hf"``."""
+        """Name of the generation engine: ``"native"``, ``"hf"`` or ``"vllm"``."""
+
+    @property
+    def vllm(self) -> VLLMOptions | None:
+        """Options of the engine ``"vllm"``; None: the defaults."""
 
     @property
     def speculation(self) -> Speculation | None:

@@ -211,7 +211,9 @@ class PlacedRoles:
             self._offloader.bring_back()
 
     def close(self) -> None:
-        """Fetch everything that the plan offloads for good."""
+        """Fetch everything that the plan offloads for good, and end processes that generate."""
+        if self._runner is not None:
+            self._runner.close()
         if self._offloader is not None:
             self._offloader.close()
             self._offloader = None

@@ -9,11 +9,12 @@ from typing import Literal, get_args
 
 from lightning_realloc.algorithms.settings import check_choice, check_type
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import RolloutBudget, Speculation
+from lightning_realloc.generation import RolloutBudget, Speculation, VLLMOptions
 from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
 
-EngineName = Literal["native", "hf"]
-"""Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``."""
+EngineName = Literal["native", "hf", "vllm"]
+"""Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``, ``vllm`` vLLM in a process
+of its own."""
 SampleReallocation = bool | Literal["queued", "all"]
 """Samples that may move between ranks: False, none; True or ``"queued"``, those that wait for a slot; ``"all"``,
 running ones as well."""
@@ -30,7 +31,9 @@ class GenerationOptions:
 
     engine: EngineName = "native"
     """``"native"``: continuous batching; ``"hf"``: the model's own ``generate``, for models that the native engine
-    refuses."""
+    refuses; ``"vllm"``: vLLM in a process next to each generating rank."""
+    vllm: VLLMOptions | None = None
+    """Where the engine ``"vllm"`` is, and how it is started; None: the defaults."""
     speculation: Speculation | None = None
     """Speculative decoding: draft several tokens, verify them at once; None: one token at a time."""
     max_cache_bytes: int | None = None
@@ -45,31 +48,36 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         check_type(Speculation, speculation=self.speculation)
         check_type(RolloutBudget, rollout_budget=self.rollout_budget)
+        check_type(VLLMOptions, vllm=self.vllm)
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
         _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
-        if self.engine == "hf":
-            self._check_hf()
+        if self.engine != "native":
+            self._check_foreign()
+        if self.vllm is not None and self.engine != "vllm":
+            raise ConfigError(f"{self.vllm} is for engine='vllm', and engine={self.engine!r}; leave one of them out")
         if self.max_cache_bytes is not None and not 1 <= self.max_cache_bytes < math.inf:
             raise ConfigError(
                 f"max_cache_bytes={self.max_cache_bytes} must be at least 1 and finite; leave it out for no bound"
             )
-        if self.rollout_budget is not None and (self.engine == "hf" or self.sample_reallocation):
-            kind = "engine='hf'" if self.engine == "hf" else f"sample_reallocation={self.sample_reallocation!r}"
+        is_native = self.engine == "native"
+        if self.rollout_budget is not None and (not is_native or self.sample_reallocation):
+            kind = f"sample_reallocation={self.sample_reallocation!r}" if is_native else f"engine={self.engine!r}"
             raise ConfigError(
                 f"rollout_budget cannot be used with {kind}: ranks of the native engine stop on their own, and keep "
                 f"their samples until then; leave one of the two out"
             )
 
-    def _check_hf(self) -> None:
+    def _check_foreign(self) -> None:
+        """Refuse what only the native engine does."""
         if self.speculation is not None:
-            raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
+            raise ConfigError(f"engine={self.engine!r} does not draft; leave speculation out, or use engine='native'")
         if self.sample_reallocation:
             raise ConfigError(
-                "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use "
-                "engine='native'"
+                f"engine={self.engine!r} cannot hand samples over in the middle; leave sample_reallocation out, or use "
+                f"engine='native'"
             )
-        if self.max_cache_bytes is not None:
+        if self.max_cache_bytes is not None and self.engine == "hf":
             raise ConfigError(
                 f"engine='hf' does not bound its cache, as max_cache_bytes={self.max_cache_bytes} asks; leave "
                 f"max_cache_bytes out, or use engine='native'"

@@ -96,7 +96,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         optimizers: Trained role -> settings that differ for it.
         train_options: Epochs, mini-batches, micro-batches and clipping of a training call.
         engine: ``"native"``: continuous batching; ``"hf"``: the model's own ``generate``, for models that the native
-            engine refuses.
+            engine refuses; ``"vllm"``: vLLM next to each generating rank.
         speculation: Speculative decoding: draft several tokens, verify them at once; None: one token at a time.
         max_cache_bytes: Bound on the bytes of keys and values per rank; further samples wait. None: room for
             ``max_slots`` of the longest sample.
@@ -198,6 +198,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             )
         self.generation_options = options
         self.engine = options.engine
+        self.vllm = options.vllm
         self.speculation = options.speculation
         self.max_cache_bytes = options.max_cache_bytes
         self.sample_reallocation = options.sample_reallocation

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_realloc.algorithms.losses.functional import kl_estimate
 from lightning_realloc.algorithms.losses.loss_reduction import token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import response_sums
+from lightning_realloc.algorithms.losses.proximal import RatioTo
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import Average
@@ -62,6 +63,18 @@ class EngineCorrection:
         if self.beyond == "truncate":
             return weights.clamp(self.floor, self.cap)
         return torch.where((weights < self.floor) | (weights > self.cap), 0.0, weights)
+
+
+def engine_defaults(
+    ratio_to: RatioTo | None, correction: EngineCorrection | None, *, is_other_engine: bool
+) -> tuple[RatioTo, EngineCorrection | None]:
+    """Return both settings with their defaults: behaviour ratios, or proximal ones with weights for another engine.
+
+    ``is_other_engine``: whether another program computes the rollout's log-probabilities, with kernels of its own.
+    """
+    ratio_to = ratio_to or ("proximal" if is_other_engine else "behaviour")
+    corrects = is_other_engine and ratio_to == "proximal" and correction is None
+    return ratio_to, EngineCorrection() if corrects else correction
 
 
 def mismatch_metrics(proximal: Tensor, behaviour: Tensor, batch: PackedBatch) -> dict[str, Average]:

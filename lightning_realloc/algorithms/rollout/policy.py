@@ -103,10 +103,10 @@ class PolicyModule(MultiModelModule):
             if conversation is not None:
                 raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
             return
-        if self.engine == "hf":
+        if self.engine != "native":
             raise ConfigError(
-                "engine='hf' generates whole responses and cannot ask an environment between turns; leave environment "
-                "out, or use engine='native'"
+                f"engine={self.engine!r} generates whole responses and cannot ask an environment between turns; leave "
+                f"environment out, or use engine='native'"
             )
         self._environment = import_environment(environment)
 

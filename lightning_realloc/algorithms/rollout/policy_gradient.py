@@ -13,7 +13,7 @@ from lightning_realloc.algorithms.base.calls import compute, train
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
-from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
+from lightning_realloc.algorithms.losses.correction import EngineCorrection, engine_defaults, mismatch_metrics
 from lightning_realloc.algorithms.losses.functional import (
     ClippedLoss,
     KLEstimator,
@@ -64,7 +64,7 @@ class PolicyGradientSettings(RewardedSettings, total=False):
     clip_most: float | None
     sapo_temperatures: tuple[float, float]
     vespo_shapes: tuple[float, float, float, float]
-    ratio_to: RatioTo
+    ratio_to: RatioTo | None
     engine_correction: EngineCorrection | None
     entropy_coef: float
     learn_truncated: bool
@@ -93,8 +93,10 @@ class PolicyGradient(RewardedModule):
         sapo_temperatures: For ``"sapo"``: temperature for positive advantages, and for the others.
         vespo_shapes: For ``"vespo"``: k and lambda for advantages from 0 on, and for the others.
         ratio_to: Denominator of ratios: ``"behaviour"``: the probability at the rollout; ``"proximal"``: the trained
-            model's before its first step, by a call ``actor.infer`` if there are several steps.
-        engine_correction: Importance weights for the engine, with ``ratio_to="proximal"``.
+            model's before its first step, by a call ``actor.infer`` if there are several steps. None: the first; with
+            ``engine="vllm"`` the second.
+        engine_correction: Importance weights for the engine, with ``ratio_to="proximal"``. None: no weights; with
+            ``engine="vllm"`` those of ``EngineCorrection()``.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         entropy_coef: Weight of the entropy.
@@ -125,7 +127,7 @@ class PolicyGradient(RewardedModule):
         clip_most: float | None = None,
         sapo_temperatures: tuple[float, float] = (1.0, 1.05),
         vespo_shapes: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
-        ratio_to: RatioTo = "behaviour",
+        ratio_to: RatioTo | None = None,
         engine_correction: EngineCorrection | None = None,
         loss_average: LossAverage = "sequence",
         entropy_coef: float = 0.0,
@@ -148,8 +150,10 @@ class PolicyGradient(RewardedModule):
                 sapo_temperatures=sapo_temperatures, vespo_shapes=vespo_shapes,
             )
         )  # fmt: skip
-        self.ratio_to = given(options.ratio_to, ratio_to)
-        self.engine_correction = given(options.engine_correction, engine_correction)
+        self.ratio_to, self.engine_correction = engine_defaults(
+            given(options.ratio_to, ratio_to), given(options.engine_correction, engine_correction),
+            is_other_engine=self.engine == "vllm" and self.policy_loss.loss != "vespo",
+        )  # fmt: skip
         self.loss_average = given(options.loss_average, loss_average)
         self.entropy_coef = given(options.entropy_coef, entropy_coef)
         check_type(bool, learn_truncated=learn_truncated)

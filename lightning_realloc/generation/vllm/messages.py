@@ -1,0 +1,88 @@
+"""Requests to vLLM, its responses, and the interface of the two ways to reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_realloc.errors import GenerationError
+
+TESTED_VERSIONS = ("0.32.",)
+"""Beginnings of the versions of vLLM whose interfaces the engine was tested with."""
+
+
+class EngineLost(GenerationError):
+    """vLLM ended, or gave no sign of life for too long; its open requests are lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A prompt to complete once."""
+
+    index: int
+    """Number of the request, distinct within a call."""
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Most tokens of the response."""
+    seed: int
+    """Seed of the response's random numbers, from 0 to 2**63 - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenResponse:
+    """A response as vLLM returns it."""
+
+    index: int
+    """Number of its request."""
+    token_ids: tuple[int, ...]
+    """Tokens, including a stop token."""
+    logprobs: tuple[float, ...]
+    """One per token."""
+    reason: str
+    """vLLM's reason of the end: "stop" or "length"; others are failures."""
+    versions: tuple[str, ...]
+    """Labels of all weights that generated its tokens."""
+
+
+OnResponse = Callable[[TokenResponse], None]
+"""Receives each response once, as soon as it has finished."""
+
+
+class Connection(Protocol):
+    """A vLLM that is ready to generate."""
+
+    max_length: int
+    """Most tokens of prompt and response together."""
+
+    def update_weights(self, model: nn.Module, label: str) -> None:
+        """Replace vLLM's weights by the model's, label them, and drop keys and values of the old ones."""
+
+    def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
+        """Complete all requests; return the number of forward passes, 0 if unknown.
+
+        ``sampling`` holds further fields of vLLM's ``SamplingParams``.
+        """
+
+    def sleep(self) -> None:
+        """Free the device's memory until the next update of weights."""
+
+    def close(self) -> None:
+        """End the connection, and a process that belongs to it."""
+
+
+def check_version(version: str | None, where: str) -> None:
+    """Raise GenerationError unless this version of vLLM was tested; ``where`` names the environment or server."""
+    tested = " or ".join(f"{prefix}*" for prefix in TESTED_VERSIONS)
+    if version is None:
+        raise GenerationError(
+            f"{where} has no vLLM; make an environment with vllm=={tested} (`make vllm-env`), and name its interpreter "
+            f"by VLLMOptions(python=...) or the variable VLLM_PYTHON"
+        )
+    if not version.startswith(TESTED_VERSIONS):
+        raise GenerationError(
+            f"{where} has vLLM {version}, and weights are handed over by interfaces that were tested with {tested} "
+            f"alone; install vllm=={tested}"
+        )

@@ -1,0 +1,86 @@
+"""Options of the engine ``"vllm"``: where vLLM is, and how it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.sampling import check_counts, check_kind
+from lightning_realloc.setting_hints import suggest_settings
+
+_OWN_ARGUMENTS = {
+    "model", "tokenizer", "skip_tokenizer_init", "dtype", "load_format", "logprobs_mode", "weight_transfer_config",
+    "max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_sleep_mode",
+    "tensor_parallel_size", "pipeline_parallel_size", "speculative_config",
+}  # fmt: skip
+"""Arguments of `vllm.LLM` that follow from the run, or would break it."""
+
+
+@suggest_settings({"gpu_memory_utilization": "memory_share=", "max_model_len": "max_length="})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMOptions:
+    """How to reach vLLM: a process next to each generating rank, or a running server.
+
+    Example:
+        ``GRPO(actor, reward, generation=GenerationOptions(engine="vllm", vllm=VLLMOptions(restarts=1)))``
+    """
+
+    python: str | None = None
+    """Interpreter of an environment with vLLM; None: the variable VLLM_PYTHON, else the interpreter of the run."""
+    address: str | None = None
+    """Address of a running server, such as ``"http://127.0.0.1:8000"``, in place of a process; None: a process."""
+    weights_folder: str | None = None
+    """Folder that this rank and the server see, for handing weights over; None: in this machine's shared memory."""
+    restarts: int = 0
+    """Times that vLLM is started again after it has ended or stopped responding; its open requests are repeated."""
+    timeout_s: float = 600.0
+    """Most seconds without a sign of life from vLLM, also while it starts."""
+    sleep: bool = False
+    """Whether vLLM frees its device's memory between generating calls; needs a GPU."""
+    memory_share: float = 0.3
+    """Share of the device's memory for weights, keys and values, if no ``max_cache_bytes`` is given."""
+    max_length: int | None = None
+    """Most tokens of prompt and response that vLLM makes room for; None: the model's context."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM`, such as ``{"enforce_eager": True}``."""
+
+    def __post_init__(self) -> None:
+        for name in ("python", "address", "weights_folder"):
+            check_kind(name, getattr(self, name), str, "text", optional=True)
+        check_kind("restarts", self.restarts, Integral, "a whole number")
+        check_kind("sleep", self.sleep, bool, "True or False")
+        check_counts(Real, timeout_s=self.timeout_s)
+        check_counts(optional=True, max_length=self.max_length)
+        check_kind("memory_share", self.memory_share, Real, "a number")
+        check_kind("arguments", self.arguments, Mapping, "a mapping")
+        if self.restarts < 0:
+            raise GenerationError(f"restarts={self.restarts} must be at least 0")
+        if not 0 < self.memory_share <= 1:
+            raise GenerationError(f"memory_share={self.memory_share} must lie in (0, 1]")
+        if self.address is not None:
+            self._check_server()
+        own = sorted(_OWN_ARGUMENTS.intersection(self.arguments))
+        if own:
+            raise GenerationError(
+                f"arguments={dict(self.arguments)} holds {', '.join(own)}, which follow from the model, the plan and "
+                f"other options; leave them out"
+            )
+
+    def _check_server(self) -> None:
+        assert self.address is not None
+        if not self.address.startswith(("http://", "https://")):
+            raise GenerationError(f"address={self.address!r} must begin with http:// or https://")
+        for name in ("python", "arguments", "max_length"):
+            if getattr(self, name):
+                raise GenerationError(
+                    f"{name}={getattr(self, name)!r} is for a process that the run starts, and address={self.address!r}"
+                    f" names a running server; leave one of the two out"
+                )
+        if self.restarts:
+            raise GenerationError(
+                f"restarts={self.restarts} start a process again, and address={self.address!r} names a server that "
+                f"this run did not start; leave restarts out"
+            )

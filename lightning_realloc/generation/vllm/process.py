@@ -1,0 +1,236 @@
+"""vLLM in a process of its own on this machine: start it, exchange messages with it, and end it.
+
+Nothing waits without a bound: a process that ends, or says nothing for too long, raises `EngineLost` with the end of
+its log.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.vllm.child import receive, send
+from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver
+from lightning_realloc.generation.vllm.messages import (
+    EngineLost,
+    OnResponse,
+    TokenRequest,
+    TokenResponse,
+    check_version,
+)
+from lightning_realloc.generation.vllm.options import VLLMOptions
+
+_PROGRAM = Path(__file__).with_name("child.py")
+_OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of torchrun, by which vLLM would take itself for one of the run's ranks."""
+_DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: no further one can be left behind
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks next to each other would all be bound to the first cores
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_CPU_CACHE_BYTES = 1 << 30
+"""Bytes of keys and values on CPU without ``max_cache_bytes``."""
+_LOG_LINES = 4
+
+
+class VLLMProcess:
+    """A process with vLLM, which ends with this object or this process."""
+
+    def __init__(
+        self, model: Any, options: VLLMOptions, *, tokenizer: Any, max_slots: int, max_cache_bytes: int | None
+    ) -> None:
+        """Start vLLM for a model's configuration, and wait until it is ready. Its weights come later.
+
+        Raises:
+            GenerationError: for an interpreter without vLLM, or with a version that was not tested.
+            EngineLost: if vLLM does not start.
+        """
+        self._timeout_s = options.timeout_s
+        device: torch.device = next(model.parameters()).device
+        self._hand_over = CudaIPCHandOver() if device.type == "cuda" else SharedMemoryHandOver()
+        self._is_asleep = False
+        self._folder = TemporaryDirectory(prefix="lightning-realloc-vllm-")
+        folder = Path(self._folder.name)
+        model.config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        self._log = folder / "vllm.log"
+        python = options.python or _interpreter()
+        self._process, self._socket = self._start(python, device)
+        self._end = weakref.finalize(self, _end, self._process, self._socket, self._folder)
+        arguments = self._arguments(model, options, max_slots, max_cache_bytes)
+        try:
+            check_version(self._receive()["vllm"], f"the interpreter {python}")
+            self._send({"llm": {**arguments, "skip_tokenizer_init": tokenizer is None}})
+            self.max_length: int = self._receive()["max_model_len"]
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, python: str, device: torch.device) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(self._timeout_s)
+        with theirs, self._log.open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    [python, str(_PROGRAM), str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=log, stderr=log,
+                    stdin=subprocess.DEVNULL, env=_environment(device), start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                ours.close()
+                raise GenerationError(
+                    f"vLLM's interpreter {python} does not start: {error.strerror}; name that of an environment with "
+                    f"vLLM by VLLMOptions(python=...) or the variable VLLM_PYTHON"
+                ) from error
+        return process, ours
+
+    def _arguments(
+        self, model: Any, options: VLLMOptions, max_slots: int, max_cache_bytes: int | None
+    ) -> dict[str, Any]:
+        """Return the arguments of `vllm.LLM`."""
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        arguments: dict[str, Any] = {
+            "model": self._folder.name, "dtype": dtype, "load_format": "dummy", "generation_config": "vllm", "seed": 0,
+            "max_num_seqs": max_slots, "weight_transfer_config": {"backend": self._hand_over.backend},
+            "enable_sleep_mode": options.sleep, "gpu_memory_utilization": options.memory_share,
+        }  # fmt: skip
+        on_cpu = self._hand_over.backend == "shared_memory"
+        if on_cpu:
+            arguments["enforce_eager"] = True  # compiling takes minutes
+        cache_bytes = max_cache_bytes or (_CPU_CACHE_BYTES if on_cpu else None)
+        if cache_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = int(cache_bytes)
+        if options.max_length is not None:
+            arguments["max_model_len"] = options.max_length
+        return arguments | dict(options.arguments)
+
+    def update_weights(self, model: nn.Module, label: str) -> None:
+        """Replace vLLM's weights; see `Connection`."""
+        if self._is_asleep:
+            self._call("wake")
+            self._is_asleep = False
+        self._call("begin_update")
+        for chunk in self._hand_over.chunks(model):
+            self._call("update", **chunk)
+        self._call("finish_update", version=label)
+
+    def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
+        """Complete all requests; see `Connection`."""
+        self._send(
+            {"do": "generate", "requests": [asdict(request) for request in requests], "sampling": dict(sampling)}
+        )
+        while "done" not in (message := self._receive()):
+            if "response" in message:
+                made = message["response"]
+                on_response(
+                    TokenResponse(
+                        made["index"], tuple(made["token_ids"]), tuple(made["logprobs"]), made["reason"],
+                        tuple(made["versions"]),
+                    )
+                )  # fmt: skip
+        return int(message["done"]["num_steps"])
+
+    def sleep(self) -> None:
+        """Free the device's memory; see `Connection`."""
+        if not self._is_asleep:
+            self._call("sleep")
+            self._is_asleep = True
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+
+    def _call(self, method: str, **arguments: Any) -> None:
+        self._send({"do": method, **arguments})
+        self._receive()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        try:
+            send(self._socket, message)
+        except TimeoutError:
+            self._raise_silent()
+        except OSError:
+            pass  # the process has ended; what it said last is received next
+
+    def _receive(self) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises:
+            EngineLost: if there is none, or if it reports an error.
+        """
+        try:
+            message = receive(self._socket)
+        except TimeoutError:
+            self._raise_silent()
+        except OSError:
+            message = None
+        if message is None:
+            code, tail = self._process.wait(), self._tail()
+            self.close()
+            raise EngineLost(f"vLLM's process ended {_described(code)}; the end of its log: {tail}")
+        if "error" in message:
+            self.close()
+            raise EngineLost(f"vLLM failed: {' '.join(message['error'].split())[:600]}")
+        return message
+
+    def _raise_silent(self) -> None:
+        tail = self._tail()
+        self.close()
+        raise EngineLost(
+            f"vLLM's process gave no sign of life for {self._timeout_s:g} s and was ended; raise "
+            f"VLLMOptions(timeout_s=...) if it only was slow; the end of its log: {tail}"
+        )
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        said = [line.strip() for line in lines if line.strip()][-_LOG_LINES:]
+        return " | ".join(said)[-600:] or "nothing"
+
+
+def _interpreter() -> str:
+    """Return the interpreter to start when the options name none."""
+    given = os.environ.get("VLLM_PYTHON")
+    if given:
+        return given
+    if importlib.util.find_spec("vllm") is None:
+        check_version(None, f"this interpreter, {sys.executable},")
+    return sys.executable
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    variables = {**_DEFAULTS, **variables}
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA IPC are pickled
+    return variables
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: TemporaryDirectory[str]) -> None:
+    connection.close()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # vLLM has nothing to save, and takes seconds to end by itself
+    process.wait()
+    folder.cleanup()
+
+
+def _described(code: int) -> str:
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,114 @@
+"""Keep one vLLM running for a role on this rank: start it when it is needed, give it new weights, restart it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.vllm.messages import (
+    Connection,
+    EngineLost,
+    OnResponse,
+    TokenRequest,
+    TokenResponse,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class VLLMService:
+    """A vLLM that outlives the plan, and is replaced when it is lost.
+
+    Args:
+        connect: Starts vLLM or connects to it. Its argument: whether vLLM needs a tokenizer, for stop strings.
+        restarts: Times that it is connected to again after a loss.
+    """
+
+    def __init__(self, connect: Callable[[bool], Connection], *, restarts: int) -> None:
+        self._connect, self._restarts_left = connect, restarts
+        self._connection: Connection | None = None
+        self._has_tokenizer = False
+        self._num_updates = 0
+        self._label = ""
+        self._is_current = False
+        """Whether vLLM has the model's current weights."""
+
+    def weights_changed(self) -> None:
+        """Hand weights over before the next response."""
+        self._is_current = False
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of prompt and response together; None before vLLM has started."""
+        return None if self._connection is None else self._connection.max_length
+
+    def generate(
+        self, model: nn.Module, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse
+    ) -> int:
+        """Complete every request once on the model's current weights; return the number of forward passes.
+
+        Raises:
+            EngineLost: if vLLM was lost more often than it may be restarted.
+            GenerationError: for a response of other weights, and for weights that vLLM does not take.
+        """
+        waiting = {request.index: request for request in requests}
+
+        def accept(response: TokenResponse) -> None:
+            self._check(response)
+            del waiting[response.index]
+            on_response(response)
+
+        while True:
+            try:
+                connection = self._ready(model, needs_tokenizer=bool(sampling.get("stop")))
+                return connection.generate(list(waiting.values()), sampling, accept)
+            except EngineLost as lost:
+                self.close()
+                if self._restarts_left < 1:
+                    raise
+                self._restarts_left -= 1
+                _log.warning("%s; it is started again, and %d requests are repeated", lost, len(waiting))
+            except BaseException:  # requests may still be open, whose responses nobody expects
+                self.close()
+                raise
+
+    def sleep(self) -> None:
+        """Free the device's memory; the next call hands weights over again."""
+        if self._connection is not None:
+            self._connection.sleep()
+            self._is_current = False
+
+    def close(self) -> None:
+        """End vLLM, or the connection to it; the next call starts it again."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._is_current = None, False
+
+    def _ready(self, model: nn.Module, *, needs_tokenizer: bool) -> Connection:
+        if needs_tokenizer and not self._has_tokenizer:
+            self.close()
+        if self._connection is None:
+            self._connection, self._has_tokenizer = self._connect(needs_tokenizer), needs_tokenizer
+        if not self._is_current:
+            self._num_updates += 1
+            self._label = f"{id(self):x}-{self._num_updates}"
+            self._connection.update_weights(model, self._label)
+            self._is_current = True
+        return self._connection
+
+    def _check(self, response: TokenResponse) -> None:
+        if response.versions != (self._label,):
+            given = ", ".join(response.versions) or "none"
+            raise GenerationError(
+                f"vLLM answered with the weights {given} in place of {self._label}, which it was given last; let no "
+                f"other run use the same server"
+            )
+        if response.reason not in ("stop", "length"):
+            raise GenerationError(
+                f"vLLM ended a response with the reason {response.reason!r}; its log tells why, and "
+                f"VLLMOptions(arguments={{...}}) sets what it asks for"
+            )

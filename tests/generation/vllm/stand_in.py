@@ -1,0 +1,77 @@
+"""A program in place of an interpreter with vLLM: it speaks the messages of `child`, and counts tokens upwards.
+
+Behaviours show what may go wrong: no vLLM, another version, death, silence, an error, old weights.
+"""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+_PROGRAM = """#!{python}
+import importlib.util, os, signal, socket, sys, time
+spec = importlib.util.spec_from_file_location("child", sys.argv[1])
+child = importlib.util.module_from_spec(spec)
+sys.modules["child"] = child
+spec.loader.exec_module(child)
+behaviour, folder = {behaviour!r}, {folder!r}
+
+def note(text):
+    with open(folder + "/notes", "a") as notes:
+        print(text, file=notes)
+
+def respond(request, sampling, label):
+    tokens, last = [], request["prompt"][-1]
+    while len(tokens) < request["max_tokens"] and (not tokens or tokens[-1] not in sampling["stop_token_ids"]):
+        last = (last + 1) % 128
+        tokens.append(last)
+    reason = "stop" if tokens[-1] in sampling["stop_token_ids"] else "length"
+    logprobs = [-1.0] * len(tokens)
+    return dict(index=request["index"], token_ids=tokens, logprobs=logprobs, reason=reason, versions=[label])
+
+connection = socket.socket(fileno=int(sys.argv[2]))
+is_first = not os.path.exists(folder + "/notes")
+note(f"started {{os.getpid()}}")
+child.send(connection, dict(vllm={{"absent": None, "old": "0.11.2"}}.get(behaviour, "0.32.0")))
+if child.receive(connection) is None:
+    sys.exit()
+if behaviour == "does not start":
+    print("out of memory", flush=True)
+    sys.exit(3)
+child.send(connection, dict(max_model_len=128, device="cpu"))
+label = "none"
+while (message := child.receive(connection)) is not None:
+    do = message["do"]
+    if do == "generate":
+        for number, request in enumerate(message["requests"]):
+            if number == 1 and behaviour == "error":
+                child.send(connection, dict(error="ValueError: no such kernel"))
+            if number == 1 and (behaviour == "dies" or (behaviour == "dies once" and is_first)):
+                print("segmentation fault", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 1 and behaviour == "silent":
+                time.sleep(60)
+            child.send(connection, dict(response=respond(request, message["sampling"], label)))
+            child.send(connection, dict(alive=number))
+        child.send(connection, dict(done=dict(num_steps=7)))
+        continue
+    if do == "finish_update":
+        note("weights " + message["version"])
+        label = "default" if behaviour == "keeps old weights" else message["version"]
+    child.send(connection, dict(done=None))
+"""
+
+
+def stand_in(folder: Path, behaviour: str = "") -> str:
+    """Return the path of the program; it notes its starts and updates of weights in ``folder/notes``."""
+    path = folder / "python"
+    path.write_text(_PROGRAM.format(python=sys.executable, behaviour=behaviour, folder=str(folder)))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def notes(folder: Path, kind: str) -> list[str]:
+    """Return the rest of the notes that begin with a word: ``started`` (process ids) or ``weights`` (labels)."""
+    lines = (folder / "notes").read_text().splitlines()
+    return [line.removeprefix(f"{kind} ") for line in lines if line.startswith(f"{kind} ")]

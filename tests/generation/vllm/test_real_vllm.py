@@ -1,0 +1,122 @@
+"""vLLM itself: its tokens, log-probabilities and ends are those of the native engine, on weights that change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, VLLMEngine, VLLMOptions
+from lightning_realloc.generation.core.sampling import sampling_logprobs
+from tests.generation.test_engine import draw_prompts
+from tests.models import byte_tokenizer, tiny_model
+from tests.vllm_environment import vllm_python
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """A model with tied embeddings, whose reload on CPU needs the most care, and heads of a size that vLLM has."""
+    return tiny_model("llama", vocab_size=259, hidden_size=128, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel) -> Iterator[VLLMEngine]:
+    """One vLLM for all tests."""
+    options = VLLMOptions(python=vllm_python(), restarts=1)
+    made = VLLMEngine(model, tokenizer=byte_tokenizer(), max_slots=8, max_cache_bytes=1 << 26, options=options)
+    yield made
+    made.service.close()
+
+
+def change_weights(model: PreTrainedModel, engine: VLLMEngine, *, seed: int) -> None:
+    """Move every weight, as training does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    engine.weights_updated()
+
+
+@torch.no_grad()
+def recomputed(model: PreTrainedModel, completion: Completion, params: SamplingParams) -> Tensor:
+    """Return the log-probabilities of a response by a forward of the model."""
+    ids = torch.tensor([[*completion.prompt, *completion.token_ids]])
+    logits = model(ids, use_cache=False).logits[0, len(completion.prompt) - 1 : -1]
+    return sampling_logprobs(logits, torch.tensor(completion.token_ids), params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=12, temperature=0),
+        SamplingParams(max_new_tokens=12, n=3),
+        SamplingParams(max_new_tokens=12, n=2, temperature=0.6, top_k=9, top_p=0.8, min_p=0.02, repetition_penalty=1.2),
+    ],
+    ids=["greedy", "plain", "filters"],
+)
+def test_log_probabilities_are_those_of_a_forward_after_every_update(
+    params: SamplingParams, model: PreTrainedModel, engine: VLLMEngine
+) -> None:
+    prompts = draw_prompts(5)
+    for seed in range(3):
+        change_weights(model, engine, seed=seed)
+        made = engine.generate(prompts, params)
+        assert len(made) == len(prompts) * params.n
+        for completion in made:
+            expected = recomputed(model, completion, params)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+            assert set(completion.versions) == {engine._version}
+
+
+def test_greedy_tokens_and_ends_are_those_of_the_native_engine(model: PreTrainedModel, engine: VLLMEngine) -> None:
+    change_weights(model, engine, seed=9)
+    native, prompts = GenerationEngine(model, tokenizer=byte_tokenizer()), draw_prompts(6)
+    for params in (
+        SamplingParams(max_new_tokens=20, temperature=0),
+        SamplingParams(max_new_tokens=20, temperature=0, stop_token_ids=tuple(range(100)), min_new_tokens=3),
+        SamplingParams(max_new_tokens=20, temperature=0, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(max_new_tokens=30, temperature=0, stop_strings=("a", "7", "Q")),
+    ):
+        ours, theirs = native.generate(prompts, params), engine.generate(prompts, params)
+        assert [(c.token_ids, c.finish_reason) for c in theirs] == [(c.token_ids, c.finish_reason) for c in ours]
+
+
+def test_a_seed_draws_the_same_responses_in_any_batch(model: PreTrainedModel, engine: VLLMEngine) -> None:
+    params, prompts = SamplingParams(max_new_tokens=10, n=2, seed=5), draw_prompts(4)
+    together = engine.generate(prompts, params)
+    alone = engine.generate(prompts[2:3], params, sample_ids=[4, 5])
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together[4:6]]
+    assert together[4].token_ids != together[5].token_ids
+    other = engine.generate(prompts, SamplingParams(max_new_tokens=10, n=2, seed=6))
+    assert [c.token_ids for c in other] != [c.token_ids for c in together]
+
+
+def test_a_vllm_that_is_killed_while_it_generates_is_restarted_once(
+    model: PreTrainedModel, engine: VLLMEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.generate([[5]], SamplingParams(max_new_tokens=2))
+    process = engine.service._connection._process.pid  # type: ignore[union-attr]
+
+    def kill() -> None:
+        time.sleep(0.3)
+        os.kill(process, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    params = SamplingParams(max_new_tokens=100, n=16, ignore_eos=True)
+    made = engine.generate(draw_prompts(8), params)
+    thread.join()
+    assert "ended by signal SIGKILL" in caplog.text
+    assert [len(completion.token_ids) for completion in made] == [100] * len(made)
+    for completion in made[::17]:
+        expected = recomputed(model, completion, params)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)

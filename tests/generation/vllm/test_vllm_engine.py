@@ -1,0 +1,212 @@
+"""VLLMEngine's side of the exchange: requests, responses, weights, and all that may go wrong with the process."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Completion, SamplingParams, VLLMEngine, VLLMOptions
+from lightning_realloc.generation.vllm.messages import EngineLost
+from tests.generation.vllm.stand_in import notes, stand_in
+from tests.models import byte_tokenizer, tiny_model
+
+GREEDY = SamplingParams(max_new_tokens=5, temperature=0)
+
+
+def engine_with(folder: Path, behaviour: str = "", **options: Any) -> VLLMEngine:
+    """Return an engine on a program that behaves so."""
+    return VLLMEngine(tiny_model("llama"), options=VLLMOptions(python=stand_in(folder, behaviour), **options))
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_completions_are_in_the_order_of_the_prompts_with_tokens_lengths_and_versions(tmp_path: Path) -> None:
+    engine, finished = engine_with(tmp_path), list[Completion]()
+    engine.weights_updated(3)
+    params = SamplingParams(max_new_tokens=4, n=2, stop_token_ids=(12,))
+    made = engine.generate(
+        [[5, 6], [9]], params, sample_ids=[7, 8, 20, 21], token_limits=[2, 9], length_hints=[1, 9],
+        on_finished=finished.append,
+    )  # fmt: skip
+    # The stand-in counts upwards from the prompt's last token: 7, 8 within the limit of 2, and 10, 11, 12 to the stop.
+    assert [c.token_ids for c in made] == [(7, 8), (7, 8), (10, 11, 12), (10, 11, 12)]
+    assert [c.finish_reason for c in made] == ["length", "length", "stop", "stop"]
+    assert [(c.sample_id, c.prompt_index) for c in made] == [(7, 0), (8, 0), (20, 1), (21, 1)]
+    assert made[0].logprobs == (-1.0, -1.0) and made[0].versions == (3, 3) and made[0].model_mask == (True, True)
+    assert [c.sample_id for c in finished] == [20, 21, 7, 8], "long ones first, each once"
+    assert (engine.stats.num_steps, engine.stats.generated_tokens, engine.stats.prefill_tokens) == (7, 10, 6)
+
+
+def test_weights_are_handed_over_once_for_each_update(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path)
+    for updates in (0, 0, 1, 2):
+        for _ in range(updates):
+            engine.weights_updated()
+        engine.generate([[5]], GREEDY)
+    assert len(notes(tmp_path, "started")) == 1
+    assert len(set(notes(tmp_path, "weights"))) == len(notes(tmp_path, "weights")) == 3
+
+
+def test_no_prompts_start_no_process(tmp_path: Path) -> None:
+    assert engine_with(tmp_path).generate([], GREEDY) == []
+    assert not (tmp_path / "notes").exists()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("absent", r"the interpreter .*python has no vLLM; make an environment with vllm==0\.32\.\*"),
+        ("old", r"has vLLM 0\.11\.2, and .* tested with 0\.32\.\* alone; install vllm==0\.32\.\*"),
+        ("does not start", "vLLM's process ended with exit code 3; the end of its log: out of memory"),
+        ("dies", "vLLM's process ended by signal SIGKILL; the end of its log: segmentation fault"),
+        ("error", "vLLM failed: ValueError: no such kernel"),
+        ("keeps old weights", r"answered with the weights default in place of \w+-1, which it was given last"),
+    ],
+)
+def test_a_process_that_cannot_serve_ends_the_call_with_one_line(behaviour: str, message: str, tmp_path: Path) -> None:
+    engine = engine_with(tmp_path, behaviour)
+    with pytest.raises(GenerationError, match=message) as caught:
+        engine.generate([[5], [6]], GREEDY)
+    assert "\n" not in str(caught.value)
+    (process,) = map(int, notes(tmp_path, "started"))
+    assert not is_running(process)
+
+
+def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VLLMEngine(tiny_model("llama"), options=VLLMOptions(python=str(tmp_path / "none")))
+    with pytest.raises(GenerationError, match=r"vLLM's interpreter .*none does not start: No such file"):
+        engine.generate([[5]], GREEDY)
+    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "other"))
+    with pytest.raises(GenerationError, match=r"vLLM's interpreter .*other does not start"):
+        VLLMEngine(tiny_model("llama")).generate([[5]], GREEDY)
+
+
+def test_a_process_that_says_nothing_is_ended_after_the_timeout(tmp_path: Path) -> None:
+    engine, begin = engine_with(tmp_path, "silent", timeout_s=1.0), time.monotonic()
+    with pytest.raises(EngineLost, match=r"no sign of life for 1 s and was ended; raise VLLMOptions\(timeout_s"):
+        engine.generate([[5], [6]], GREEDY)
+    assert time.monotonic() - begin < 30, "the program sleeps for a minute"
+
+
+def test_a_restart_repeats_open_requests_alone_with_weights_handed_over_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, finished = engine_with(tmp_path, "dies once", restarts=1), list[Completion]()
+    made = engine.generate([[5], [6], [7]], GREEDY, on_finished=finished.append)
+    assert [c.token_ids[0] for c in made] == [6, 7, 8]
+    assert sorted(c.sample_id for c in finished) == [0, 1, 2]
+    assert len(notes(tmp_path, "started")) == len(notes(tmp_path, "weights")) == 2
+    assert "ended by signal SIGKILL" in caplog.text and "2 requests are repeated" in caplog.text
+
+
+def test_restarts_are_bounded(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path, "dies", restarts=1)
+    with pytest.raises(EngineLost):
+        # Each process dies at its second request, so three take three processes.
+        engine.generate([[5], [6], [7]], GREEDY)
+    assert len(notes(tmp_path, "started")) == 2
+
+
+def test_the_process_ends_with_its_engine_and_after_a_listener_that_raises(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path)
+    engine.generate([[5]], GREEDY)
+
+    def fail(completion: Completion) -> None:
+        raise KeyError("listener")
+
+    with pytest.raises(KeyError, match="listener"):
+        engine.generate([[5], [6]], GREEDY, on_finished=fail)
+    engine.generate([[5]], GREEDY)
+    first, second = map(int, notes(tmp_path, "started"))
+    assert not is_running(first) and is_running(second)
+    engine.service.close()
+    assert not is_running(second)
+    engine.generate([[5]], GREEDY)
+    del engine
+    assert not is_running(int(notes(tmp_path, "started")[-1]))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "name"),
+    [
+        ("generate", {"environment": lambda turn: None}, "environment"),
+        ("generate", {"token_budget": 9}, "token_budget"),
+        ("generate", {"seconds_budget": 1.0}, "seconds_budget"),
+        ("generate", {"resume": [object()]}, "resume"),
+        ("__init__", {"drafter": object()}, "drafter"),
+        ("__init__", {"peers": object()}, "peers"),
+        ("__init__", {"lockstep": object()}, "lockstep"),
+    ],
+)
+def test_what_only_the_native_engine_does_is_refused_by_name(
+    method: str, settings: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GenerationError, match=f"VLLMEngine has no {name}, which only the native engine supports"):
+        engine = VLLMEngine(tiny_model("llama"), **(settings if method == "__init__" else {}))
+        engine.generate([[5]], GREEDY, **settings)
+
+
+def test_stop_strings_need_a_tokenizer_that_vllm_can_load(tmp_path: Path) -> None:
+    class Decoder:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            return "".join(map(chr, token_ids))
+
+    options = VLLMOptions(python=stand_in(tmp_path))
+    params = SamplingParams(max_new_tokens=9, stop_strings=("C",))
+    with pytest.raises(GenerationError, match="this one is a Decoder; use stop_token_ids"):
+        VLLMEngine(tiny_model("llama"), tokenizer=Decoder(), options=options).generate([[5]], params)
+    engine = VLLMEngine(tiny_model("llama", vocab_size=259), tokenizer=byte_tokenizer(), options=options)
+    engine.generate([[5]], GREEDY)
+    engine.generate([[5]], params)  # the process is started anew, with the tokenizer
+    assert len(notes(tmp_path, "started")) == 2
+
+
+def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+    program = Path(stand_in(tmp_path))
+    program.write_text(program.read_text().replace("[-1.0] * len(tokens)", "[float('nan')] * len(tokens)"))
+    with pytest.raises(GenerationError, match=r"not finite for sample ids \[0\]"):
+        VLLMEngine(tiny_model("llama"), options=VLLMOptions(python=str(program))).generate([[5]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"restarts": -1}, "restarts=-1 must be at least 0"),
+        ({"restarts": 1.5}, "restarts=1.5 must be a whole number"),
+        ({"timeout_s": 0.5}, "timeout_s=0.5 must be at least 1"),
+        ({"memory_share": 1.5}, r"memory_share=1.5 must lie in \(0, 1\]"),
+        ({"max_length": 0}, "max_length=0 must be at least 1"),
+        ({"python": 3}, "python=3 must be text or None"),
+        ({"address": "localhost:8000"}, "address='localhost:8000' must begin with http"),
+        ({"address": "http://x", "restarts": 1}, "restarts=1 start a process again"),
+        ({"address": "http://x", "python": "python"}, "python='python' is for a process that the run starts"),
+        ({"arguments": {"dtype": "half"}}, "holds dtype, which follow from the model, the plan and other options"),
+    ],
+)
+def test_invalid_options_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        VLLMOptions(**settings)
+
+
+def test_sleep_needs_a_gpu() -> None:
+    with pytest.raises(GenerationError, match="sleep=True frees memory of a GPU, and the model is on the CPU"):
+        VLLMEngine(tiny_model("llama"), options=VLLMOptions(sleep=True))
+
+
+def test_variables_of_torchrun_do_not_reach_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    program = Path(stand_in(tmp_path))
+    line = 'note("ranks " + repr([name for name in os.environ if "RANK" in name]))\n'
+    program.write_text(program.read_text().replace("label = ", line + "label = ", 1))
+    VLLMEngine(tiny_model("llama"), options=VLLMOptions(python=str(program))).generate([[5]], GREEDY)
+    assert notes(tmp_path, "ranks") == ["[]"] and os.environ["RANK"] == "3"
