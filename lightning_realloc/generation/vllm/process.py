@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class VLLMProcess:
         self._end = weakref.finalize(self, _end, self._process, self._socket, self._folder)
         arguments = self._arguments(model, options, max_slots, max_cache_bytes)
         try:
-            check_version(self._receive()["vllm"], f"the interpreter {python}")
+            self.version: str = check_version(self._receive()["vllm"], f"the interpreter {python}")
             self._send({"llm": {**arguments, "skip_tokenizer_init": tokenizer is None}})
             self.max_length: int = self._receive()["max_model_len"]
         except BaseException:
@@ -119,6 +119,11 @@ class VLLMProcess:
         if options.max_length is not None:
             arguments["max_model_len"] = options.max_length
         return arguments | dict(options.arguments)
+
+    @property
+    def process_id(self) -> int:
+        """Process of vLLM."""
+        return self._process.pid
 
     def update_weights(self, model: nn.Module, label: str) -> None:
         """Replace vLLM's weights; see `Connection`."""
@@ -189,7 +194,7 @@ class VLLMProcess:
             raise EngineLost(f"vLLM failed: {' '.join(message['error'].split())[:600]}")
         return message
 
-    def _raise_silent(self) -> None:
+    def _raise_silent(self) -> NoReturn:
         tail = self._tail()
         self.close()
         raise EngineLost(

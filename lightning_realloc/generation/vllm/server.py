@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.vllm.hand_over import write_weights
 from lightning_realloc.generation.vllm.messages import (
     EngineLost,
@@ -47,7 +46,7 @@ class VLLMServer:
         assert options.address is not None
         self._address, self._timeout_s = options.address.rstrip("/"), options.timeout_s
         self._max_slots, self._is_asleep = max_slots, False
-        check_version(self._ask("version")["version"], f"the server {self._address}")
+        self.version = check_version(self._ask("version")["version"], f"the server {self._address}")
         config = self._ask("server_info?config_format=json")["vllm_config"]
         (served,) = self._ask("v1/models")["data"]
         self._name, self.max_length = served["id"], int(served["max_model_len"])
@@ -70,7 +69,11 @@ class VLLMServer:
                 f"the server {self._address} runs on CPU, where vLLM keeps the old output layer of a model with tied "
                 f"embeddings when it reloads weights; leave address out, or use a server with a GPU"
             )
-        self._vocabulary = vocabulary_of(model)
+
+    @property
+    def process_id(self) -> None:
+        """None: the server is not of this run."""
+        return None
 
     def update_weights(self, model: nn.Module, label: str) -> None:
         """Let the server load the weights from a folder; see `Connection`."""

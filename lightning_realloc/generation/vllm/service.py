@@ -24,11 +24,11 @@ class VLLMService:
     """A vLLM that outlives the plan, and is replaced when it is lost.
 
     Args:
-        connect: Starts vLLM or connects to it. Its argument: whether vLLM needs a tokenizer, for stop strings.
+        connect: Starts vLLM for a model or connects to it. Its flag: whether vLLM needs a tokenizer, for stop strings.
         restarts: Times that it is connected to again after a loss.
     """
 
-    def __init__(self, connect: Callable[[bool], Connection], *, restarts: int) -> None:
+    def __init__(self, connect: Callable[[nn.Module, bool], Connection], *, restarts: int) -> None:
         self._connect, self._restarts_left = connect, restarts
         self._connection: Connection | None = None
         self._has_tokenizer = False
@@ -64,7 +64,7 @@ class VLLMService:
 
         while True:
             try:
-                connection = self._ready(model, needs_tokenizer=bool(sampling.get("stop")))
+                connection = self.prepare(model, needs_tokenizer=bool(sampling.get("stop")))
                 return connection.generate(list(waiting.values()), sampling, accept)
             except EngineLost as lost:
                 self.close()
@@ -75,6 +75,24 @@ class VLLMService:
             except BaseException:  # requests may still be open, whose responses nobody expects
                 self.close()
                 raise
+
+    @property
+    def process_id(self) -> int | None:
+        """Process of vLLM on this machine; None before it has started, and for a server."""
+        return None if self._connection is None else self._connection.process_id
+
+    def prepare(self, model: nn.Module, *, needs_tokenizer: bool = False) -> Connection:
+        """Start vLLM if it does not run, and give it the model's weights if they have changed."""
+        if needs_tokenizer and not self._has_tokenizer:
+            self.close()
+        if self._connection is None:
+            self._connection, self._has_tokenizer = self._connect(model, needs_tokenizer), needs_tokenizer
+        if not self._is_current:
+            self._num_updates += 1
+            self._label = f"{id(self):x}-{self._num_updates}"
+            self._connection.update_weights(model, self._label)
+            self._is_current = True
+        return self._connection
 
     def sleep(self) -> None:
         """Free the device's memory; the next call hands weights over again."""
@@ -87,18 +105,6 @@ class VLLMService:
         if self._connection is not None:
             self._connection.close()
         self._connection, self._is_current = None, False
-
-    def _ready(self, model: nn.Module, *, needs_tokenizer: bool) -> Connection:
-        if needs_tokenizer and not self._has_tokenizer:
-            self.close()
-        if self._connection is None:
-            self._connection, self._has_tokenizer = self._connect(needs_tokenizer), needs_tokenizer
-        if not self._is_current:
-            self._num_updates += 1
-            self._label = f"{id(self):x}-{self._num_updates}"
-            self._connection.update_weights(model, self._label)
-            self._is_current = True
-        return self._connection
 
     def _check(self, response: TokenResponse) -> None:
         if response.versions != (self._label,):

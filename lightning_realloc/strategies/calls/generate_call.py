@@ -30,13 +30,13 @@ from lightning_realloc.runtime.messages.mailbox import FrameKind
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.infer_call import EarlyInference, InferCalls
 from lightning_realloc.strategies.calls.metrics import IdleClock, speculation_metrics
+from lightning_realloc.strategies.calls.vllm_engines import VLLMEngines
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:
     from lightning_realloc.generation import VLLMEngine
-    from lightning_realloc.generation.vllm.service import VLLMService
 
 _IDLE, _WORKING, _FAILED = range(3)
 
@@ -137,8 +137,7 @@ class EnginePool:
         """Engines by the id of their model."""
         self._kept: dict[str, list[Drafter]] = {}
         """Role -> drafters of the last plan in which this rank generated for it."""
-        self._services: dict[tuple[str, int | None], VLLMService] = {}
-        """(Role, slots) -> vLLM of this rank. Starting it takes minutes, so it outlives the plan."""
+        self._vllm = VLLMEngines(self._algorithm)
         self._expected: list[tuple[ReplicaEngine, int, int]] = []
         """Engine, run and call whose peers sent responses that this rank has not received yet."""
 
@@ -193,8 +192,7 @@ class EnginePool:
 
     def close(self) -> None:
         """End the processes of this rank's engines; a later call starts them again."""
-        for service in self._services.values():
-            service.close()
+        self._vllm.close()
 
     def _build_drafter(self, replica: Replica) -> Drafter:
         """Return a drafter for a replica: one of an earlier plan, if there is one.
@@ -219,7 +217,7 @@ class EnginePool:
             oracle = HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots)
             return ReplicaEngine(replica.role, oracle, None, Drafter(), peers)
         if self._algorithm.engine == "vllm":
-            return ReplicaEngine(replica.role, self._build_vllm(replica, max_slots), None, Drafter(), peers)
+            return ReplicaEngine(replica.role, self._vllm.build(replica, max_slots), None, Drafter(), peers)
         lockstep = None
         if replica.is_sharded:
             group = self._context.pool.meshes.group(layout, "dp", "fsdp")
@@ -248,24 +246,10 @@ class EnginePool:
         )
         return ReplicaEngine(replica.role, engine, lockstep, drafter, peers, moves)
 
-    def _build_vllm(self, replica: Replica, max_slots: int) -> VLLMEngine:
-        from lightning_realloc.generation import VLLMEngine
-
-        key = replica.role, max_slots
-        engine = VLLMEngine(
-            replica.model, tokenizer=self._algorithm.tokenizer, max_slots=max_slots, options=self._algorithm.vllm,
-            max_cache_bytes=self._algorithm.max_cache_bytes, service=self._services.get(key),
-        )  # fmt: skip
-        self._services[key] = engine.service
-        return engine
-
     def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
-        """Refuse drafters and engines that cannot run in a layout.
-
-        Under FSDP all ranks gather a model's blocks together in every step. Tensor parallelism divides its weights,
-        which vLLM takes over whole, and one server has one set of weights.
-        """
-        self._check_vllm(call, replica)
+        """Refuse drafters and engines that cannot run where ranks gather a model's blocks together in every step."""
+        if self._algorithm.engine == "vllm":
+            self._vllm.check(call, replica)
         speculation = self._algorithm.speculation
         asked = "draft by its own first blocks" if speculation is not None and speculation.drafter == "blocks" else None
         if self._algorithm.engine != "native":
@@ -274,21 +258,6 @@ class EnginePool:
             raise GenerationError(
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
                 f"and cannot {asked}; give it a layout with fsdp=1, or another engine or drafter"
-            )
-
-    def _check_vllm(self, call: ModelFunctionCall, replica: Replica) -> None:
-        if self._algorithm.engine != "vllm":
-            return
-        layout, options = replica.layout, self._algorithm.vllm
-        if layout.dims.tp > 1:
-            raise GenerationError(
-                f"{call.name} runs in the layout {layout}, and engine='vllm' takes over whole weights from each rank; "
-                f"give it a layout with tp=1, such as dp{layout.dims.tp}, or use engine='native'"
-            )
-        if options is not None and options.address is not None and len(layout.ranks) > 1:
-            raise GenerationError(
-                f"{call.name} runs in the layout {layout} of {len(layout.ranks)} ranks, which would all give weights "
-                f"to the server {options.address}; give it a layout of one rank, or leave address out"
             )
 
 

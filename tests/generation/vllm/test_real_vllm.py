@@ -104,7 +104,8 @@ def test_a_vllm_that_is_killed_while_it_generates_is_restarted_once(
     model: PreTrainedModel, engine: VLLMEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.generate([[5]], SamplingParams(max_new_tokens=2))
-    process = engine.service._connection._process.pid  # type: ignore[union-attr]
+    process = engine.service.process_id
+    assert process is not None
 
     def kill() -> None:
         time.sleep(0.3)

@@ -1,0 +1,68 @@
+"""Engines ``"vllm"`` of the replicas on this rank; their processes outlive the plan, since starting one takes minutes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.pool.replica import Replica
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation import VLLMEngine
+    from lightning_realloc.generation.vllm.service import VLLMService
+
+
+class VLLMEngines:
+    """Builds engines on one vLLM per role.
+
+    Args:
+        algorithm: The algorithm, with the options of vLLM.
+    """
+
+    def __init__(self, algorithm: RunnableAlgorithm) -> None:
+        self._algorithm = algorithm
+        self._services: dict[tuple[str, int], VLLMService] = {}
+        """(Role, slots) -> its vLLM; one for each role."""
+
+    def build(self, replica: Replica, max_slots: int) -> VLLMEngine:
+        """Return a replica's engine, on the vLLM of its role if that has as many slots."""
+        from lightning_realloc.generation import VLLMEngine
+
+        key = replica.role, max_slots
+        for other in [known for known in self._services if known[0] == replica.role and known != key]:
+            self._services.pop(other).close()
+        engine = VLLMEngine(
+            replica.model,
+            tokenizer=self._algorithm.tokenizer,
+            max_slots=max_slots,
+            max_cache_bytes=self._algorithm.max_cache_bytes,
+            options=self._algorithm.vllm,
+            service=self._services.get(key),
+        )
+        self._services[key] = engine.service
+        return engine
+
+    def check(self, call: ModelFunctionCall, replica: Replica) -> None:
+        """Refuse layouts that vLLM cannot take weights from.
+
+        Raises:
+            GenerationError: for tensor parallelism, and for several ranks with one server.
+        """
+        layout, options = replica.layout, self._algorithm.vllm
+        if layout.dims.tp > 1:
+            raise GenerationError(
+                f"{call.name} runs in the layout {layout}, and engine='vllm' takes over whole weights from each rank; "
+                f"give it a layout with tp=1, such as dp{layout.dims.tp}, or use engine='native'"
+            )
+        if options is not None and options.address is not None and len(layout.ranks) > 1:
+            raise GenerationError(
+                f"{call.name} runs in the layout {layout} of {len(layout.ranks)} ranks, which would all give weights "
+                f"to the server {options.address}; give it a layout of one rank, or leave address out"
+            )
+
+    def close(self) -> None:
+        """End all processes; a later call starts them again."""
+        for service in self._services.values():
+            service.close()

@@ -1,0 +1,121 @@
+"""Algorithms with ``engine="vllm"``: iterations on a stand-in for vLLM and on vLLM itself, layouts, settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_realloc import GRPO, ConfigError, EngineCorrection, GenerationOptions, RolloutBudget, Speculation
+from lightning_realloc.generation import SamplingParams, VLLMOptions
+from tests.generation.vllm.stand_in import notes, stand_in
+from tests.generation.vllm.test_vllm_engine import is_running
+from tests.models import tiny_model
+from tests.strategies import runs
+from tests.strategies.runs import Batches, Outcome
+from tests.vllm_environment import vllm_python
+from tests.workers import WorkerFailure, WorkerPool
+
+
+def with_vllm(options: VLLMOptions, **settings: Any) -> runs.RecordedGRPO:
+    """Return GRPO with the engine."""
+    return runs.grpo(generation=GenerationOptions(engine="vllm", vllm=options), **settings)
+
+
+def run(options: VLLMOptions, layout: str, world_size: int) -> Outcome:
+    """Return the outcome of two iterations that generate in a layout."""
+    plan = runs.calls(actor_generate=layout, actor_train=f"dp{world_size}", reference_infer=f"dp{world_size}")
+    return runs.train(with_vllm(options), plan, world_size, Batches(2))
+
+
+def test_every_iteration_hands_weights_over_and_the_processes_end_with_the_run(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    options = VLLMOptions(python=stand_in(tmp_path))
+    outcome = workers.run(run, options, "dp2", 2, world_size=2, init_process_group=False)[0]
+    assert len(notes(tmp_path, "weights")) == 4 and len(set(notes(tmp_path, "weights"))) == 4, "2 ranks, 2 iterations"
+    processes = list(map(int, notes(tmp_path, "started")))
+    assert len(processes) == 2 and not any(map(is_running, processes))
+    prompts = [sample.ragged("prompt_ids").to_lists() for sample in Batches(2)]
+    for tokens, rows in zip(outcome.tokens, prompts, strict=True):
+        assert [made[0] for made in tokens] == [(row[-1] + 1) % 128 for row in rows for _ in range(2)]
+    # The stand-in reports log-probabilities of -1, far from the model's; the weights correct for it.
+    assert outcome.logged[0]["actor/engine_difference"] > 0.5 and "actor/engine_weight" in outcome.logged[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "address", "message"),
+    [
+        ("tp2", None, "engine='vllm' takes over whole weights from each rank; give it a layout with tp=1, such as dp2"),
+        ("fsdp2", None, "cannot generate by engine='vllm'; give it a layout with fsdp=1"),
+        ("dp2", "http://127.0.0.1:9", "of 2 ranks, which would all give weights to the server http://127.0.0.1:9"),
+    ],
+)
+def test_layouts_that_vllm_cannot_take_weights_from_are_refused(
+    layout: str, address: str | None, message: str, workers: WorkerPool
+) -> None:
+    with pytest.raises(WorkerFailure, match=message):
+        workers.run(run, VLLMOptions(address=address), layout, 2, world_size=2, init_process_group=False)
+
+
+def test_a_lost_vllm_ends_the_run_on_every_rank_with_its_log(workers: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match=r"vLLM's process ended by signal SIGKILL; .*segmentation fault"):
+        options = VLLMOptions(python=stand_in(tmp_path, "dies"))
+        workers.run(run, options, "dp2", 2, world_size=2, init_process_group=False)
+
+
+def test_ratios_are_proximal_and_corrected_unless_given_otherwise() -> None:
+    def settings(**given: Any) -> tuple[str, EngineCorrection | None]:
+        module = GRPO(tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, **given)
+        return module.ratio_to, module.engine_correction
+
+    assert settings() == ("behaviour", None)
+    assert settings(engine="vllm") == ("proximal", EngineCorrection())
+    assert settings(engine="vllm", ratio_to="behaviour") == ("behaviour", None)
+    assert settings(engine="vllm", engine_correction=EngineCorrection(cap=3.0))[1] == EngineCorrection(cap=3.0)
+    assert settings(engine="vllm", loss="vespo") == ("behaviour", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculation": Speculation()}, "engine='vllm' does not draft"),
+        ({"sample_reallocation": True}, "engine='vllm' cannot hand samples over"),
+        ({"rollout_budget": RolloutBudget(tokens=9)}, "rollout_budget cannot be used with engine='vllm'"),
+        ({"environment": print}, "engine='vllm' generates whole responses and cannot ask an environment"),
+        ({"generation": GenerationOptions(engine="hf", vllm=None), "engine": "native"}, None),
+    ],
+)
+def test_what_needs_the_native_engine_is_refused_by_name(settings: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        assert runs.grpo(**settings).engine == "hf"
+        return
+    with pytest.raises(ConfigError, match=message):
+        runs.grpo(engine="vllm", **settings)
+
+
+def test_options_of_vllm_need_its_engine() -> None:
+    with pytest.raises(ConfigError, match="is for engine='vllm', and engine='native'; leave one of them out"):
+        GenerationOptions(vllm=VLLMOptions(restarts=1))
+    assert GenerationOptions(engine="vllm", max_cache_bytes=9).max_cache_bytes == 9
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vllm_generates_for_a_run_with_the_log_probabilities_that_training_computes() -> None:
+    shape = {"hidden_size": 128}  # heads of 32, a size that vLLM has
+    module = with_vllm(
+        VLLMOptions(python=vllm_python()),
+        actor=tiny_model("llama", **shape),
+        reference=tiny_model("llama", seed=1, **shape),
+        sampling=SamplingParams(n=4, max_new_tokens=8, temperature=0.7, top_p=0.95),
+        max_cache_bytes=1 << 26,
+    )
+    outcome = runs.train(module, None, 1, Batches(4))
+    for logged in outcome.logged:
+        assert logged["actor/engine_difference"] < 1e-4, "weights change much in every iteration"
+        assert logged["actor/engine_weight"] == pytest.approx(1.0, abs=1e-3)
+    first, last = outcome.rewards[0], outcome.rewards[-1]
+    assert sum(last) / len(last) > sum(first) / len(first)
