@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -75,6 +75,8 @@ class Settings:
     infer_layout: str = "dp4"
     train_layout: str = "fsdp4"
 
+    engine: Literal["native", "vllm"] = "native"
+
     @property
     def plan(self) -> dict[str, dict[str, str]]:
         """The execution plan of GRPO."""
@@ -83,6 +85,8 @@ class Settings:
             "reference.infer": self.infer_layout,
             "actor.train": self.train_layout,
         }
+        if self.engine == "vllm":  # ratios are to the actor's own log-probabilities, which this call computes
+            layouts["actor.infer"] = self.infer_layout
         return {"calls": layouts}
 
     @property
@@ -134,7 +138,8 @@ def write_files(settings: Settings) -> None:
     sorting.write_jsonl(settings.folder / "demonstrations.jsonl", demonstrations)
 
     torch.manual_seed(settings.seed)
-    LlamaForCausalLM(sorting.tiny_llama()).save_pretrained(settings.path("random"))
+    heads = {"head_dim": 32} if settings.engine == "vllm" else {}  # the smallest that vLLM has on CPU
+    LlamaForCausalLM(sorting.tiny_llama(**heads)).save_pretrained(settings.path("random"))
     sorting.byte_tokenizer().save_pretrained(settings.path("random"))
 
 
@@ -201,6 +206,7 @@ def make_grpo(settings: Settings, make: Callable[..., GRPO] = GRPO) -> GRPO:
         lr_scheduler=falling_to_zero(settings.num_iterations),
         kl_coef=settings.kl_coef,
         train_options=TrainOptions(num_minibatches=settings.steps_per_iteration),
+        engine=settings.engine,
         seed=settings.seed,
     )
 
@@ -311,9 +317,12 @@ def read_arguments() -> tuple[Settings, bool]:
     )
     parser.add_argument("--seed", type=int, help="of data, weights and sampling")
     parser.add_argument("--folder", type=Path, help="where everything is written")
+    parser.add_argument("--engine", choices=("native", "vllm"), help="vllm: needs `make vllm-env` and VLLM_PYTHON")
     parser.add_argument("--prepare-only", action="store_true", help="stop when data and warmed-up model are written")
     given = vars(parser.parse_args())
     prepare_only = given.pop("prepare_only", False)
+    if given.get("engine") == "vllm":
+        given["generate_layout"] = "dp1@0"  # one process with vLLM; it needs whole weights
     return Settings(**given), prepare_only
 
 

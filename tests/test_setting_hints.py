@@ -71,7 +71,7 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: GRPO(model="x", reward_funcs=no_reward), "reward_funcs: here it is reward="),
         (lambda: GRPO("x", no_reward, beta=0.04), "kl_coef="),
         (lambda: PPO("x", no_reward, cliprange=0.2), "clip_low="),
-        (lambda: GRPO("x", no_reward, use_vllm=True), "the package generates by itself"),
+        (lambda: GRPO("x", no_reward, use_vllm=True), "the package also generates by itself"),
         (lambda: DPO("x", precompute_ref_log_probs=True), "precompute_reference="),
         (lambda: SFT("x", assistant_only_loss=True), "the data module's learn"),
         (lambda: SFTDataModule([], batch_size=1, packing=True), "samples are always packed"),

@@ -171,12 +171,12 @@ def _report_tempered_logprobs(worker: Any) -> None:
     sampler = worker.model_runner.sampler
     forward = sampler.forward
 
-    def tempered(logits: Any, metadata: Any, *others: Any, **options: Any) -> Any:
-        divisors = metadata.temperature
+    def tempered(logits: Any, sampling_metadata: Any, *others: Any, **options: Any) -> Any:
+        divisors = sampling_metadata.temperature
         if divisors is not None:
             divisors = torch.where(divisors < 1e-5, 1.0, divisors)[:, None]  # below it vLLM is greedy
         sampler.compute_logprobs = lambda raw: (raw.float() if divisors is None else raw / divisors).log_softmax(-1)
-        return forward(logits, metadata, *others, **options)
+        return forward(logits, sampling_metadata, *others, **options)
 
     sampler.forward = tempered
 

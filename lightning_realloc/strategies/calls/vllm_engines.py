@@ -1,4 +1,4 @@
-"""Engines ``"vllm"`` of the replicas on this rank; their processes outlive the plan, since starting one takes minutes."""
+"""Engines ``"vllm"`` of the replicas on this rank. Starting vLLM takes minutes, so its processes outlive the plan."""
 
 from __future__ import annotations
 
