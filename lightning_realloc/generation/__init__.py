@@ -15,11 +15,11 @@ from lightning_realloc.generation.hf_engine import HFEngine
 from lightning_realloc.generation.loop.environment import Conversation, Environment, Turn
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.schedule.budget import RolloutBudget
-from lightning_realloc.generation.vllm.options import VLLMOptions
+from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.speculative.config import Speculation
-    from lightning_realloc.generation.vllm.engine import VLLMEngine
+    from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
 
 __all__ = [
     "Completion",
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
         return Speculation
     if name == "VLLMEngine":
-        from lightning_realloc.generation.vllm.engine import VLLMEngine
+        from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
 
         return VLLMEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,14 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import Speculation, VLLMOptions
 
 
+class EngineOptions(Protocol):
+    """Options of generation that one engine reads alone."""
+
+    @property
+    def vllm(self) -> VLLMOptions | None:
+        """Options of the engine ``"vllm"``; None: the defaults."""
+
+
 class RunnableAlgorithm(Protocol):
     """An algorithm as the call runner sees it; `MultiModelModule` is one."""
 
@@ -44,8 +52,8 @@ class RunnableAlgorithm(Protocol):
         """Name of the generation engine: ``"native"``, ``"hf"`` or ``"vllm"``."""
 
     @property
-    def vllm(self) -> VLLMOptions | None:
-        """Options of the engine ``"vllm"``; None: the defaults."""
+    def generation_options(self) -> EngineOptions:
+        """All options of generation, with those of single engines."""
 
     @property
     def speculation(self) -> Speculation | None:

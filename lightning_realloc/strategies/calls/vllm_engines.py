@@ -38,7 +38,7 @@ class VLLMEngines:
             tokenizer=self._algorithm.tokenizer,
             max_slots=max_slots,
             max_cache_bytes=self._algorithm.max_cache_bytes,
-            options=self._algorithm.vllm,
+            options=self._algorithm.generation_options.vllm,
             service=self._services.get(key),
         )
         self._services[key] = engine.service
@@ -50,7 +50,7 @@ class VLLMEngines:
         Raises:
             GenerationError: for tensor parallelism, and for several ranks with one server.
         """
-        layout, options = replica.layout, self._algorithm.vllm
+        layout, options = replica.layout, self._algorithm.generation_options.vllm
         if layout.dims.tp > 1:
             raise GenerationError(
                 f"{call.name} runs in the layout {layout}, and engine='vllm' takes over whole weights from each rank; "

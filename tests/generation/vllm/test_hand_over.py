@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.vllm import hand_over
 from lightning_realloc.generation.vllm.child import weights_in
 from lightning_realloc.generation.vllm.hand_over import SharedMemoryHandOver, plan_chunks, weights_of, write_weights
 from tests.models import tiny_model
@@ -43,9 +42,8 @@ def test_chunks_hold_every_weight_once_in_order_without_overlap(sizes: list[int]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_the_other_process_reads_the_same_bits_chunk_by_chunk(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand_over, "CHUNK_BYTES", 20_000)
-    model, channel = tiny_model(family), SharedMemoryHandOver()
+def test_the_other_process_reads_the_same_bits_chunk_by_chunk(family: str) -> None:
+    model, channel = tiny_model(family), SharedMemoryHandOver(chunk_bytes=20_000)
     for _ in range(2):
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)

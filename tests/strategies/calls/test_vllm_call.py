@@ -113,7 +113,8 @@ def test_vllm_generates_for_a_run_with_the_log_probabilities_that_training_compu
         sampling=SamplingParams(n=4, max_new_tokens=8, temperature=0.7, top_p=0.95),
         max_cache_bytes=1 << 26,
     )
-    outcome = runs.train(module, None, 1, Batches(4))
+    plan = runs.calls(actor_generate="dp1", actor_train="dp1", reference_infer="dp1")
+    outcome = runs.train(module, plan, 1, Batches(4))
     for logged in outcome.logged:
         assert logged["actor/engine_difference"] < 1e-4, "weights change much in every iteration"
         assert logged["actor/engine_weight"] == pytest.approx(1.0, abs=1e-3)

@@ -26,7 +26,7 @@ from lightning_realloc.generation.vllm.messages import (
     TokenResponse,
     check_version,
 )
-from lightning_realloc.generation.vllm.options import VLLMOptions
+from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
 _ALIKE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")

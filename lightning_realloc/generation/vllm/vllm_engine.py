@@ -24,10 +24,10 @@ from lightning_realloc.generation.loop.streaming import CompletionNotifier, Shar
 from lightning_realloc.generation.native_arguments import refuse_native
 from lightning_realloc.generation.vllm.hand_over import weights_of
 from lightning_realloc.generation.vllm.messages import Connection, TokenRequest, TokenResponse
-from lightning_realloc.generation.vllm.options import VLLMOptions
 from lightning_realloc.generation.vllm.process import VLLMProcess
-from lightning_realloc.generation.vllm.server import VLLMServer
 from lightning_realloc.generation.vllm.service import VLLMService
+from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+from lightning_realloc.generation.vllm.vllm_server import VLLMServer
 
 
 class VLLMEngine(SharingEngine):
@@ -112,9 +112,15 @@ class VLLMEngine(SharingEngine):
         params = SamplingParams() if params is None else params
         check_callables(on_finished=on_finished)
         requests = Requests(
-            prompts, (), params, sample_ids, length_hints, token_limits, vocabulary=vocabulary_of(self._model),
+            prompts,
+            (),
+            params,
+            sample_ids,
+            length_hints,
+            token_limits,
+            vocabulary=vocabulary_of(self._model),
             bounds=length_bounds(self._model, self.service.max_length or self._options.max_length),
-        )  # fmt: skip
+        )
         samples = requests.samples()
         self._follow(samples)
         stop = stop_rule_of(self._model, params, self._tokenizer)
@@ -132,9 +138,11 @@ class VLLMEngine(SharingEngine):
         num_steps = self.service.generate(self._model, asked, _sampling(params, stop), accept) if asked else 0
         num_generated = sum(len(sample.token_ids) for sample in samples)
         self._stats = GenerationStats(
-            num_steps=num_steps, row_steps=num_generated, generated_tokens=num_generated,
+            num_steps=num_steps,
+            row_steps=num_generated,
+            generated_tokens=num_generated,
             prefill_tokens=sum(len(sample.prompt) for sample in samples),
-        )  # fmt: skip
+        )
         return [sample.completion(self._version) for sample in samples]
 
 
@@ -165,10 +173,16 @@ def _request(index: int, sample: Sample) -> TokenRequest:
 def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
     """Return the fields of vLLM's ``SamplingParams`` that all requests of a call share."""
     sampling: dict[str, Any] = {
-        "temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p, "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty, "min_tokens": params.min_new_tokens,
-        "stop_token_ids": sorted(stop.token_ids), "ignore_eos": True, "detokenize": bool(params.stop_strings),
-    }  # fmt: skip
+        "temperature": params.temperature,
+        "top_k": params.top_k or 0,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "min_tokens": params.min_new_tokens,
+        "stop_token_ids": sorted(stop.token_ids),
+        "ignore_eos": True,
+        "detokenize": bool(params.stop_strings),
+    }
     if params.stop_strings:
         sampling |= {"stop": list(params.stop_strings), "skip_special_tokens": False}
     return sampling

@@ -12,10 +12,22 @@ from lightning_realloc.generation.core.sampling import check_counts, check_kind
 from lightning_realloc.setting_hints import suggest_settings
 
 _OWN_ARGUMENTS = {
-    "model", "tokenizer", "skip_tokenizer_init", "dtype", "load_format", "logprobs_mode", "weight_transfer_config",
-    "max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_sleep_mode",
-    "tensor_parallel_size", "pipeline_parallel_size", "speculative_config",
-}  # fmt: skip
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "dtype",
+    "load_format",
+    "logprobs_mode",
+    "weight_transfer_config",
+    "max_num_seqs",
+    "max_model_len",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "enable_sleep_mode",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "speculative_config",
+}
 """Arguments of `vllm.LLM` that follow from the run, or would break it."""
 
 
