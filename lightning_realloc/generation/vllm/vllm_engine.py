@@ -1,7 +1,7 @@
 """Completions by vLLM, with the interface of `GenerationEngine`.
 
-vLLM draws by its own random numbers, so responses differ from the native engine's, in distribution they do not. What
-needs this package's numbers, caches or steps is refused: drafts, samples that move, environments, budgets.
+vLLM draws by its own random numbers: responses differ from the native engine's, and follow the same distribution.
+Arguments that need the native engine's caches or steps are refused: drafts, samples that move, environments, budgets.
 """
 
 from __future__ import annotations

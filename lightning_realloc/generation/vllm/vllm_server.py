@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
+from transformers import AutoConfig
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.hand_over import write_weights
@@ -57,18 +58,30 @@ class VLLMServer:
 
     def _check_model(self, model: Any, config: Mapping[str, Any]) -> None:
         """Raise GenerationError for another model than this one, and for one whose weights cannot be replaced."""
-        theirs, ours = config["model_config"]["hf_text_config"], model.config.get_text_config().to_dict()
+        theirs, ours = self._served_config(config["model_config"]["model"]), model.config.get_text_config().to_dict()
         for name in _ALIKE:
             if name in theirs and theirs[name] != ours.get(name):
                 raise GenerationError(
                     f"the server {self._address} serves {self._name} with {name}={theirs[name]}, and the actor has "
                     f"{ours.get(name)}; start it with the actor's model"
                 )
-        if ours.get("tie_word_embeddings") and config["device_config"]["device_type"] == "cpu":
+        if ours.get("tie_word_embeddings") and config["device_config"]["device"] == "cpu":
             raise GenerationError(
                 f"the server {self._address} runs on CPU, where vLLM keeps the old output layer of a model with tied "
                 f"embeddings when it reloads weights; leave address out, or use a server with a GPU"
             )
+
+    def _served_config(self, source: str) -> dict[str, Any]:
+        """Return the configuration of the served model, by its name or folder; the server itself does not show it."""
+        try:
+            config: dict[str, Any] = AutoConfig.from_pretrained(source).get_text_config().to_dict()
+        except (OSError, ValueError) as error:
+            raise GenerationError(
+                f"the server {self._address} serves {source}, whose configuration cannot be read here to compare it "
+                f"with the actor's: {' '.join(str(error).split())[:200]}; serve a model by its name on the hub, or by "
+                f"the full path of a folder that both machines see"
+            ) from error
+        return config
 
     @property
     def process_id(self) -> None:

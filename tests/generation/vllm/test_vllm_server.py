@@ -24,13 +24,18 @@ GREEDY = SamplingParams(max_new_tokens=3, temperature=0)
 class StandIn(ThreadingHTTPServer):
     """A server with a configuration, which counts tokens upwards and loads folders of weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = str(folder)
+        self.serve_model()
         self.version, self.logprobs_mode, self.device = "0.32.0", "raw_logprobs", "cpu"
-        self.model: dict[str, Any] = tiny_model("llama").config.to_dict()
         self.dev_mode, self.keeps_label = True, False
         self.label = "default"
         self.loaded: list[dict[str, torch.Tensor]] = []
+
+    def serve_model(self, family: str = "llama", **settings: Any) -> None:
+        """Serve a model of this family."""
+        tiny_model(family, **settings).config.save_pretrained(self.folder)
 
     @property
     def address(self) -> str:
@@ -48,8 +53,8 @@ class StandIn(ThreadingHTTPServer):
         if not self.dev_mode:
             return None
         if route == "/server_info":
-            model = {"logprobs_mode": self.logprobs_mode, "hf_text_config": self.model}
-            return {"vllm_config": {"model_config": model, "device_config": {"device_type": self.device}}}
+            model = {"logprobs_mode": self.logprobs_mode, "model": self.folder}
+            return {"vllm_config": {"model_config": model, "device_config": {"device": self.device}}}
         if route == "/collective_rpc":
             self.loaded.append(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors"))
         if route == "/update_weight_version" and not self.keeps_label:
@@ -92,9 +97,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[StandIn]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
     """A server that runs for one test."""
-    with StandIn() as made:
+    with StandIn(tmp_path_factory.mktemp("served")) as made:
         thread = threading.Thread(target=made.serve_forever, daemon=True)
         thread.start()
         yield made
@@ -125,8 +130,7 @@ def test_a_server_gets_the_weights_and_completes_every_prompt(server: StandIn, t
     ("change", "message"),
     [
         ({"version": "0.9.1"}, r"the server http://127.0.0.1:\d+ has vLLM 0.9.1, and weights are handed over"),
-        ({"model": {"vocab_size": 99}}, "serves actor with vocab_size=99, and the actor has 128; start it with"),
-        ({"model": {"model_type": "qwen2"}}, "serves actor with model_type=qwen2, and the actor has llama"),
+        ({"folder": "/nowhere/served"}, "serves /nowhere/served, whose configuration cannot be read here"),
         ({"dev_mode": False}, "has no server_info; start `vllm serve` with VLLM_SERVER_DEV_MODE=1"),
         ({"keeps_label": True}, "answered with the weights default in place of"),
         ({"logprobs_mode": "raw_logits"}, "reports raw_logits, which with logits in place of log-probabilities"),
@@ -164,17 +168,29 @@ def test_sampling_whose_log_probabilities_the_server_cannot_report_is_refused(
         engine.generate([[5]], sampling)
 
 
+def test_a_server_of_another_model_or_vocabulary_is_refused_before_it_gets_weights(server: StandIn) -> None:
+    for family, settings, message in (
+        ("llama", {"vocab_size": 99}, "serves actor with vocab_size=99, and the actor has 128; start it with"),
+        ("mistral", {}, "serves actor with model_type=mistral, and the actor has llama"),
+        ("llama", {"num_hidden_layers": 3}, "serves actor with num_hidden_layers=3, and the actor has 2"),
+    ):
+        server.serve_model(family, **settings)
+        with pytest.raises(GenerationError, match=message):
+            engine_of(server).generate([[5]], GREEDY)
+    assert server.loaded == []
+
+
 def test_tied_embeddings_are_refused_on_a_server_on_cpu(server: StandIn) -> None:
     model = tiny_model("qwen2")
-    server.model = model.config.to_dict()
+    server.serve_model("qwen2")
     with pytest.raises(GenerationError, match="keeps the old output layer of a model with tied embeddings"):
         VLLMEngine(model, options=VLLMOptions(address=server.address)).generate([[5]], GREEDY)
     server.device = "cuda"
     VLLMEngine(model, options=VLLMOptions(address=server.address)).generate([[5]], GREEDY)
 
 
-def test_an_address_where_nothing_answers_is_named() -> None:
-    with StandIn() as closed:
+def test_an_address_where_nothing_answers_is_named(tmp_path: Path) -> None:
+    with StandIn(tmp_path) as closed:
         address = closed.address
     with pytest.raises(EngineLost, match=r"does not answer version: .*Connection refused.*start it, or leave address"):
         VLLMEngine(tiny_model("llama"), options=VLLMOptions(address=address)).generate([[5]], GREEDY)
