@@ -22,8 +22,9 @@ from typing import Any
 
 STRATEGIES: Mapping[str, Mapping[str, str]] = {
     "realloc": {},
-    "realloc_spawn": {"start_method": "spawn"},
-    "realloc_fork": {"start_method": "fork"},
+    "realloc_spawn": {"launcher": "spawn"},
+    "realloc_fork": {"launcher": "fork"},
+    "realloc_ray": {"launcher": "ray"},
     "realloc-static": {"plan": "static"},
 }
 """Registered name -> arguments of ``ReallocStrategy``."""

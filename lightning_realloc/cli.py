@@ -50,7 +50,7 @@ from lightning_realloc.commands.checkpoint_commands import (
 from lightning_realloc.commands.dashboard_command import DASHBOARD_HELP, run_dashboard
 from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
 from lightning_realloc.commands.output_checks import check_outputs, resolve_last
-from lightning_realloc.commands.parsing import describe_full_device, has_bf16
+from lightning_realloc.commands.parsing import describe_full_device, has_bf16, strategy_with
 from lightning_realloc.commands.report_command import REPORT_HELP, run_report
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.data.demonstrations import SFTDataModule
@@ -70,6 +70,7 @@ from lightning_realloc.strategies.lightning.failures import (
     one_line_message,
     raised_in,
 )
+from lightning_realloc.strategies.lightning.launch_options import LauncherName
 from lightning_realloc.strategies.pool.precision import refuse_precision
 
 SHORT_NAMES = (
@@ -233,12 +234,28 @@ class ReallocCLI(LightningCLI):
         given = list(args) if args is not None else None
         super().__init__(LightningModule, LightningDataModule, args=given, **defaults | options)
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add ``--launcher`` and ``--max_failures``, which set the strategy's settings of these names."""
+        shown = "How ranks start, in place of the strategy's launcher: popen, spawn, fork or ray."
+        parser.add_argument("--launcher", type=LauncherName | None, help=shown)
+        shown = "Lost ranks or machines after which --launcher=ray starts again from the last checkpoint."
+        parser.add_argument("--max_failures", type=int | None, help=shown)
+
     def before_instantiate_classes(self) -> None:
         """Refuse precisions, whose own errors would name another class, and rewards that would be called."""
+        self._set_launcher()
         strategy = self._get(self.config, "trainer.strategy")
         if str(getattr(strategy, "class_path", "")).endswith(ReallocStrategy.__name__):
             refuse_precision(str(self._get(self.config, "trainer.precision")))
         _refuse_function_calls(self._get(self.config, "model.init_args.reward"))
+
+    def _set_launcher(self) -> None:
+        """Write ``--launcher`` and ``--max_failures`` into the strategy's settings."""
+        names = ("launcher", "max_failures")
+        options = {name: value for name in names if (value := self._get(self.config, name)) is not None}
+        trainer = self._get(self.config, "trainer")
+        if options and trainer is not None:
+            trainer.strategy = strategy_with(trainer.strategy, options)
 
     def instantiate_classes(self) -> None:
         """Construct the model, the data and the Trainer; our errors are raised unchanged."""

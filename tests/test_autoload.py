@@ -21,7 +21,7 @@ class ReallocStrategy(pl.strategies.SingleDeviceStrategy):
 """
 QUIET = "quiet = dict(logger=False, enable_checkpointing=False, accelerator='cpu', devices=1)\n"
 TRAINERS = QUIET + (
-    "for name in ('realloc', 'realloc_spawn', 'realloc_fork', 'realloc-static'):\n"
+    "for name in ('realloc', 'realloc_spawn', 'realloc_fork', 'realloc_ray', 'realloc-static'):\n"
     "    print('made', name, L.Trainer(strategy=name, **quiet).strategy.options)\n"
 )
 IMPORTED = (
@@ -88,8 +88,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_trainer_knows_our_strategies_without_an_import_of_the_package(said: dict[str, str]) -> None:
     assert [line for line in said[TRAINERS].splitlines() if line.startswith("made")] == [
         "made realloc {}",
-        "made realloc_spawn {'start_method': 'spawn'}",
-        "made realloc_fork {'start_method': 'fork'}",
+        "made realloc_spawn {'launcher': 'spawn'}",
+        "made realloc_fork {'launcher': 'fork'}",
+        "made realloc_ray {'launcher': 'ray'}",
         "made realloc-static {'plan': 'static'}",
     ]
 
@@ -128,7 +129,7 @@ def test_importing_the_package_first_registers_without_importing_lightning() -> 
 
     imported, registered = finished.stdout.splitlines()
     assert imported == "False False"
-    assert registered == "['realloc', 'realloc_spawn', 'realloc_fork', 'realloc-static']"
+    assert registered == "['realloc', 'realloc_spawn', 'realloc_fork', 'realloc_ray', 'realloc-static']"
 
 
 def test_torch_imports_even_if_the_hook_cannot_be_installed() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from jsonargparse import Namespace
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.setting_hints import hint_for
+from lightning_realloc_autoload import STRATEGIES
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -89,3 +91,23 @@ def describe_full_device(error: torch.OutOfMemoryError) -> str:
         f"the device is full ({reason}); lower batch_size, sampling.n or max_new_tokens, train adapters (--lora), set "
         f"model.max_cache_bytes, or look for a plan that fits: lightning-realloc plan --help"
     )
+
+
+def strategy_with(strategy: Any, options: Mapping[str, object]) -> Namespace:
+    """Return a strategy's configuration with further settings.
+
+    Args:
+        strategy: Configuration of ``Trainer(strategy=...)``: a registered name, or class path and arguments.
+        options: Settings of ``ReallocStrategy``.
+
+    Raises:
+        ConfigError: for another strategy.
+    """
+    if isinstance(strategy, str) and strategy in STRATEGIES:
+        path = "lightning_realloc.strategies.ReallocStrategy"
+        return Namespace(class_path=path, init_args=Namespace(**{**STRATEGIES[strategy], **options}))
+    path = str(getattr(strategy, "class_path", strategy))
+    if not path.endswith("ReallocStrategy"):
+        flags = " and ".join(f"--{name}" for name in options)
+        raise ConfigError(f"{flags} needs strategy='realloc' or ReallocStrategy; this run's strategy is {path}")
+    return Namespace(class_path=path, init_args=Namespace(**{**vars(strategy.init_args), **options}))

@@ -29,7 +29,10 @@ STEPS_PER_TABLE = 10
 """Iterations between two tables of samples. Fewer make a larger file."""
 LORA_RANK = 16
 """Rank of ``--lora`` without a number."""
-_FIT_OPTIONS = frozenset({"--config", "-c", "--ckpt_path", "--weights_only", "--seed_everything", "--print_config"})
+_FIT_OPTIONS = frozenset(
+    {"--config", "-c", "--ckpt_path", "--weights_only", "--seed_everything", "--print_config"}
+    | {"--launcher", "--max_failures"}
+)
 _FIT_GROUPS = ("--trainer.", "--model.", "--data.")
 _DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 _EPILOG = """\

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.functions import RewardFunction as RewardFunction
     from lightning_realloc.rewards.functions import RewardFunctions as RewardFunctions
     from lightning_realloc.rewards.functions import Rewards as Rewards
+    from lightning_realloc.rewards.ray_reward import RayReward as RayReward
     from lightning_realloc.rewards.remote import RemoteReward as RemoteReward
     from lightning_realloc.rewards.retries import Retries as Retries
     from lightning_realloc.rewards.shaping import OverlongPenalty as OverlongPenalty
@@ -34,6 +35,7 @@ _HOMES = {
     "RewardFunctions": "functions",
     "Rewards": "functions",
     "PooledReward": "workers.pooled",
+    "RayReward": "ray_reward",
     "RemoteReward": "remote",
     "Retries": "retries",
     "OverlongPenalty": "shaping",

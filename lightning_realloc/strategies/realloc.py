@@ -36,7 +36,7 @@ from lightning_realloc.strategies.calls.overlap import OverlapOptions, number_of
 from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOptions, FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
-from lightning_realloc.strategies.lightning.launchers import StartMethod
+from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions, launcher_name
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
@@ -74,7 +74,9 @@ class ReallocStrategy(DataParallelStrategy):
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
         tp_plans: Role -> tensor-parallel styles by module pattern, for models that bring none.
-        start_method: ``"popen"`` re-runs the script for each device, ``"spawn"`` and ``"fork"`` serve notebooks.
+        launcher: ``"popen"`` re-runs the script for each device, ``"spawn"`` and ``"fork"`` serve notebooks, ``"ray"``
+            makes every rank an actor of a Ray cluster.
+        max_failures: Lost ranks or machines after which ``"ray"`` starts the run again from its last checkpoint.
         save_frozen_roles: Also write roles that are never trained into checkpoints.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code. False also reads
             hyperparameters and callbacks' state of any class; only for checkpoints that you trust.
@@ -87,7 +89,7 @@ class ReallocStrategy(DataParallelStrategy):
             error. Off by default, since the copy needs that much memory.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
-        generation_parts: Former name of ``generation_chunks``; accepted for one release, with a warning.
+        generation_parts, start_method: Former names of ``generation_chunks`` and ``launcher``, for one release.
     """
 
     strategy_name = "realloc"
@@ -103,7 +105,8 @@ class ReallocStrategy(DataParallelStrategy):
         cluster: ClusterSpec | str | None = None,
         memory_per_device: int | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
-        start_method: StartMethod = "popen",
+        launcher: LauncherName = "popen",
+        max_failures: int = 0,
         save_frozen_roles: bool = False,
         load_weights_only: bool = True,
         stall_timeout: float | None = 60.0,
@@ -112,10 +115,11 @@ class ReallocStrategy(DataParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         generation_parts: int | None = None,
+        start_method: LauncherName | None = None,
     ) -> None:
         super().__init__(
             cluster=cluster,
-            start_method=start_method,
+            launch=LaunchOptions(launcher=launcher_name(launcher, start_method), max_failures=max_failures),
             load_weights_only=load_weights_only,
             process_group_backend=process_group_backend,
             timeout=timeout,

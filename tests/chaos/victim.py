@@ -148,7 +148,7 @@ def train(case: dict[str, Any]) -> None:
     ]
     strategy = ReallocStrategy(
         plan,
-        start_method="spawn" if case["launcher"] == "spawn" else "popen",
+        launcher="spawn" if case["launcher"] == "spawn" else "popen",
         stall_timeout=case.get("stall_timeout", STALL_TIMEOUT_S),
         on_stall="end",
     )

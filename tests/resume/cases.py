@@ -130,7 +130,7 @@ def fit(case: Case, folder: str, resume: int | None, seed: int) -> list[dict[str
         **plan_of(case.algorithm, *LAYOUTS[case.layout], has_reference=case.settings.get("kl_coef") != 0.0),
         **case.plan,
     }
-    strategy = ReallocStrategy(plan, **case.options, **({"start_method": "spawn"} if is_spawned else {}))
+    strategy = ReallocStrategy(plan, **case.options, **({"launcher": "spawn"} if is_spawned else {}))
     saved = SaveAt(target, (*(MOMENTS if resume is None else ()), NUM_STEPS))
     trainer = runs.trainer(strategy, world_size, max_steps=NUM_STEPS, max_epochs=-1, callbacks=[record, saved])
     if case.algorithm == "dpo":

@@ -75,9 +75,9 @@ def expect(workers: WorkerPool, expected: dict[Callable[[], Any], str]) -> None:
 # ---- strategy
 
 
-def test_an_unknown_start_method_is_refused_at_construction() -> None:
-    with pytest.raises(ConfigError, match="start_method='thread' must be one of popen, spawn, fork"):
-        ReallocStrategy(start_method="thread")  # type: ignore[arg-type]
+def test_an_unknown_launcher_is_refused_at_construction() -> None:
+    with pytest.raises(ConfigError, match="launcher='thread' must be one of popen, spawn, fork, ray"):
+        ReallocStrategy(launcher="thread")  # type: ignore[arg-type]
 
 
 # ---- plans

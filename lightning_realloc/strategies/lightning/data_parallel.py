@@ -11,7 +11,7 @@ import os
 import signal
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -43,13 +43,7 @@ from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
-from lightning_realloc.strategies.lightning.launchers import (
-    FullStateLauncher,
-    StartMethod,
-    checked_start_method,
-    refuse_in_notebook,
-)
-from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
+from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, make_launcher
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.lightning.trainer_checks import (
     check_started_processes,
@@ -69,7 +63,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     Args:
         cluster: Nodes, devices and memory; None detects those of this machine.
-        start_method: How to start processes that no external launcher started: ``popen``, ``spawn`` or ``fork``.
+        launch: How to start processes that no external launcher started.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
         process_group_backend: Backend of ``torch.distributed``; None uses nccl on CUDA, gloo elsewhere.
         timeout: Timeout of every collective.
@@ -81,18 +75,20 @@ class DataParallelStrategy(ModelParallelStrategy):
         self,
         *,
         cluster: ClusterSpec | str | None,
-        start_method: StartMethod,
+        launch: LaunchOptions,
         load_weights_only: bool,
         process_group_backend: str | None,
         timeout: timedelta | None,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-        self._start_method = checked_start_method(start_method)
+        self._launch = launch
         self._files = FileCheckpoints(self, load_weights_only=load_weights_only)
         self._sync_blocked = False
         self.stop = StopRequest()
         """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""
+        self.on_checkpoint: Callable[[str], object] | None = None
+        """Called on rank 0 with the path of each checkpoint that is saved, or being saved in the background."""
 
     @abstractmethod  # so that LightningCLI does not offer this class; Lightning's own setup would wipe weights
     def setup(self, trainer: Trainer) -> None:
@@ -117,16 +113,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     # ---- launching and processes
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally:
-            return
-        if self.num_processes * self.num_nodes == 1:
-            return  # one process works in notebooks without a launcher, and ends without waiting for an observer thread
-        if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = FullStateLauncher(self, start_method=self._start_method)
-        refuse_in_notebook(self._launcher)
+        self._launcher = make_launcher(self, self._launch)
 
     def connect(self, model: LightningModule) -> None:
         """Connect the module, and refuse Trainer settings that would have no effect or fail later.
@@ -293,6 +280,8 @@ class DataParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint. Collective over all ranks."""
         self._checkpoint_hooks.save(checkpoint, filepath, storage_options)
+        if self.on_checkpoint is not None and self.global_rank == 0:
+            self.on_checkpoint(os.path.abspath(filepath))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is complete; keep folders of other things."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Process, parent_process
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
@@ -34,15 +34,6 @@ from lightning_realloc.strategies.lightning.signals import (
 
 STUCK_S = 10.0
 """Seconds that other processes have to end after one has failed, for example to write their flight records."""
-StartMethod = Literal["popen", "spawn", "fork"]
-"""How the process of a device starts: by the script, by the function in a new process, or in a forked one."""
-
-
-def checked_start_method(name: str) -> StartMethod:
-    """Return the name; raise ConfigError for an unknown one."""
-    if name not in (known := get_args(StartMethod)):
-        raise ConfigError(f"start_method={name!r} must be one of {', '.join(known)}")
-    return cast(StartMethod, name)
 
 
 class FullStateLauncher(_MultiProcessingLauncher):
@@ -63,7 +54,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
             SIGTERMException: if the processes ended because of a signal, with their exit code.
             RankLost: if another signal ended one of them.
         """
-        _leave_process_group()
+        leave_process_group()
         self.procs, self._early_signal = [], None
         with signals_forwarded(self), _stuck_processes_killed(self):
             try:
@@ -71,7 +62,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
             except ProcessException as error:
                 stopped_with = _exit_code_of_stop(error)
                 if trainer is not None:
-                    _drop_callbacks(trainer, only_checkpoints=stopped_with is None)
+                    drop_callbacks(trainer, only_checkpoints=stopped_with is None)
                 if stopped_with is not None:
                     raise SIGTERMException(stopped_with) from None
                 if isinstance(error, ProcessExitedException) and error.signal_name is not None:
@@ -184,7 +175,7 @@ def _exit_code_of_stop(error: ProcessException) -> int | None:
     return code if code > 128 else None
 
 
-def _drop_callbacks(trainer: Trainer, *, only_checkpoints: bool) -> None:
+def drop_callbacks(trainer: Trainer, *, only_checkpoints: bool) -> None:
     """Keep callbacks from running in the main process after an error.
 
     After a stop, all have already run in the started processes. The main process has no models to save.
@@ -193,7 +184,7 @@ def _drop_callbacks(trainer: Trainer, *, only_checkpoints: bool) -> None:
     callbacks[:] = [each for each in callbacks if only_checkpoints and not isinstance(each, Checkpoint)]
 
 
-def _leave_process_group() -> None:
+def leave_process_group() -> None:
     """Destroy the process group of an earlier fit on one device in this process, and give up its port.
 
     Started processes would otherwise find the port in use, or inherit the group by a fork and train alone.
@@ -215,9 +206,9 @@ def refuse_in_notebook(launcher: object) -> None:
     if _IS_INTERACTIVE and isinstance(launcher, _Launcher) and not launcher.is_interactive_compatible:
         raise ConfigError(
             "several devices need processes, and a notebook's code cannot be run again in each of them; use "
-            "Trainer(strategy='realloc_fork'), or ReallocStrategy(start_method='fork'), which copies the notebook's "
+            "Trainer(strategy='realloc_fork'), or ReallocStrategy(launcher='fork'), which copies the notebook's "
             "process, and create nothing on a GPU before fit; or run a script"
         )
 
 
-__all__ = ["FullStateLauncher", "refuse_in_notebook"]
+__all__ = ["FullStateLauncher", "drop_callbacks", "leave_process_group", "refuse_in_notebook"]

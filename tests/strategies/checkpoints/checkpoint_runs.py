@@ -268,7 +268,7 @@ def fit_in_forked_processes(folder: Path) -> tuple[dict[str, Tensor], float]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT"):
         os.environ.pop(name, None)
     part = Part(runs.calls(actor_train="fsdp2"), 2, save=folder / "saved", save_at=(2,))
-    strategy = ReallocStrategy(part.plan, start_method="fork")
+    strategy = ReallocStrategy(part.plan, launcher="fork")
     fitted = runs.trainer(strategy, 2, max_steps=2, callbacks=[SaveAt(part)])
     module = make_module(part)
     fitted.fit(module, runs.Batches(2, responses=True))

@@ -1,0 +1,102 @@
+"""Choose how the processes of a run start: by the script, by spawn, by fork, or as actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, refuse_in_notebook
+from lightning_realloc.strategies.lightning.ray_cluster import check_ray
+from lightning_realloc.strategies.lightning.ray_launcher import RayLauncher
+from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
+
+LauncherName = Literal["popen", "spawn", "fork", "ray"]
+"""How the process of a device starts: by the script, by the function in a new or a forked process, in a Ray actor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """Options of starting processes; `ReallocStrategy` documents each.
+
+    Raises:
+        ConfigError: for an unknown launcher, and for ``max_failures`` that is negative or has no effect.
+    """
+
+    launcher: LauncherName = "popen"
+    """How processes start that no external launcher started."""
+    max_failures: int = 0
+    """Lost ranks or machines after which the run starts again from its last checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.launcher not in (known := get_args(LauncherName)):
+            raise ConfigError(f"launcher={self.launcher!r} must be one of {', '.join(known)}")
+        if self.max_failures < 0:
+            raise ConfigError(f"max_failures={self.max_failures} must be at least 0")
+        if self.max_failures and self.launcher != "ray":
+            raise ConfigError(
+                f"max_failures={self.max_failures} needs launcher='ray'; launcher={self.launcher!r} starts processes "
+                f"once, torchrun has --max-restarts"
+            )
+
+
+def launcher_name(launcher: LauncherName, start_method: LauncherName | None) -> LauncherName:
+    """Return the launcher, given by its present or its former name.
+
+    Raises:
+        ConfigError: if both names are given, with different values.
+    """
+    if start_method is None:
+        return launcher
+    warnings.warn(
+        "ReallocStrategy(start_method=...) is now launcher=; the former name goes with the next release",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    if launcher not in ("popen", start_method):
+        raise ConfigError(f"launcher={launcher!r} has the former name start_method={start_method!r}, too; leave it out")
+    return start_method
+
+
+def make_launcher(strategy: DataParallelStrategy, options: LaunchOptions) -> _Launcher | None:
+    """Return the launcher of a strategy; None if the processes exist already, or one is enough.
+
+    Raises:
+        ConfigError: in a notebook for launchers that run a script again, without Ray where it is asked for, and for
+            Ray in a process that another launcher started as one of several.
+    """
+    if options.launcher == "ray":
+        return _ray_launcher(strategy, options.max_failures)
+    environment = strategy.cluster_environment
+    assert environment is not None, "Lightning sets the environment before it configures the launcher"
+    if environment.creates_processes_externally or strategy.num_processes * strategy.num_nodes == 1:
+        return None  # one process works in notebooks without a launcher, and ends without waiting for an observer
+    launcher: _Launcher
+    if options.launcher == "popen":
+        launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+    else:
+        launcher = FullStateLauncher(strategy, start_method=options.launcher)
+    refuse_in_notebook(launcher)
+    return launcher
+
+
+def _ray_launcher(strategy: DataParallelStrategy, max_failures: int) -> RayLauncher:
+    """Return Ray's launcher, which also serves one rank: it may run on another machine."""
+    check_ray()
+    environment = strategy.cluster_environment
+    if isinstance(environment, SLURMEnvironment):  # a script inside a job whose nodes run Ray
+        strategy.cluster_environment = LightningEnvironment()
+    elif environment is not None and environment.creates_processes_externally:
+        raise ConfigError(
+            "launcher='ray' starts the ranks itself, and torchrun or another launcher started this process as one of "
+            "them; run the script once, with python"
+        )
+    return RayLauncher(strategy, max_failures=max_failures)

@@ -1,0 +1,200 @@
+"""Ray's launcher on a cluster of two machines, both of which are this one: ranks, faults, signals and rewards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_realloc.errors import ConfigError, RankLost, RewardError
+from lightning_realloc.rewards import RayReward
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.lightning import ray_cluster
+from tests.strategies import runs
+from tests.strategies.lightning import ray_runs
+from tests.strategies.lightning.ray_runs import Fails, Fault, OddError
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'lightning-realloc[ray]'")
+pytestmark = pytest.mark.slow
+
+MACHINE = {"num_cpus": 2, "object_store_memory": 78_643_200}  # bytes: the smallest store that Ray starts
+DETECTION = {
+    "health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two machines of two processors each; this process is on the first one."""
+    from ray.cluster_utils import Cluster
+
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    patch = pytest.MonkeyPatch()
+    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # ends no process for other programs' memory
+    head = {**MACHINE, "node_ip_address": "127.0.0.2", "include_dashboard": False, "_system_config": DETECTION}
+    started = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        add_machine(started)
+        ray.init(address=started.address, log_to_driver=False)
+        yield started
+    finally:
+        ray.shutdown()
+        started.shutdown()
+        patch.undo()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def add_machine(cluster: Any) -> None:
+    """Add the second machine, unless it is there."""
+    if not cluster.worker_nodes:
+        cluster.add_node(**MACHINE, node_ip_address="127.0.0.3")
+
+
+@pytest.fixture
+def two_machines(cluster: Any) -> Iterator[Any]:
+    """The cluster with both machines; one that a test ended is replaced."""
+    for node in list(cluster.worker_nodes):
+        if not node.remaining_processes_alive():
+            cluster.remove_node(node, allow_graceful=False)
+    add_machine(cluster)
+    yield cluster
+    assert ray.util.placement_group_table() is not None
+    hook = sys.excepthook
+    if type(hook).__module__.startswith("lightning_realloc"):
+        sys.excepthook = sys.__excepthook__
+
+
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """Weights and rewards of a run without faults, on two processes that Lightning spawned."""
+    folder = tmp_path_factory.mktemp("spawned")
+    weights = ray_runs.fit(ReallocStrategy(ray_runs.PLAN, launcher="spawn"), folder, devices=2)
+    return weights, torch.load(folder / "rewards.pt")
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Assert that two sets of weights are equal bit for bit."""
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name], weight), name
+
+
+def test_ranks_on_two_machines_train_to_the_same_bits_as_spawned_ones(
+    two_machines: Any, spawned: tuple[dict[str, Tensor], list[list[float]]], tmp_path: Path
+) -> None:
+    weights = ray_runs.fit(ReallocStrategy(ray_runs.PLAN, launcher="ray"), tmp_path, devices=1, num_nodes=2)
+    assert_equal(weights, spawned[0])
+    assert torch.load(tmp_path / "rewards.pt") == spawned[1] and len(spawned[1]) == ray_runs.NUM_ITERATIONS
+
+
+def test_a_lost_rank_and_a_lost_machine_are_survived_with_the_same_weights(
+    two_machines: Any, spawned: tuple[dict[str, Tensor], list[list[float]]], tmp_path: Path
+) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    faults = (Fault(tmp_path, 3, "rank", here), Fault(tmp_path, 5, "machine", here))
+    strategy = ReallocStrategy(ray_runs.PLAN, launcher="ray", max_failures=2)
+    with pytest.warns(UserWarning) as caught:
+        weights = ray_runs.fit(strategy, tmp_path, *faults, devices=1, num_nodes=2)
+    texts = [str(one.message) for one in caught]
+    first, second = (text for text in texts if "starting again from" in text)
+    assert first.startswith("rank ") and "on node " in first and "(127.0.0.3)" in first
+    assert "failure 1 of 2" in first and first.endswith("step=2.ckpt")
+    assert "failure 2 of 2" in second and second.endswith("step=4.ckpt")
+    assert any("fewer machines than the plan's 2 nodes" in text for text in texts)  # the third start, on one machine
+    assert {fault.mark.exists() for fault in faults} == {True}
+    assert_equal(weights, spawned[0])
+    assert torch.load(tmp_path / "rewards.pt") == spawned[1][4:]
+
+
+def test_a_lost_rank_ends_the_run_and_is_named(two_machines: Any, tmp_path: Path) -> None:
+    fault = Fault(tmp_path, 1, "rank", ray.get_runtime_context().get_node_id())
+    with pytest.raises(RankLost, match=r"^rank [01] on node [01] \(127\.0\.0\.3\) was lost: "):
+        ray_runs.fit(ReallocStrategy(ray_runs.PLAN, launcher="ray"), tmp_path, fault, devices=1, num_nodes=2)
+
+
+def test_an_exception_of_a_rank_comes_back_as_itself(two_machines: Any, tmp_path: Path) -> None:
+    with pytest.raises(OddError) as caught:
+        ray_runs.fit("realloc_ray", tmp_path, Fails(), devices=2, num_nodes=2)
+    # Two ranks on each machine: the last one is the second on the second of the plan's nodes.
+    assert caught.value.rank == 3 and caught.value.where.startswith("RANK=3 NODE_RANK=1 LOCAL_RANK=1 on 127.0.0.")
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised on rank 3 on node 1") and "raise OddError" in note
+
+
+def test_sigterm_ends_all_ranks_after_an_iteration_with_a_checkpoint(two_machines: Any, tmp_path: Path) -> None:
+    def send() -> None:
+        give_up_at = time.monotonic() + 120.0
+        while not (tmp_path / "under way").exists() and time.monotonic() < give_up_at:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(SIGTERMException) as caught:
+        ray_runs.fit_for_long("realloc_ray", tmp_path)
+    sender.join()
+    assert caught.value.code == 143
+    assert (tmp_path / "on_exception.ckpt").exists()
+
+
+class Judge:
+    """Actor that rewards low tokens by their number."""
+
+    def score(self, prompts: list[str], completions: list[str], answer: list[str]) -> list[float | None]:
+        """Return the length of each completion, and None for an empty one."""
+        if "fail" in answer:
+            raise ValueError("no such answer")
+        return [float(len(text)) or None for text in completions]
+
+
+def test_actors_and_remote_functions_are_rewards(two_machines: Any) -> None:
+    actors = [ray.remote(Judge).options(num_cpus=0).remote() for _ in range(2)]
+    named = ray.remote(Judge).options(num_cpus=0, name="judge").remote()
+    given = {"prompts": ["p"] * 5, "completions": ["a", "bb", "", "cccc", "d"], "completion_ids": [[1]] * 5}
+    for judges in (actors, "judge"):
+        reward = RayReward(judges, columns=["answer"], chunk_size=2)
+        reward.start()
+        assert reward(**given, answer=["x"] * 5, unused=["y"] * 5) == [1.0, 2.0, None, 4.0, 1.0]
+
+    @ray.remote(num_cpus=0)
+    def longest(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        return [float(max(map(len, completions)))] * len(completions)
+
+    assert RayReward(longest, chunk_size=3)(**given) == [2.0, 2.0, 2.0, 4.0, 4.0]
+
+    masked = RayReward(actors, columns=["answer"], chunk_size=2, on_failure="mask")
+    results = masked(**given, answer=["x", "x", "fail", "x", "x"])
+    assert results[:2] == [1.0, 2.0] and results[4:] == [1.0]
+    assert all(one.reason == "ray: ValueError: no such answer" for one in results[2:4])
+    ray.kill(named)
+    with pytest.raises(RewardError, match="5 of 5 completions could not be judged"):
+        RayReward(named, columns=["answer"], timeout_s=30.0)(**given, answer=["x"] * 5)
+    with pytest.raises(RewardError, match="Ray has no actor named 'nobody'"):
+        RayReward("nobody").start()
+
+
+def test_a_cluster_that_is_too_small_or_not_there_is_refused(
+    two_machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "PLACEMENT_TIMEOUT_S", 1.5)
+    with pytest.raises(
+        ConfigError, match=r"^Ray did not provide 2 x \(8 CPU\) within 1\.5 s; Ray has 2 machines: 2 CPU"
+    ):
+        runs.trainer("realloc_ray", 8, num_nodes=2).fit(runs.grpo(), runs.Batches(1))
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS='127\.0\.0\.1:1' cannot be reached .*refused"):
+        ray_cluster.refuse_unreachable("127.0.0.1:1")
+    with pytest.raises(ConfigError, match="it is not host:port"):
+        ray_cluster.refuse_unreachable("ray://head:10001")

@@ -1,0 +1,207 @@
+"""Placement, environment and failures of ranks in Ray actors: the parts that need no cluster."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_realloc.errors import ConfigError, DataError, RankLost
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.lightning import ray_cluster
+from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
+from lightning_realloc.strategies.lightning.launchers import FullStateLauncher
+from lightning_realloc.strategies.lightning.ray_launcher import RankWork, RayLauncher, newest_complete
+from lightning_realloc.strategies.lightning.ray_ranks import (
+    RankPlace,
+    choose_spread,
+    describe_failure,
+    forwarded_variables,
+    node_resources,
+    rank_environments,
+)
+from tests.strategies import runs
+
+HAS_RAY = ray_cluster.ray_version() is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'lightning-realloc[ray]'")
+
+
+# ---- placement
+def test_a_node_of_the_plan_needs_a_processor_and_perhaps_a_gpu_for_each_rank() -> None:
+    assert node_resources(4, uses_gpus=False) == {"CPU": 4}
+    assert node_resources(8, uses_gpus=True) == {"CPU": 8, "GPU": 8}
+
+
+def test_nodes_of_the_plan_share_machines_only_where_there_are_too_few() -> None:
+    node = {"CPU": 2.0, "GPU": 2.0}
+    small, large, without_gpu = {"CPU": 4.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 8.0}, {"CPU": 64.0}
+    assert choose_spread(node, 2, [small, large]) == "STRICT_SPREAD"
+    assert choose_spread(node, 2, [small, without_gpu]) is None
+    assert choose_spread(node, 3, [large, without_gpu]) == "PACK"  # 8 // 2 = 4 nodes fit on the large one
+    assert choose_spread(node, 5, [large]) is None
+    assert choose_spread(node, 1, []) is None
+
+
+# ---- environment
+@given(num_nodes=st.integers(1, 4), per_node=st.integers(1, 4))
+def test_ranks_are_consecutive_on_each_node_and_find_their_own_gpu_at_their_local_rank(
+    num_nodes: int, per_node: int
+) -> None:
+    # Ray numbers the GPUs of a machine as it likes; here downwards.
+    places = [
+        RankPlace(f"id{node}", f"10.0.0.{node}", 100 + local, 5000 + node, (str(7 - local),))
+        for node in range(num_nodes)
+        for local in range(per_node)
+    ]
+    environments = rank_environments(places, per_node)
+    assert [int(one["RANK"]) for one in environments] == list(range(num_nodes * per_node))
+    for one, place in zip(environments, places, strict=True):
+        assert int(one["RANK"]) == int(one["NODE_RANK"]) * per_node + int(one["LOCAL_RANK"])
+        assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.0", "5000")
+        assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) == (str(num_nodes * per_node), str(per_node))
+        assert place.address == f"10.0.0.{one['NODE_RANK']}"
+        assert one["CUDA_VISIBLE_DEVICES"].split(",")[int(one["LOCAL_RANK"])] == place.gpu_ids[0]
+
+
+def test_ranks_on_a_cpu_see_the_gpus_that_ray_shows_them() -> None:
+    (environment,) = rank_environments([RankPlace("id", "10.0.0.1", 1, 5000)], 1)
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+def test_ranks_take_over_settings_of_libraries_and_no_secrets() -> None:
+    libraries = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "PL_GLOBAL_SEED": "1"}
+    assert forwarded_variables({**libraries, "HF_TOKEN": "hf", "RANK": "0", "PATH": "/bin"}) == libraries
+
+
+# ---- failures
+class Stubborn(Exception):
+    """Exception that cannot be pickled."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("no")
+
+
+@needs_ray
+def test_an_error_is_sent_as_itself_and_as_text_if_it_cannot_be_pickled() -> None:
+    sent = describe_failure(DataError("rows are empty"))
+    assert type(sent.error) is DataError and not sent.is_stop and not sent.is_consequence
+    assert "DataError: rows are empty" in sent.trace
+
+    sent = describe_failure(Stubborn("of the user"))
+    assert repr(sent.error) == "RuntimeError('Stubborn: of the user')"
+
+    assert describe_failure(RankLost("rank 1 ended")).is_consequence
+
+
+@needs_ray
+def test_a_rank_that_a_signal_ended_is_stopped_and_has_not_failed() -> None:
+    stopped = SIGTERMException()
+    stopped.code = 138
+    assert [describe_failure(one).exit_code for one in (stopped, KeyboardInterrupt(), SystemExit(1), ValueError())] == [
+        138,
+        130,
+        1,
+        None,
+    ]
+    assert describe_failure(stopped).is_stop and describe_failure(KeyboardInterrupt()).is_stop
+    assert not describe_failure(SystemExit(1)).is_stop  # a second Ctrl-C
+
+
+# ---- starting again
+def _fit(model: object, data: object = None, ckpt_path: str | None = None) -> str | None:
+    return ckpt_path
+
+
+def test_a_run_that_starts_again_begins_with_the_checkpoint() -> None:
+    launcher = object.__new__(RayLauncher)
+    for args, kwargs in ((("model", "data", "first.ckpt"), {}), (("model",), {"data": 1}), (("model", None, None), {})):
+        again = RankWork(launcher, _fit, args, kwargs, None, None).resumed_from("second.ckpt")  # type: ignore[arg-type]
+        assert again.function(*again.args, **again.kwargs) == "second.ckpt"
+        assert again.args[0] == "model"
+
+
+def test_the_newest_complete_checkpoint_is_chosen(tmp_path: Path) -> None:
+    complete, begun, removed = tmp_path / "1.ckpt", tmp_path / "2.ckpt", tmp_path / "0.ckpt"
+    complete.touch()
+    begun.mkdir()  # a folder of shards without its description
+    assert newest_complete([str(removed), str(complete), str(begun)]) == str(complete)
+    assert newest_complete([str(removed), str(begun)]) is None
+
+
+# ---- settings
+def test_settings_without_effect_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_failures=2 needs launcher='ray'; launcher='popen' starts processes"):
+        ReallocStrategy(max_failures=2)
+    with pytest.raises(ConfigError, match="max_failures=-1 must be at least 0"):
+        LaunchOptions(launcher="ray", max_failures=-1)
+
+
+def test_the_former_name_of_the_launcher_works_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"start_method=\.\.\.\) is now launcher=") as caught:
+        strategy = ReallocStrategy(start_method="spawn")
+    assert caught[0].filename == __file__
+    assert isinstance(runs.trainer(strategy, 2).strategy.launcher, FullStateLauncher)
+    with pytest.warns(DeprecationWarning), pytest.raises(ConfigError, match="has the former name start_method='spawn'"):
+        ReallocStrategy(launcher="fork", start_method="spawn")
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        (None, "launcher='ray' needs Ray, which is not installed: pip install 'lightning-realloc[ray]'"),
+        ("2.9.3", "launcher='ray' needs Ray 2.40 or newer, and 2.9.3 is installed: pip install 'ray>=2.40'"),
+    ],
+)
+def test_a_trainer_without_a_usable_ray_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, message: str
+) -> None:
+    monkeypatch.setattr(ray_cluster, "ray_version", lambda: installed)
+    with pytest.raises(ConfigError) as caught:
+        runs.trainer("realloc_ray", 2, num_nodes=2)
+    assert str(caught.value) == message
+
+
+def test_a_newer_ray_than_the_tested_one_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "ray_version", lambda: "99.0")
+    with pytest.warns(UserWarning, match=r"Ray 99\.0 is newer than 2\.60, the newest version that was tested"):
+        assert isinstance(runs.trainer("realloc_ray", 1).strategy.launcher, RayLauncher)  # also for a single rank
+
+
+def test_ray_starts_ranks_inside_a_slurm_job_and_is_refused_below_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "ray_version", lambda: "2.60.0")
+    with monkeypatch.context() as slurm:
+        for name, value in {"NTASKS": "1", "NTASKS_PER_NODE": "1", "JOB_NAME": "train", "JOB_ID": "1"}.items():
+            slurm.setenv(f"SLURM_{name}", value)
+        strategy = runs.trainer("realloc_ray", 1).strategy
+        assert isinstance(strategy.launcher, RayLauncher)
+        assert not strategy.cluster_environment.creates_processes_externally  # type: ignore[attr-defined]
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"launcher='ray' starts the ranks itself, .* run the script once"):
+        runs.trainer("realloc_ray", 2)
+
+
+def test_a_signal_before_the_ranks_exist_is_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "ray_version", lambda: "2.60.0")
+    launcher = runs.trainer("realloc_ray", 1).strategy.launcher
+    assert isinstance(launcher, RayLauncher)
+    launcher.kill(signal.SIGTERM)
+    group = ray_cluster.RankGroup(ray_cluster.RayPlacement(1, 1, False), launcher._signals)
+    with pytest.raises(SIGTERMException) as caught:
+        group._end_if_stopped()
+    assert caught.value.code == 143
+    assert "_signals" not in launcher.__getstate__() and pickle.dumps(launcher.__getstate__()["procs"])
+
+
+def test_nothing_imports_ray_before_it_is_asked_for() -> None:
+    script = "import sys, lightning_realloc.cli, lightning_realloc.rewards.ray_reward; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.stdout.split()[-1:] == ["False"], done.stderr
