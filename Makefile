@@ -82,7 +82,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt .ci/install_torch.py
 	$(PYTHON) .ci/install_torch.py --check-python
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python .ci/install_torch.py --wheels-for $(WHEELS_FOR) "$(TORCH)"
-	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[test,parity,docs]"
+	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[test,parity,ray,docs]"
 	touch $@
 
 clean:

@@ -150,19 +150,21 @@ def test_sigterm_ends_all_ranks_after_an_iteration_with_a_checkpoint(two_machine
     assert (tmp_path / "on_exception.ckpt").exists()
 
 
-class Judge:
-    """Actor that rewards low tokens by their number."""
+def judge_class() -> Any:
+    """Return an actor class. It is nested, so that it travels by value, and its process imports no torch."""
 
-    def score(self, prompts: list[str], completions: list[str], answer: list[str]) -> list[float | None]:
-        """Return the length of each completion, and None for an empty one."""
-        if "fail" in answer:
-            raise ValueError("no such answer")
-        return [float(len(text)) or None for text in completions]
+    class Judge:
+        def score(self, prompts: list[str], completions: list[str], answer: list[str]) -> list[float | None]:
+            if "fail" in answer:
+                raise ValueError("no such answer")
+            return [float(len(text)) or None for text in completions]
+
+    return ray.remote(num_cpus=0)(Judge)
 
 
 def test_actors_and_remote_functions_are_rewards(two_machines: Any) -> None:
-    actors = [ray.remote(Judge).options(num_cpus=0).remote() for _ in range(2)]
-    named = ray.remote(Judge).options(num_cpus=0, name="judge").remote()
+    actors = [judge_class().remote() for _ in range(2)]
+    named = judge_class().options(name="judge").remote()
     given = {"prompts": ["p"] * 5, "completions": ["a", "bb", "", "cccc", "d"], "completion_ids": [[1]] * 5}
     for judges in (actors, "judge"):
         reward = RayReward(judges, columns=["answer"], chunk_size=2)
