@@ -110,7 +110,7 @@ def test_a_lost_rank_and_a_lost_machine_are_survived_with_the_same_weights(
         weights = ray_runs.fit(strategy, tmp_path, *faults, devices=1, num_nodes=2)
     texts = [str(one.message) for one in caught]
     first, second = (text for text in texts if "starting again from" in text)
-    assert first.startswith("rank ") and "on node " in first and "(127.0.0.3)" in first
+    assert first.startswith("rank ") and "on node " in first and "(127.0.0." in first
     assert "failure 1 of 2" in first and first.endswith("step=2.ckpt")
     assert "failure 2 of 2" in second and second.endswith("step=4.ckpt")
     assert any("fewer machines than the plan's 2 nodes" in text for text in texts)  # the third start, on one machine
@@ -121,7 +121,7 @@ def test_a_lost_rank_and_a_lost_machine_are_survived_with_the_same_weights(
 
 def test_a_lost_rank_ends_the_run_and_is_named(two_machines: Any, tmp_path: Path) -> None:
     fault = Fault(tmp_path, 1, "rank", ray.get_runtime_context().get_node_id())
-    with pytest.raises(RankLost, match=r"^rank [01] on node [01] \(127\.0\.0\.3\) was lost: "):
+    with pytest.raises(RankLost, match=r"^rank [01] on node [01] \(127\.0\.0\.[23]\) was lost: "):
         ray_runs.fit(ReallocStrategy(ray_runs.PLAN, launcher="ray"), tmp_path, fault, devices=1, num_nodes=2)
 
 

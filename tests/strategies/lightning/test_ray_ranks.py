@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher
 from lightning_realloc.strategies.lightning.ray_launcher import RankWork, RayLauncher, newest_complete
 from lightning_realloc.strategies.lightning.ray_ranks import (
+    RankFailure,
     RankPlace,
     choose_spread,
     describe_failure,
@@ -115,6 +117,37 @@ def test_a_rank_that_a_signal_ended_is_stopped_and_has_not_failed() -> None:
     assert not describe_failure(SystemExit(1)).is_stop  # a second Ctrl-C
 
 
+def cause_of(failures: dict[int, RankFailure], *, silent: tuple[int, ...] = (), received: int = 0) -> BaseException:
+    """Return the error that ends a run of two ranks on each of two nodes."""
+    group = ray_cluster.RankGroup(ray_cluster.RayPlacement(2, 2, False), SimpleQueue())
+    group._places = [RankPlace(f"id{rank // 2}", f"10.0.0.{rank // 2}", rank, 5000) for rank in range(4)]
+    group._received = received
+    return group._error(failures, silent=silent)
+
+
+def test_the_cause_is_raised_and_not_its_consequences_on_other_ranks() -> None:
+    closed = RankFailure(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), "")
+    lost = RankFailure(RankLost("rank 3 on node 1 (10.0.0.1) was lost"), "", is_lost=True)
+    own = RankFailure(ValueError("of the user"), "Traceback")
+    assert cause_of({0: closed, 3: lost, 2: own}) is lost.error
+    assert cause_of({0: closed, 2: own}, silent=(1,)) is own.error
+    assert own.error.__notes__ == ["raised on rank 2 on node 1 (10.0.0.1):\nTraceback"]
+    # Machines that vanish are known to Ray after seconds only.
+    silent = cause_of({0: closed, 1: closed}, silent=(2, 3))
+    assert isinstance(silent, RankLost)
+    assert str(silent).startswith("rank 2 on node 1 (10.0.0.1), rank 3 on node 1 (10.0.0.1) did not answer within 10 s")
+    broken = cause_of({1: closed, 0: closed})
+    assert isinstance(broken, RankLost) and str(broken).startswith("rank 1 on node 0 (10.0.0.0) lost the connection")
+
+
+def test_ranks_that_end_after_a_signal_are_no_failure() -> None:
+    stopped = RankFailure(SIGTERMException(), "", exit_code=138)
+    died = RankFailure(RankLost("rank 1 on node 0 was lost"), "", is_lost=True)  # before it had a handler
+    for failures, code in (({0: stopped, 1: stopped}, 138), ({0: died, 1: stopped}, 138), ({0: died, 1: died}, 143)):
+        ended = cause_of(failures, received=signal.SIGTERM)
+        assert isinstance(ended, SIGTERMException) and ended.code == code
+
+
 # ---- starting again
 def _fit(model: object, data: object = None, ckpt_path: str | None = None) -> str | None:
     return ckpt_path
@@ -178,8 +211,8 @@ def test_a_newer_ray_than_the_tested_one_gets_a_warning(monkeypatch: pytest.Monk
 def test_ray_starts_ranks_inside_a_slurm_job_and_is_refused_below_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "ray_version", lambda: "2.60.0")
     with monkeypatch.context() as slurm:
-        for name, value in {"NTASKS": "1", "NTASKS_PER_NODE": "1", "JOB_NAME": "train", "JOB_ID": "1"}.items():
-            slurm.setenv(f"SLURM_{name}", value)
+        for name in ("NTASKS", "NTASKS_PER_NODE", "JOB_NAME", "JOB_ID", "NODEID", "PROCID", "LOCALID"):
+            slurm.setenv(f"SLURM_{name}", "1")
         strategy = runs.trainer("realloc_ray", 1).strategy
         assert isinstance(strategy.launcher, RayLauncher)
         assert not strategy.cluster_environment.creates_processes_externally  # type: ignore[attr-defined]
