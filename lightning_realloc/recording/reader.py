@@ -74,7 +74,8 @@ class RunReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
+        """Folder of the record."""
         self._events = FollowedFile(folder / EVENTS_FILE, event_from_json)
         self._metrics = FollowedFile(folder / METRICS_FILE, _metrics_row)
         self._ranks: dict[int, FollowedFile[IterationRecord | RankHeader]] = {}
@@ -85,19 +86,19 @@ class RunReader:
         Raises:
             RecordError: if there is none, or it has another version.
         """
-        if not (self._folder / EVENTS_FILE).is_file():
+        if not (self.folder / EVENTS_FILE).is_file():
             raise RecordError(
-                f"{self._folder} has no record of a run: {EVENTS_FILE} is missing; train with callbacks=[Timeline()], "
+                f"{self.folder} has no record of a run: {EVENTS_FILE} is missing; train with callbacks=[Timeline()], "
                 f"or name the folder of a run that did"
             )
         self._events.update()
         fits = self._fits()
         self._metrics.update()
         for rank in range(max(len(started.devices) for started, _ in fits)):
-            followed = self._ranks.setdefault(rank, FollowedFile(self._folder / rank_file(rank), _rank_line))
+            followed = self._ranks.setdefault(rank, FollowedFile(self.folder / rank_file(rank), _rank_line))
             followed.update()
         problems = (self._events.problem, self._metrics.problem, *(file.problem for file in self._ranks.values()))
-        return RunRecord(self._folder, tuple(self._sessions(fits)), tuple(filter(None, problems)))
+        return RunRecord(self.folder, tuple(self._sessions(fits)), tuple(filter(None, problems)))
 
     def _fits(self) -> list[tuple[RunStarted, list[Event]]]:
         """Return the start and the other events of every fit, from the latest one that began at step 0."""
@@ -109,11 +110,11 @@ class RunReader:
                 fits[-1][1].append(event)
         if not fits:
             problem = self._events.problem or "it is empty"
-            raise RecordError(f"{self._folder / EVENTS_FILE} tells of no start of a run; {problem}")
+            raise RecordError(f"{self.folder / EVENTS_FILE} tells of no start of a run; {problem}")
         newest = max(started.format for started, _ in fits)
         if newest > FORMAT:
             raise RecordError(
-                f"{self._folder} was written in version {newest} of the record, and this release reads versions up to "
+                f"{self.folder} was written in version {newest} of the record, and this release reads versions up to "
                 f"{FORMAT}; install a newer lightning-realloc"
             )
         return fits

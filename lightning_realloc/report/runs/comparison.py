@@ -145,9 +145,7 @@ def _mean_and_spread(values: Values) -> Json | None:
 
 def _seconds_table(groups: Sequence[RunGroup]) -> Json:
     """Return the median seconds of calls of the first run of each group."""
-    times = [
-        RankTime.from_record(run.record) if (run := group.runs[0]).record is not None else None for group in groups
-    ]
+    times = [group.runs[0].time for group in groups]
     purposes = sorted({one for time in times if time is not None for one in time.seconds if one[0] in ("call", "move")})
     rows = [
         ["an iteration", *(None if one is None else cell(one.iteration_seconds(one.settled), "s") for one in times)]

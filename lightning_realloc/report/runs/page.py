@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
 from importlib import resources
@@ -20,17 +20,13 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.events import RunEnded
 from lightning_realloc.report.runs.charts import Json, section
 from lightning_realloc.report.runs.comparison import comparison_section
-from lightning_realloc.report.runs.rank_time import RankTime
-from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.report.runs.run_folder import BROKEN_CONTENT, RunFolder
 from lightning_realloc.report.runs.sections.learning import learning_section
 from lightning_realloc.report.runs.sections.plans import plans_section
 from lightning_realloc.report.runs.sections.resources import memory_section, moves_section
 from lightning_realloc.report.runs.sections.rollout_samples import generation_section, rollouts_section
 from lightning_realloc.report.runs.sections.run_cost import cost_section
 from lightning_realloc.report.runs.sections.time_use import time_section
-
-BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
-"""Errors of sections whose values in the record have other types than they were written with."""
 
 
 def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: float | None = None) -> Json:
@@ -42,18 +38,17 @@ def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: floa
         price: Price of a device-hour; None: no money is shown.
     """
     problems = [*run.problems, *(f"{one.name}: {problem}" for one in compared for problem in one.problems)]
-    time = _time_of(run, problems)
     builders: dict[str, Callable[[], Json]] = {}
     if compared:
         builders["Comparison"] = partial(comparison_section, [run, *compared])
     builders |= {
         "Learning": partial(learning_section, run),
-        "Time": partial(time_section, run, time),
-        "Moves of weights": partial(moves_section, run, time),
-        "Memory": partial(memory_section, run, time),
+        "Time": partial(time_section, run),
+        "Moves of weights": partial(moves_section, run),
+        "Memory": partial(memory_section, run),
         "Speculation and rebalancing": partial(generation_section, run),
-        "Plans and tuner": partial(plans_section, run, time),
-        "What will it cost": partial(cost_section, run, time, price),
+        "Plans and tuner": partial(plans_section, run),
+        "What will it cost": partial(cost_section, run, price),
         "Rollouts": partial(rollouts_section, run),
     }
     sections = [_build(title, build, problems) for title, build in builders.items()]
@@ -69,16 +64,6 @@ def _build(title: str, build: Callable[[], Json], problems: list[str]) -> Json:
     except BROKEN_CONTENT as error:
         problems.append(f"{title} cannot be shown: {type(error).__name__}: {error}")
         return section(title.lower(), title, missing="The record has values that cannot be used; see the problems.")
-
-
-def _time_of(run: RunFolder, problems: list[str]) -> RankTime | None:
-    if run.record is None:
-        return None
-    try:
-        return RankTime.from_record(run.record)
-    except BROKEN_CONTENT as error:
-        problems.append(f"the times of the record cannot be used: {type(error).__name__}: {error}")
-        return None
 
 
 def _known_facts(run: RunFolder, problems: list[str]) -> list[list[str]]:
@@ -117,10 +102,10 @@ def finite_values(value: Any) -> Any:
     """Return values of JSON with None instead of numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): finite_values(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [finite_values(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): finite_values(one) for name, one in value.items()}
     return value
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_realloc.recording.events import PlanInstalled, PlanPredicted
 from lightning_realloc.recording.iteration_record import IterationRecord
 from lightning_realloc.recording.pieces import HOST, WAITING
-from lightning_realloc.recording.reader import RunRecord, Session
+from lightning_realloc.recording.reader import RunRecord
 from lightning_realloc.report.runs.series import Values
 
 WARM_UP = 2
@@ -39,21 +39,7 @@ class RankTime:
     @classmethod
     def from_record(cls, record: RunRecord) -> RankTime:
         """Return the arrays of a record."""
-        ranks = sorted({rank for session in record.sessions for rank in session.ranks})
-        steps = sorted({one.step for _, one in _iterations(record.sessions)})
-        place = {step: at for at, step in enumerate(steps)}
-        row = {rank: at for at, rank in enumerate(ranks)}
-        arrays = _Arrays(len(ranks), len(steps))
-        for rank, iteration in _iterations(record.sessions):
-            arrays.add(row[rank], place[iteration.step], iteration)
-        return cls(
-            ranks=tuple(ranks),
-            steps=np.array(steps, dtype=np.float64),
-            whole=arrays.whole,
-            seconds=arrays.seconds,
-            moves=arrays.moves,
-            peak_bytes=arrays.peak_bytes,
-        )
+        return RankTimeBuilder().update(record)
 
     @property
     def settled(self) -> slice:
@@ -89,35 +75,106 @@ class RankTime:
         return float(np.median(np.nanmax(known, axis=0))) if known.size else float("nan")
 
 
+class RankTimeBuilder:
+    """Builds the arrays of a record that grows: an update adds only the iterations that are new.
+
+    A record that does not continue the one before is added anew, such as that of a run that repeats iterations after a
+    resume. Iterations count as added before if they are the same objects, as `RunReader` returns them.
+    """
+
+    def __init__(self) -> None:
+        self._added: Mapping[tuple[int, int], Sequence[IterationRecord]] = {}
+        """Number of a session and rank -> iterations that the arrays have."""
+        self._arrays = _Arrays(())
+
+    def update(self, record: RunRecord) -> RankTime:
+        """Return the arrays of a record. Later updates do not change them."""
+        found = {
+            (number, rank): iterations
+            for number, session in enumerate(record.sessions)
+            for rank, iterations in session.ranks.items()
+        }
+        before, self._added = self._added, {}  # after an error, the next update begins anew
+        if found.keys() != before.keys() or not all(_continues(before[key], found[key]) for key in found):
+            before = dict.fromkeys(found, ())
+            self._arrays = _Arrays(sorted({rank for _, rank in found}))
+        for key, iterations in found.items():
+            for iteration in iterations[len(before[key]) :]:
+                self._arrays.add(key[1], iteration)
+        self._added = found
+        return self._arrays.in_order()
+
+
+def _continues(before: Sequence[IterationRecord], after: Sequence[IterationRecord]) -> bool:
+    """Return whether the iterations begin with those before."""
+    return len(before) <= len(after) and (not before or after[len(before) - 1] is before[-1])
+
+
 class _Arrays:
-    """Arrays that are filled iteration by iteration."""
+    """Arrays that are filled iteration by iteration, with the steps in the order in which they come."""
 
-    def __init__(self, num_ranks: int, num_iterations: int) -> None:
-        self._shape = (num_ranks, num_iterations)
-        self.whole = np.full(self._shape, np.nan)
-        self.seconds: dict[Purpose, Values] = {}
-        self.moves: dict[str, Values] = {}
-        self.peak_bytes: dict[str, Values] = {}
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._rows = {rank: row for row, rank in enumerate(ranks)}
+        self._columns: dict[int, int] = {}
+        """Step -> its column."""
+        self._whole = _WideningArray(len(ranks), np.nan)
+        self._seconds: dict[Purpose, _WideningArray] = {}
+        self._moves: dict[str, _WideningArray] = {}
+        self._peak_bytes: dict[str, Values] = {}
 
-    def add(self, row: int, column: int, iteration: IterationRecord) -> None:
+    def add(self, rank: int, iteration: IterationRecord) -> None:
         """Add one iteration of one rank."""
-        self.whole[row, column] = iteration.end - iteration.start
+        row, column = self._rows[rank], self._columns.setdefault(iteration.step, len(self._columns))
+        self._whole.up_to(column)[row, column] = iteration.end - iteration.start
         for kind, named in iteration.seconds.items():
             for name, seconds in named.items():
                 purpose = purpose_of(kind, name)
-                if purpose not in self.seconds:
-                    self.seconds[purpose] = np.zeros(self._shape)
-                self.seconds[purpose][row, column] += seconds
+                if purpose not in self._seconds:
+                    self._seconds[purpose] = _WideningArray(len(self._rows), 0.0)
+                self._seconds[purpose].up_to(column)[row, column] += seconds
         for call, move in iteration.moves.items():
-            if call not in self.moves:
-                self.moves[call] = np.full((3, self._shape[1]), np.nan)
-            values = self.moves[call]
+            if call not in self._moves:
+                self._moves[call] = _WideningArray(len(move), np.nan)
+            values = self._moves[call].up_to(column)
             values[:, column] = np.fmax(values[:, column], move)
         for call, size in iteration.peak_bytes.items():
-            if call not in self.peak_bytes:
-                self.peak_bytes[call] = np.full(self._shape[0], np.nan)
-            peaks = self.peak_bytes[call]
+            if call not in self._peak_bytes:
+                self._peak_bytes[call] = np.full(len(self._rows), np.nan)
+            peaks = self._peak_bytes[call]
             peaks[row] = np.fmax(peaks[row], size)
+
+    def in_order(self) -> RankTime:
+        """Return copies of the arrays, with ascending steps."""
+        steps = np.array(list(self._columns), dtype=np.float64)
+        order = steps.argsort()
+        return RankTime(
+            ranks=tuple(self._rows),
+            steps=steps[order],
+            whole=self._whole.columns(order),
+            seconds={purpose: array.columns(order) for purpose, array in self._seconds.items()},
+            moves={call: array.columns(order) for call, array in self._moves.items()},
+            peak_bytes={call: peaks.copy() for call, peaks in self._peak_bytes.items()},
+        )
+
+
+class _WideningArray:
+    """Array that gets further columns, which hold one value at first."""
+
+    def __init__(self, num_rows: int, fill: float) -> None:
+        self._values = np.full((num_rows, 16), fill)
+        self._fill = fill
+
+    def up_to(self, column: int) -> Values:
+        """Return the array with this column, to be changed in place; valid until the next call."""
+        num_rows, num_columns = self._values.shape
+        if column >= num_columns:
+            added = max(num_columns, column + 1 - num_columns)  # twice as wide, so that few copies are made
+            self._values = np.concatenate((self._values, np.full((num_rows, added), self._fill)), axis=1)
+        return self._values
+
+    def columns(self, order: NDArray[np.int64]) -> Values:
+        """Return a copy of these columns."""
+        return self.up_to(len(order) - 1)[:, order]
 
 
 def purpose_of(kind: str, name: str) -> Purpose:
@@ -125,36 +182,3 @@ def purpose_of(kind: str, name: str) -> Purpose:
     if kind in ("call", "move"):
         return kind, name
     return kind, {"wait": WAITING, "host": HOST}.get(kind, kind)
-
-
-def _iterations(sessions: Sequence[Session]) -> Iterator[tuple[int, IterationRecord]]:
-    for session in sessions:
-        for rank, iterations in session.ranks.items():
-            for iteration in iterations:
-                yield rank, iteration
-
-
-@dataclass(frozen=True, slots=True)
-class PlanPeriod:
-    """Iterations under one plan, in one session."""
-
-    session: Session = field(repr=False)
-    installed: PlanInstalled
-    predicted: PlanPredicted | None
-    """Prediction for this plan; None if there is none."""
-    end: float
-    """Last step under the plan."""
-
-
-def plan_periods(record: RunRecord) -> list[PlanPeriod]:
-    """Return the plans in use, in order."""
-    periods = []
-    ends = [*(session.started.step for session in record.sessions[1:]), float("inf")]
-    for session, session_end in zip(record.sessions, ends, strict=True):
-        installed = [event for event in session.events if isinstance(event, PlanInstalled)]
-        predicted = [event for event in session.events if isinstance(event, PlanPredicted)]
-        plan_ends = [*(float(event.step) for event in installed[1:]), session_end] if installed else []
-        for event, end in zip(installed, plan_ends, strict=True):
-            found = next((one for one in predicted if event.step < one.step <= end), None)
-            periods.append(PlanPeriod(session, event, found, end))
-    return periods

@@ -9,7 +9,7 @@ import csv
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,8 @@ import yaml
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE
-from lightning_realloc.recording.reader import RecordError, RunRecord, read_run
+from lightning_realloc.recording.reader import RecordError, RunReader, RunRecord
+from lightning_realloc.report.runs.rank_time import RankTime, RankTimeBuilder
 from lightning_realloc.report.runs.series import Series, collect_series
 
 METRICS_TABLE, ROLLOUTS_TABLE, CONFIG_FILE = "metrics.csv", "rollouts.csv", "config.yaml"
@@ -31,6 +32,8 @@ MAX_ROLLOUT_CHARACTERS = 3_000_000
 """Characters of all samples of a report; more make a larger page."""
 MAX_CONFIG_BYTES = 1 << 20
 """Largest configuration that is read; parsing YAML of this size takes seconds."""
+BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
+"""Errors of code that meets values in the record of other types than they were written with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class RunFolder:
     """Folder of Lightning's logger, or of the record where there is none."""
     record: RunRecord | None
     """None if the run was not recorded."""
+    time: RankTime | None = None
+    """Times of its ranks; None if the run was not recorded."""
     metrics: Mapping[str, Series]
     """Name -> values over iterations."""
     rollouts: Rollouts = Rollouts()
@@ -62,36 +67,65 @@ class RunFolder:
     """Files and lines that could not be read, in words."""
 
 
-def read_run_folder(folder: Path, *, read: Callable[[Path], RunRecord] = read_run) -> RunFolder:
-    """Return the newest run in a folder, or in a folder below it.
+def read_run_folder(folder: Path) -> RunFolder:
+    """Return the newest run in a folder. Raises ConfigError as `RunFolderReader.read` does."""
+    return RunFolderReader(folder).read()
+
+
+class RunFolderReader:
+    """Reads the newest run in a folder or below it, and later its new iterations.
 
     Args:
         folder: Folder of the run.
-        read: Reads the record in a folder.
-
-    Raises:
-        ConfigError: if there is neither a record nor Lightning's ``metrics.csv``.
     """
-    record_folder, log_folder = _find_run(folder)
-    problems: list[str] = []
-    record = None if record_folder is None else _read_record(record_folder, problems, read)
-    if record is not None:
-        problems += record.problems
-        rows = ((row.step, row.values) for session in record.sessions for row in session.metrics)
-        metrics = collect_series(rows)
-    else:
-        metrics = {}
-    if not metrics:
-        metrics = collect_series(_metric_rows(log_folder / METRICS_TABLE, problems))
-    return RunFolder(
-        name=str(folder),
-        log_folder=log_folder,
-        record=record,
-        metrics=metrics,
-        rollouts=_read_rollouts(log_folder / ROLLOUTS_TABLE, problems),
-        config=_read_config(log_folder / CONFIG_FILE, problems),
-        problems=tuple(problems),
-    )
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = RunReader(folder)
+        self._times = RankTimeBuilder()
+
+    def read(self) -> RunFolder:
+        """Return the run as its files are now.
+
+        Raises:
+            ConfigError: if there is neither a record nor Lightning's ``metrics.csv``.
+        """
+        record_folder, log_folder = _find_run(self._folder)
+        problems: list[str] = []
+        record = None if record_folder is None else self._read_record(record_folder, problems)
+        metrics: Mapping[str, Series] = {}
+        if record is not None:
+            problems += record.problems
+            rows = ((row.step, row.values) for session in record.sessions for row in session.metrics)
+            metrics = collect_series(rows)
+        if not metrics:
+            metrics = collect_series(_metric_rows(log_folder / METRICS_TABLE, problems))
+        return RunFolder(
+            name=str(self._folder),
+            log_folder=log_folder,
+            record=record,
+            time=None if record is None else self._read_times(record, problems),
+            metrics=metrics,
+            rollouts=_read_rollouts(log_folder / ROLLOUTS_TABLE, problems),
+            config=_read_config(log_folder / CONFIG_FILE, problems),
+            problems=tuple(problems),
+        )
+
+    def _read_record(self, folder: Path, problems: list[str]) -> RunRecord | None:
+        if folder != self._reader.folder:
+            self._reader = RunReader(folder)
+        try:
+            return self._reader.read()
+        except (RecordError, RecursionError) as error:
+            problems.append(str(error))
+            return None
+
+    def _read_times(self, record: RunRecord, problems: list[str]) -> RankTime | None:
+        try:
+            return self._times.update(record)
+        except BROKEN_CONTENT as error:
+            problems.append(f"the times of the record cannot be used: {type(error).__name__}: {error}")
+            return None
 
 
 def _find_run(folder: Path) -> tuple[Path | None, Path]:
@@ -112,14 +146,6 @@ def _find_run(folder: Path) -> tuple[Path | None, Path]:
 
 def _newest_first(folder: Path, name: str) -> list[Path]:
     return sorted((one for one in folder.rglob(name) if one.is_file()), key=lambda one: -one.stat().st_mtime)
-
-
-def _read_record(folder: Path, problems: list[str], read: Callable[[Path], RunRecord]) -> RunRecord | None:
-    try:
-        return read(folder)
-    except (RecordError, RecursionError) as error:
-        problems.append(str(error))
-        return None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,17 +69,16 @@ def largest_triangles(steps: Values, values: Values, limit: int = MAX_POINTS) ->
     if number <= limit:
         return np.arange(number)
     edges = np.linspace(1, number - 1, limit - 1).astype(np.int64)
-    chosen = np.zeros(limit, dtype=np.int64)
-    chosen[-1] = number - 1
-    for at in range(limit - 2):
-        begin, end = edges[at], edges[at + 1]
-        after = slice(end, edges[at + 2]) if at + 2 < len(edges) else slice(number - 1, number)
-        next_x, next_y = steps[after].mean(), values[after].mean()
-        last_x, last_y = steps[chosen[at]], values[chosen[at]]
+    counts = np.diff(edges, append=number)
+    mean_steps, mean_values = (np.add.reduceat(one, edges) / counts for one in (steps, values))
+    chosen = [0]
+    for bucket, (begin, end) in enumerate(pairwise(edges.tolist())):
+        last_x, last_y = steps[chosen[-1]], values[chosen[-1]]
+        next_x, next_y = mean_steps[bucket + 1], mean_values[bucket + 1]
         inside = slice(begin, end)
         areas = np.abs((last_x - next_x) * (values[inside] - last_y) - (last_x - steps[inside]) * (next_y - last_y))
-        chosen[at + 1] = begin + int(areas.argmax())
-    return chosen
+        chosen.append(begin + int(areas.argmax()))
+    return np.array([*chosen, number - 1])
 
 
 def trailing_mean(values: Values, window: int) -> Values:

@@ -16,13 +16,14 @@ import pytest
 from lightning_realloc.commands.dashboard_command import run_dashboard
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.rank_recorder import METRICS_FILE
-from lightning_realloc.report.live.live_runs import LiveReport
+from lightning_realloc.report.live.live_runs import FollowedRun, LiveReport
 from tests.recording.records import started, write_session
 
 
 def test_data_are_made_again_when_files_change(tmp_path: Path) -> None:
     write_session(tmp_path / "record", started())
-    report = LiveReport([tmp_path], "/data.json")
+    run = FollowedRun(tmp_path)
+    report = LiveReport([run], "/data.json")
     first = report.data()
     assert report.data() is not first and report.data() == first
     with (tmp_path / "record" / METRICS_FILE).open("a") as file:
@@ -30,7 +31,7 @@ def test_data_are_made_again_when_files_change(tmp_path: Path) -> None:
     second = report.data()
     assert second.tag != first.tag and second.content != first.content
     assert b'data-follow="/data.json"' in report.page().content
-    assert report.record() is not None
+    assert run.read()[1].record is not None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from lightning_realloc.recording.iteration_record import IterationRecord
 from lightning_realloc.recording.pieces import TimePiece
 from lightning_realloc.recording.reader import RunRecord, Session
 from lightning_realloc.report.runs.charts import Json, quantity
-from lightning_realloc.report.runs.rank_time import PlanPeriod, plan_periods
+from lightning_realloc.report.runs.plan_periods import PlanPeriod, plan_periods
 from lightning_realloc.report.runs.series import rounded
 
 MAX_FRAMES = 60

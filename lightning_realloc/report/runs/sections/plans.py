@@ -18,15 +18,16 @@ from lightning_realloc.report.runs.charts import (
     section,
     table,
 )
-from lightning_realloc.report.runs.rank_time import PlanPeriod, RankTime, plan_periods
+from lightning_realloc.report.runs.plan_periods import PlanPeriod, plan_periods
+from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
 
 
-def plans_section(run: RunFolder, time: RankTime | None) -> Json:
+def plans_section(run: RunFolder) -> Json:
     """Return the section on plans and the tuner."""
     title = "Plans and tuner"
     periods = [] if run.record is None else plan_periods(run.record)
-    if time is None or not periods:
+    if run.time is None or not periods:
         return section("plans", title, missing="No record of plans: train with callbacks=[Timeline()].")
     charts = []
     tuner = [run.metrics[name] for name in ("tuner/trials", "tuner/drift") if name in run.metrics]
@@ -38,7 +39,7 @@ def plans_section(run: RunFolder, time: RankTime | None) -> Json:
         title,
         sentences=_plan_sentences(periods, has_tuner=bool(tuner)),
         charts=charts,
-        tables=[_plan_table(periods[-1].installed.plan), _periods_table(periods, time)],
+        tables=[_plan_table(periods[-1].installed.plan), _periods_table(periods, run.time)],
     )
 
 
@@ -71,10 +72,9 @@ def _periods_table(periods: list[PlanPeriod], time: RankTime) -> Json:
     rows = []
     for period in periods:
         number = first.setdefault(str(period.installed.plan), len(first) + 1)
-        part = time.between(period.installed.step, period.end)
+        part = period.iterations(time)
         steps = time.steps[part]
-        settled = slice(min(part.start + 1, part.stop), part.stop)  # the first iteration under a plan moves weights
-        measured = time.iteration_seconds(settled if len(steps) > 1 else part)
+        measured = time.iteration_seconds(period.settled(time) if len(steps) > 1 else part)
         predicted = math.nan if period.predicted is None else period.predicted.seconds_per_iteration
         begin, end = period.installed.step + 1, int(steps[-1]) if len(steps) else None
         calls = dict(period.installed.plan.get("calls", {}))

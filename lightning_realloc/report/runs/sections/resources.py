@@ -8,7 +8,8 @@ import numpy as np
 
 from lightning_realloc.recording.events import PlanPredicted
 from lightning_realloc.report.runs.charts import TEXT, Json, cell, column, line, line_chart, quantity, section, table
-from lightning_realloc.report.runs.rank_time import PlanPeriod, RankTime, plan_periods
+from lightning_realloc.report.runs.plan_periods import PlanPeriod, plan_periods
+from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.series import Values, bin_edges, bin_means
 
@@ -19,10 +20,10 @@ FULL_SHARE = 0.9
 """Share of a device's memory above which a sentence says how little is left."""
 
 
-def moves_section(run: RunFolder, time: RankTime | None) -> Json:
+def moves_section(run: RunFolder) -> Json:
     """Return the section on moves of weights."""
-    title = "Moves of weights"
-    if run.record is None or time is None:
+    title, time = "Moves of weights", run.time
+    if time is None:
         return section("moves", title, missing="No record of moves: train with callbacks=[Timeline()].")
     if not time.moves:
         return section("moves", title, missing="No call needed weights of another layout: nothing moved.")
@@ -52,8 +53,9 @@ def _moves_chart(time: RankTime) -> Json:
     return line_chart("move-seconds", "Seconds of moves", "s", lines, summary="The table has the same moves by call.")
 
 
-def memory_section(run: RunFolder, time: RankTime | None) -> Json:
+def memory_section(run: RunFolder) -> Json:
     """Return the section on peak memory of ranks and calls."""
+    time = run.time
     if run.record is None or time is None:
         return section("memory", "Memory", missing="No record of memory: train with callbacks=[Timeline()].")
     if not time.peak_bytes:

@@ -11,7 +11,8 @@ from lightning_realloc.recording.events import RunEnded
 from lightning_realloc.recording.reader import RunRecord, Session
 from lightning_realloc.report.run_forecast import MIN_ITERATIONS, WARM_UP_ITERATIONS, Cost, Interval, forecast_cost
 from lightning_realloc.report.runs.charts import TEXT, Json, column, section, table
-from lightning_realloc.report.runs.rank_time import RankTime, plan_periods
+from lightning_realloc.report.runs.plan_periods import plan_periods
+from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
 
 TITLE = "What will it cost"
@@ -21,15 +22,14 @@ _OTHER_CLUSTERS = (
 )
 
 
-def cost_section(run: RunFolder, time: RankTime | None, price: float | None = None) -> Json:
+def cost_section(run: RunFolder, price: float | None = None) -> Json:
     """Return the section on cost.
 
     Args:
         run: The run.
-        time: Times of its ranks; None without a record.
         price: Price of a device-hour, in any currency; None: no money is shown.
     """
-    if run.record is None or time is None:
+    if run.record is None or run.time is None:
         return section("cost", TITLE, missing="No record of time: train with callbacks=[Timeline()].")
     durations = iteration_seconds(run.record)
     remaining = _remaining(run.record)
@@ -43,7 +43,7 @@ def cost_section(run: RunFolder, time: RankTime | None, price: float | None = No
     if cost is None:
         least = WARM_UP_ITERATIONS + MIN_ITERATIONS
         return section("cost", TITLE, missing=f"A forecast needs {least} iterations; there are {len(durations)}.")
-    sentences = [*_sentences(cost, remaining, price), *_other_plan(run.record, time, cost), _OTHER_CLUSTERS]
+    sentences = [*_sentences(cost, remaining, price), *_other_plan(run.record, run.time, cost), _OTHER_CLUSTERS]
     return section("cost", TITLE, sentences=sentences, tables=[_cost_table(cost)])
 
 
@@ -98,10 +98,9 @@ def _other_plan(record: RunRecord, time: RankTime, cost: Cost) -> Iterator[str]:
     seconds: dict[str, float] = {}
     latest = ""
     for period in plan_periods(record):
-        part = time.between(period.installed.step, period.end)
-        settled = time.iteration_seconds(slice(min(part.start + 1, part.stop), part.stop))
-        if np.isfinite(settled):
-            seconds[str(period.installed.plan)] = settled
+        measured = time.iteration_seconds(period.settled(time))
+        if np.isfinite(measured):
+            seconds[str(period.installed.plan)] = measured
             latest = str(period.installed.plan)
     if len(seconds) < 2:
         return

@@ -20,7 +20,8 @@ from lightning_realloc.report.runs.charts import (
     section,
     table,
 )
-from lightning_realloc.report.runs.rank_time import PlanPeriod, Purpose, RankTime, plan_periods
+from lightning_realloc.report.runs.plan_periods import PlanPeriod, plan_periods
+from lightning_realloc.report.runs.rank_time import Purpose, RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.sections.iteration_lanes import lanes_chart
 from lightning_realloc.report.runs.series import Series, bin_edges, bin_means, rounded
@@ -33,8 +34,9 @@ MUCH_HOST, MUCH_MOVING = 0.15, 0.1
 """Shares of an iteration between calls, and in moves of weights, from which advice is about them."""
 
 
-def time_section(run: RunFolder, time: RankTime | None) -> Json:
-    """Return the section on time; ``time`` is None for a run without a record."""
+def time_section(run: RunFolder) -> Json:
+    """Return the section on time."""
+    time = run.time
     if run.record is None or time is None or not len(time.steps):
         return section("time", "Time", missing=RECORD_IT)
     charts = [
@@ -192,7 +194,7 @@ def _prediction_tables(run: RunFolder, time: RankTime) -> Iterator[Json]:
 def predicted_table(period: PlanPeriod, time: RankTime) -> Json:
     """Return predicted and measured seconds of one plan, by call and move."""
     assert period.predicted is not None, "a period without a prediction has nothing to compare"
-    part = time.between(period.installed.step + 1, period.end)
+    part = period.settled(time)
     by_phase: dict[str, dict[int, float]] = {}
     for entry in period.predicted.entries:
         for rank in entry.ranks:
