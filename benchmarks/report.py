@@ -1,4 +1,4 @@
-"""Seconds and size of the report of a long run on many ranks, from a synthetic record.
+"""Seconds and size of the report of a long run on many ranks, and of a dashboard's newer data, from a synthetic record.
 
 Every rank has the iterations of a GRPO run: three calls, a move, waiting and code between calls, with detailed pieces
 as often as `Timeline` writes them. Metrics are a rising reward and noise.
@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -23,12 +23,12 @@ from lightning_realloc.recording.events import PlanInstalled, PlanPredicted, Run
 from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord, WeightMove, is_detailed
 from lightning_realloc.recording.pieces import HOST, WAITING, TimePiece
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE, RECORD_FOLDER, JsonLines, rank_file
-from lightning_realloc.report.runs.page import page_data, render_page
-from lightning_realloc.report.runs.run_folder import read_run_folder
+from lightning_realloc.report.runs.page import page_data, render_page, script_text
+from lightning_realloc.report.runs.run_folder import RunFolderReader
 from lightning_realloc.tuning.timeline.call_timeline import TimelineEntry
 
-SECONDS, MEGABYTES, OPEN_SECONDS = 60.0, 15.0, 3.0
-"""Targets: seconds to write a report, its size, and seconds until its page is loaded."""
+SECONDS, MEGABYTES, OPEN_SECONDS, REFRESH_SECONDS = 60.0, 15.0, 3.0, 2.0
+"""Targets: seconds to write a report, its size, seconds until its page is loaded, and seconds of newer data."""
 _CALLS = (("actor.generate", 0.5), ("reference.infer", 0.1), ("actor.train", 0.3))
 _METRICS = ("actor/kl", "actor/entropy", "actor/grad_norm", "actor/loss", "response_length", "tokens_per_s")
 
@@ -65,33 +65,39 @@ def write_record(folder: Path, *, iterations: int, ranks: int) -> None:
         RunEnded(unix_s=float(iterations), step=iterations),
     )
     _write_lines(folder / EVENTS_FILE, (event_to_json(event) for event in events))
-    _write_lines(folder / METRICS_FILE, _metrics(iterations, rng))
     for rank in everyone:
-        header = {"rank": {"step": 0, "unix_s": 0.0, "baseline_bytes": 0}}
-        _write_lines(folder / rank_file(rank), [header, *_iterations(iterations, rng)])
+        _write_lines(folder / rank_file(rank), [{"rank": {"step": 0, "unix_s": 0.0, "baseline_bytes": 0}}])
+    append_iterations(folder, range(iterations), ranks, rng)
 
 
-def _write_lines(path: Path, lines: Iterator[dict[str, object]] | list[dict[str, object]]) -> None:
+def append_iterations(folder: Path, numbers: range, ranks: int, rng: np.random.Generator) -> None:
+    """Append iterations by their numbers from 0 to a record."""
+    _write_lines(folder / METRICS_FILE, _metrics(numbers, rng))
+    for rank in range(ranks):
+        _write_lines(folder / rank_file(rank), _iterations(numbers, rng))
+
+
+def _write_lines(path: Path, lines: Iterable[dict[str, object]]) -> None:
     with closing(JsonLines(path)) as file:
         for line in lines:
             file.write(line)
 
 
-def _metrics(iterations: int, rng: np.random.Generator) -> Iterator[dict[str, object]]:
-    noise = rng.normal(0, 0.1, (iterations, len(_METRICS) + 1))
-    for at in range(iterations):
-        values = {"reward": at / iterations + noise[at, 0]}
-        values |= {name: 1.0 + float(value) for name, value in zip(_METRICS, noise[at, 1:], strict=True)}
+def _metrics(numbers: range, rng: np.random.Generator) -> Iterator[dict[str, object]]:
+    noise = rng.normal(0, 0.1, (len(numbers), len(_METRICS) + 1))
+    for at, (reward, *others) in zip(numbers, noise.tolist(), strict=True):
+        values = {"reward": at / numbers.stop + reward}
+        values |= {name: 1.0 + value for name, value in zip(_METRICS, others, strict=True)}
         yield {"step": at + 1, "unix_s": at + 0.5, "metrics": values}
 
 
-def _iterations(iterations: int, rng: np.random.Generator) -> Iterator[dict[str, object]]:
+def _iterations(numbers: range, rng: np.random.Generator) -> Iterator[dict[str, object]]:
     """Yield the lines of a rank: iterations of one second."""
-    factors = rng.uniform(0.8, 1.0, (iterations, len(_CALLS)))
+    factors = rng.uniform(0.8, 1.0, (len(numbers), len(_CALLS))).tolist()
     move = WeightMove(0.02, 14 << 30, 14 << 30)
-    for at in range(iterations):
+    for at, shares in zip(numbers, factors, strict=True):
         pieces, begin = [TimePiece("-> actor.generate", "move", float(at), 0.02)], at + 0.02
-        for (name, longest), factor in zip(_CALLS, factors[at], strict=True):
+        for (name, longest), factor in zip(_CALLS, shares, strict=True):
             pieces.append(TimePiece(name, "call", begin, longest * factor))
             pieces.append(TimePiece(WAITING, "wait", begin + longest * factor, longest * (1 - factor)))
             begin += longest
@@ -119,6 +125,36 @@ def seconds_to_open(page: Path) -> tuple[float, float]:
     return loaded, drawn
 
 
+def measure(report: BenchmarkReport, folder: Path, *, iterations: int, ranks: int, with_browser: bool) -> None:
+    """Fill a report with seconds, megabytes and targets of a synthetic record in a folder."""
+    record = folder / RECORD_FOLDER
+    write_record(record, iterations=iterations, ranks=ranks)
+    reader = RunFolderReader(folder)
+    began = time.process_time()
+    run = reader.read()
+    read_s = time.process_time() - began
+    text = render_page(page_data(run))
+    whole_s = time.process_time() - began
+    page = folder / "report.html"
+    page.write_text(text, encoding="utf-8")
+    megabytes = page.stat().st_size / 1e6
+    report.add_row(step="read the record", seconds=read_s)
+    report.add_row(step="make the page", seconds=whole_s - read_s, MB=megabytes)
+    report.require_at_most("seconds of a report", whole_s, SECONDS)
+    report.require_at_most("MB of its page", megabytes, MEGABYTES)
+    append_iterations(record, range(iterations, iterations + 1), ranks, np.random.default_rng(1))
+    began = time.process_time()
+    newer = script_text(page_data(reader.read())).encode()
+    refresh_s = time.process_time() - began
+    report.add_row(step="newer data after an iteration", seconds=refresh_s, MB=len(newer) / 1e6)
+    report.require_at_most("seconds of newer data", refresh_s, REFRESH_SECONDS)
+    if with_browser:
+        loaded_s, drawn_s = seconds_to_open(page)
+        report.add_row(step="open the page", seconds=loaded_s)
+        report.add_row(step="open it and draw all charts", seconds=drawn_s)
+        report.require_at_most("seconds until the page is loaded", loaded_s, OPEN_SECONDS)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write a record, report it, and compare seconds and size with their targets."""
     parser = make_parser(__doc__ or "")
@@ -128,25 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     report = BenchmarkReport("report", settings={"iterations": options.iterations, "ranks": options.ranks})
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        write_record(folder / RECORD_FOLDER, iterations=options.iterations, ranks=options.ranks)
-        began = time.process_time()
-        run = read_run_folder(folder)
-        read_s = time.process_time() - began
-        text = render_page(page_data(run))
-        whole_s = time.process_time() - began
-        page = folder / "report.html"
-        page.write_text(text, encoding="utf-8")
-        megabytes = page.stat().st_size / 1e6
-        report.add_row(step="read the record", seconds=read_s)
-        report.add_row(step="make the page", seconds=whole_s - read_s, MB=megabytes)
-        report.require_at_most("seconds of a report", whole_s, SECONDS)
-        report.require_at_most("MB of its page", megabytes, MEGABYTES)
-        if options.open:
-            loaded_s, drawn_s = seconds_to_open(page)
-            report.add_row(step="open the page", seconds=loaded_s)
-            report.add_row(step="open it and draw all charts", seconds=drawn_s)
-            report.require_at_most("seconds until the page is loaded", loaded_s, OPEN_SECONDS)
+        measure(report, Path(place), iterations=options.iterations, ranks=options.ranks, with_browser=options.open)
     return report.finish(options)
 
 
