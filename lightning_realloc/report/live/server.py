@@ -22,8 +22,9 @@ from lightning_realloc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-TOKEN_COOKIE = "lightning_realloc_token"
-"""Cookie that keeps the token of an address, so that the page's own requests need none."""
+TOKEN_COOKIE = "lightning_realloc_token_{port}"
+"""Cookie that keeps the token of an address, so that the page's own requests need none. Browsers share cookies between
+the ports of a host, so each port has its own."""
 _HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -87,7 +88,7 @@ class DashboardServer:
         """Port that the server listens on."""
 
     def serve(self) -> None:
-        """ServedContent requests until `close` is called."""
+        """Answer requests until `close` is called."""
         self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
@@ -121,11 +122,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """ServedContent with a path's content."""
+        """Answer with a path's content."""
         self._answer(with_content=True)
 
     def do_HEAD(self) -> None:
-        """ServedContent with the headers alone."""
+        """Answer with the headers alone."""
         self._answer(with_content=False)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -159,16 +160,20 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.FORBIDDEN, "requests must name this machine's loopback address as their host\n"
         if self.token is None:
             return None
-        cookie = SimpleCookie(self.headers.get("Cookie", "")).get(TOKEN_COOKIE)
+        cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
         given = [*parse_qs(query).get("token", []), *([cookie.value] if cookie else [])]
         if any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given):
             return None
         return HTTPStatus.UNAUTHORIZED, "this dashboard needs its token: open the address that the command printed\n"
 
+    @property
+    def _cookie_name(self) -> str:
+        return TOKEN_COOKIE.format(port=self.connection.getsockname()[1])
+
     def _cookie(self, query: str) -> dict[str, str]:
         if self.token is None or "token" not in parse_qs(query):
             return {}
-        return {"Set-Cookie": f"{TOKEN_COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"}
+        return {"Set-Cookie": f"{self._cookie_name}={self.token}; HttpOnly; SameSite=Strict; Path=/"}
 
     def _send(
         self, status: HTTPStatus, content: bytes | str, headers: Mapping[str, str] | None = None, *, with_content: bool

@@ -81,6 +81,16 @@ def test_a_token_protects_every_path_and_stays_in_a_cookie() -> None:
         assert ask(port, "/", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
 
 
+def test_the_cookies_of_two_servers_on_one_host_differ() -> None:
+    with serving({"/": Counter()}, token="first") as one, serving({"/": Counter()}, token="second") as other:
+        cookies = [
+            ask(port, f"/?token={token}")[2]["Set-Cookie"].partition(";")[0]
+            for port, token in ((one, "first"), (other, "second"))
+        ]
+        assert all(ask(port, "/", Cookie="; ".join(cookies))[0] == 200 for port in (one, other))
+        assert ask(other, "/", Cookie=cookies[0])[0] == 401
+
+
 def test_an_error_of_a_source_is_told_and_the_server_goes_on() -> None:
     source = Counter()
     with serving({"/": source}) as port:
