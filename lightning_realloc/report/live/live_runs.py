@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_realloc.report.live.prometheus import CONTENT_TYPE, exposition
 from lightning_realloc.report.live.server import ServedContent, Source
@@ -67,25 +67,35 @@ class LiveReport:
     def __init__(self, runs: Sequence[FollowedRun], data_path: str) -> None:
         self._runs, self._data_path = runs, data_path
         self._lock = threading.Lock()
-        self._latest: tuple[str, dict[str, Any]] | None = None
+        self._latest: _PageContent | None = None
 
     def data(self) -> ServedContent:
         """Return the data of the page."""
-        tag, data = self._read()
-        return ServedContent(script_text(data).encode(), "application/json", tag)
+        latest = self._read()
+        return ServedContent(latest.text, "application/json", latest.tag)
 
     def page(self) -> ServedContent:
         """Return the page, with the data as they are now."""
-        tag, data = self._read()
-        return ServedContent(render_page(data, follow=self._data_path).encode(), "text/html; charset=utf-8", tag)
+        latest = self._read()
+        page = render_page(latest.data, follow=self._data_path)
+        return ServedContent(page.encode(), "text/html; charset=utf-8", latest.tag)
 
-    def _read(self) -> tuple[str, dict[str, Any]]:
+    def _read(self) -> _PageContent:
         with self._lock:
             tags, runs = zip(*(run.read() for run in self._runs), strict=True)
             tag = _short_hash("".join(tags).encode())
-            if self._latest is None or self._latest[0] != tag:
-                self._latest = tag, page_data(runs[0], runs[1:])
+            if self._latest is None or self._latest.tag != tag:
+                data = page_data(runs[0], runs[1:])
+                self._latest = _PageContent(tag, data, script_text(data).encode())
             return self._latest
+
+
+class _PageContent(NamedTuple):
+    """Data of a page at a moment, as values and as text."""
+
+    tag: str
+    data: dict[str, Any]
+    text: bytes
 
 
 def sources_of(folders: Sequence[Path], *, with_prometheus: bool) -> dict[str, Source]:
