@@ -16,6 +16,7 @@ import lightning_realloc
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_realloc"
+REPORT_ASSETS = ("charts.js", "live.js", "page.css", "page.html", "page.js", "tables.js")
 
 
 def _imports(tree: ast.AST) -> set[str]:
@@ -74,9 +75,7 @@ def test_the_wheel_holds_only_the_package_and_the_autoload_module(tmp_path: Path
     assert {
         "lightning_realloc/py.typed",
         "lightning_realloc/layout/region.py",
-        "lightning_realloc/report/runs/page.css",
-        "lightning_realloc/report/runs/page.html",
-        "lightning_realloc/report/runs/page.js",
+        *(f"lightning_realloc/report/runs/assets/{name}" for name in REPORT_ASSETS),
         "lightning_realloc/report/runs/sections/learning.py",
         "lightning_realloc/setting_hints.yaml",
         "lightning_realloc/tuning/shapes/known_models.yaml",

@@ -1,7 +1,7 @@
 """The report of a run as data, and as one HTML file that needs no network.
 
-`page_data` returns plain values, `render_page` puts them into ``page.html``. ``page.js`` draws them, and draws again
-when it is given new values.
+`page_data` returns plain values, `render_page` puts them into ``assets/page.html``. The scripts next to it draw
+them, and draw again when they are given new values.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def render_page(data: Json, *, follow: str | None = None) -> str:
     Raises:
         ConfigError: if plotly is not installed.
     """
-    scripts = {"plotly": _plotly(), "page": _asset("page.js"), "live": _asset("live.js")}
+    scripts = {"plotly": _plotly()} | {name: _asset(f"{name}.js") for name in ("charts", "tables", "page", "live")}
     parts = {
         "policy": " ".join(_hash(script) for script in scripts.values()),
         "style": _asset("page.css"),
@@ -143,7 +143,7 @@ def script_text(data: Json) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

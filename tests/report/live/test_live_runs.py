@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +13,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.rank_recorder import METRICS_FILE
 from lightning_realloc.report.live.live_runs import FollowedRun, LiveReport
 from tests.recording.records import started, write_session
+from tests.report.live.dashboards import dashboard, get
 
 
 def test_data_are_made_again_when_files_change(tmp_path: Path) -> None:
@@ -32,35 +28,6 @@ def test_data_are_made_again_when_files_change(tmp_path: Path) -> None:
     assert second.tag != first.tag and second.content != first.content
     assert b'data-follow="/data.json"' in report.page().content
     assert run.read()[1].record is not None
-
-
-@contextmanager
-def dashboard(*arguments: str) -> Iterator[tuple[int, str]]:
-    """Run the command on a free port; yield the port and what it wrote."""
-    written: list[str] = []
-    stop = threading.Event()
-    thread = threading.Thread(target=run_dashboard, args=([*arguments, "--port=0"], written.append, stop))
-    thread.start()
-    try:
-        give_up_at = time.monotonic() + 30
-        while not written and time.monotonic() < give_up_at:
-            time.sleep(0.05)
-        port = re.search(r":(\d+)/", written[0])
-        assert port is not None
-        yield int(port[1]), written[0]
-    finally:
-        stop.set()
-        thread.join(10)
-
-
-def get(port: int, path: str) -> tuple[int, str]:
-    """Return status and content."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", path)
-    answer = connection.getresponse()
-    content = answer.read().decode()
-    connection.close()
-    return answer.status, content
 
 
 def test_the_command_serves_runs_together_alone_and_for_prometheus(tmp_path: Path) -> None:

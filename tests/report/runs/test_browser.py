@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,13 @@ import pytest
 
 from lightning_realloc.report.runs.charts import Json
 from lightning_realloc.report.runs.page import render_page
+from tests.report.browsers import DRAWN, serious_barriers, watched_page
 from tests.report.runs.folders import HOSTILE, content_of, log_metrics, write_run, write_table
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytest.importorskip("plotly", reason="plotly is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-]
-DRAWN = "body[data-drawn=true]"
+pytestmark = pytest.mark.browser
 MEASURES = """() => [...document.querySelectorAll('.plot')].map(plot =>
     ({title: plot.closest('figure').querySelector('h3').textContent, points: (plot.data ?? []).reduce(
         (sum, trace) => sum + trace.x.length, 0)}))"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +44,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
 
 @pytest.fixture
 def page(browser: Any, report: tuple[Json, Path]) -> Iterator[Any]:
-    """Open the report at a desktop's size; console errors fail the test."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900}, bypass_csp=True)  # for axe's script
-    page = context.new_page()
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(report[1].as_uri())
-    page.wait_for_selector(DRAWN)
-    yield page
-    context.close()
-    assert errors == []
+    """Open the report; console errors fail the test."""
+    with watched_page(browser, report[1].as_uri()) as page:
+        yield page
 
 
 def test_every_chart_has_data(page: Any, report: tuple[Json, Path]) -> None:
@@ -163,19 +140,13 @@ def test_the_keyboard_reaches_contents_colors_tables_and_cells(page: Any) -> Non
 def test_pages_fit_and_have_no_serious_barrier(
     browser: Any, report: tuple[Json, Path], tmp_path: Path, width: int, scheme: str
 ) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
-    page = context.new_page()
-    page.goto(report[1].as_uri())
-    page.wait_for_selector(DRAWN)
-
-    assert page.evaluate("document.documentElement.dataset.theme") == scheme
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.screenshot(path=tmp_path / "page.png", full_page=True)
-    found = axe.Axe().run(page).response["violations"]
-    serious = [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
-    context.close()
-    assert serious == []
+    with watched_page(
+        browser, report[1].as_uri(), viewport={"width": width, "height": 900}, color_scheme=scheme
+    ) as page:
+        assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+        assert serious_barriers(page) == []
 
 
 def test_calls_of_one_iteration_differ_in_color(page: Any) -> None:
