@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded, trailing_mean, whole_steps
@@ -60,18 +61,25 @@ def line(name: str, x: Sequence[float] | Values, y: Iterable[float], **options: 
     return {"name": name, "x": whole_steps(x), "y": rounded(y), **options}
 
 
+def line_of(series: Series, label: str | None = None) -> Json:
+    """Return the finite values of a metric as a line with fewer points."""
+    known = series.finite()
+    chosen = largest_triangles(known.steps, known.values)
+    return line(series.name if label is None else label, known.steps[chosen], known.values[chosen])
+
+
 def lines_of(series: Series, label: str | None = None) -> list[Json]:
     """Return a metric as a line with fewer points; a longer one is pale, with a trailing mean over it."""
     name = series.name if label is None else label
     known = series.finite()
     if len(known.steps) < SMOOTHED_FROM:
-        return [line(name, known.steps, known.values)]
+        return [line_of(known, name)]
     window = max(2, len(known.steps) // SMOOTHED_SHARE)
     smooth = trailing_mean(known.values, window)
-    raw, trend = largest_triangles(known.steps, known.values), largest_triangles(known.steps, smooth)
+    trend = replace(known, values=smooth)
     return [
-        line(f"{name}, each iteration", known.steps[raw], known.values[raw], pale=True, group=name),
-        line(f"{name}, mean of {window}", known.steps[trend], smooth[trend], group=name),
+        line_of(known, f"{name}, each iteration") | {"pale": True, "group": name},
+        line_of(trend, f"{name}, mean of {window}") | {"group": name},
     ]
 
 
@@ -118,7 +126,7 @@ def cell(value: float, unit: str) -> Json | None:
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """Return a number with its unit, for people; units: ``s``, ``bytes``, ``bytes/s``, ``share``, others follow it."""
+    """Return a number for people; units: ``s``, ``bytes``, ``bytes/s``, ``share``, ``x``, others follow the number."""
     value = float(value)
     if not math.isfinite(value):
         return "not finite"
@@ -130,5 +138,7 @@ def quantity(value: float, unit: str = "") -> str:
         return f"{value / 1e9:,.3g} GB/s"
     if unit == "share":
         return f"{100 * value:.3g} %"
+    if unit == "x":
+        return f"{value:,.3g} x" if abs(value) < 1000 else f"{value:,.0f} x"
     number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{number} {unit}".strip()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_realloc.recording.events import PlanInstalled
-from lightning_realloc.report.runs.charts import TEXT, Json, cell, column, line, line_chart, section, table
+from lightning_realloc.report.runs.charts import TEXT, Json, cell, column, line, line_chart, line_of, section, table
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded
@@ -102,8 +102,7 @@ def _compared_chart(name: str, groups: Sequence[RunGroup]) -> Json | None:
 def _mean_line(label: str, known: Sequence[Series]) -> Json:
     """Return one run's line, or the mean of several with the envelope, over the steps that all of them have."""
     if len(known) == 1:
-        chosen = largest_triangles(known[0].steps, known[0].values)
-        return line(label, known[0].steps[chosen], known[0].values[chosen])
+        return line_of(known[0], label)
     steps = known[0].steps
     for series in known[1:]:
         steps = np.intersect1d(steps, series.steps)

@@ -154,3 +154,10 @@ def test_calls_of_one_iteration_differ_in_color(page: Any) -> None:
         .filter(trace => trace.name !== 'predicted').map(trace => trace.marker.color)""")
 
     assert len(set(colors)) == len(colors)
+
+
+def test_legends_are_shown_whole_and_names_in_tables_in_one_line(browser: Any, report: tuple[Json, Path]) -> None:
+    with watched_page(browser, report[1].as_uri(), viewport={"width": 390, "height": 900}) as page:
+        assert page.locator(".legend .scrollbar[height]:not([height='0'])").count() == 0
+        names = page.locator("#table-purposes tbody td:first-child")
+        assert max(names.nth(at).bounding_box()["height"] for at in range(names.count())) < 40  # of one line

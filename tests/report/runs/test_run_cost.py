@@ -29,8 +29,11 @@ def test_a_run_that_goes_on_has_a_forecast_with_money(tmp_path: Path) -> None:
 
 def test_a_run_that_has_ended_costs_what_it_took(tmp_path: Path) -> None:
     data = content_of(write_run(tmp_path))
-    assert not any("ends in" in sentence for sentence in section_of(data, "cost")["sentences"])
-    assert table_of(data, "cost", "cost")["rows"][0] == ["wall time", "8 s", "8 s", "8 s", "8 s"]
+    sentences, shown = section_of(data, "cost")["sentences"], table_of(data, "cost", "cost")
+    assert sentences[0] == "The run took 8 s: 0.00 device-hours."
+    assert not any("ends in" in sentence for sentence in sentences)
+    assert [column["name"] for column in shown["columns"]] == ["quantity", "in all"]
+    assert shown["rows"] == [["wall time", "8 s"], ["device-hours", "0.00"]]
 
 
 def test_short_and_endless_runs_say_why_there_is_no_forecast(tmp_path: Path) -> None:
@@ -50,7 +53,16 @@ def test_iterations_count_from_one_row_of_metrics_to_the_next_in_each_session(tm
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.25, "0.25 s"), (59.0, "59 s"), (90.0, "2 min"), (7800.0, "2 h 10 min"), (3600.0, "1 h"), (90000.0, "1 d 1 h")],
+    [
+        (0.25, "0.25 s"),
+        (59.0, "59 s"),
+        (90.0, "1 min 30 s"),
+        (599.9, "10 min"),
+        (3592.0, "1 h"),
+        (7800.0, "2 h 10 min"),
+        (3600.0, "1 h"),
+        (90000.0, "1 d 1 h"),
+    ],
 )
 def test_durations_are_written_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_realloc.recording.events import PlanInstalled
+from lightning_realloc.recording.iteration_record import IterationRecord
+from lightning_realloc.recording.pieces import WAITING, TimePiece
+from lightning_realloc.recording.reader import RunRecord, Session
+from lightning_realloc.report.runs.charts import quantity
 from lightning_realloc.report.runs.page import page_data
-from tests.report.runs.folders import content_of, log_metrics, run_with, section_of, table_of, write_run
+from lightning_realloc.report.runs.rank_time import RankTime
+from lightning_realloc.report.runs.sections.time_use import time_section
+from tests.recording.records import PREDICTION, started, write_session
+from tests.report.runs.folders import PLAN, content_of, log_metrics, run_with, section_of, table_of, write_run
 
 
 @pytest.fixture
@@ -85,6 +94,42 @@ def test_peaks_leave_out_the_memory_before_the_models(folder: Path) -> None:
     assert train[0][4]["value"] == pytest.approx(350 / 100)
     assert train[1][3]["value"] == 200
     assert "35 %" in section_of(content_of(folder), "memory")["sentences"][0]  # of 1000 bytes
+
+
+def test_a_chart_shows_the_memory_of_a_device_if_peaks_come_near_it(folder: Path) -> None:
+    (chart,) = section_of(content_of(folder), "memory")["charts"]
+    assert [limit["name"] for limit in chart["limits"]] == ["memory of a device"]  # 350 of 1000 bytes
+
+    far = replace(PREDICTION, memory_budget=1_000_000)
+    write_session(folder / "far" / "record", started(unix_s=9000.0), [PlanInstalled(step=0, plan=PLAN), far], steps=8)
+    (chart,) = section_of(content_of(folder / "far"), "memory")["charts"]
+    assert chart["limits"] == []
+
+
+def test_plans_are_counted_once_and_their_changes_named(tmp_path: Path) -> None:
+    plans = [PLAN, {"calls": {"actor.train": "dp2"}}, PLAN]
+    events = [PlanInstalled(step=2 * at, plan=plan) for at, plan in enumerate(plans)]
+    write_session(tmp_path / "record", started(), events, steps=6)
+
+    sentences = section_of(content_of(tmp_path), "plans")["sentences"]
+
+    assert sentences[0] == "The run used 2 plans, and changed its plan 2 times."
+
+
+def test_advice_on_waiting_depends_on_whether_a_tuner_looked_for_layouts() -> None:
+    pieces = [TimePiece("actor.train", "call", 0.0, 0.5), TimePiece(WAITING, "wait", 0.5, 0.5)]
+    made = tuple(IterationRecord.from_pieces(step, tuple(pieces), is_detailed=False) for step in range(1, 9))
+    record = RunRecord(Path("record"), (Session(started=started(), ranks={0: made, 1: made}),))
+    untuned = replace(run_with(reward=[0.1] * 8), record=record, time=RankTime.from_record(record))
+    tuned = replace(untuned, metrics=run_with(tuner__trials=[0.0, 1.0]).metrics)
+
+    assert "let AutoTuner or lightning-realloc plan choose layouts" in time_section(untuned)["sentences"][1]
+    assert "no layouts that AutoTuner tried were faster" in time_section(tuned)["sentences"][1]
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(0.1383, "0.138 x"), (1.0, "1 x"), (24.31, "24.3 x"), (1234.5, "1,234 x")])
+def test_ratios_have_three_digits(ratio: float, text: str) -> None:
+    assert quantity(ratio, "x") == text
 
 
 def test_plans_are_listed_with_their_seconds(folder: Path) -> None:

@@ -8,14 +8,16 @@ const PALETTE = {
 /* Places in the palette of known calls and roles, so that a call has one color in every chart and report. */
 const PLACES = {
   "actor.generate": 0, "actor.train": 1, "reference.infer": 2, "critic.infer": 3, "critic.train": 4, "reward.infer": 5,
-  "actor.infer": 6, "judge": 7, "actor": 0, "critic": 4, "reference": 2, "reward": 5,
+  "actor.infer": 6, "judge": 7, "compare": 8, "estimate_advantages": 9,
+  "actor": 0, "critic": 4, "reference": 2, "reward": 5,
 };
 const KINDS = {
   light: { wait: "#d3dae2", host: "#aab4bf", move: "#4a5866", offload: "#66788a", save: "#66788a", other: "#8795a3" },
   dark: { wait: "#37424e", host: "#5c6976", move: "#c3ccd6", offload: "#98a6b4", save: "#98a6b4", other: "#7f8d9b" },
 };
 const PATTERNS = { move: "/", offload: "\\", save: "x", other: "." };
-const FIRST_FREE_PLACE = 8; // that no known call or role has
+const FIRST_FREE_PLACE = 8; // that no call of a model has
+const FEW_POINTS = 20; // of a line whose points are marked
 
 const places = new Map(Object.entries(PLACES));
 const charts = new Map(); // figure -> {chart, plot, ...}
@@ -29,7 +31,7 @@ function showChart(grid, chart) {
     const plot = make("div", { class: "plot" });
     const caption = make("figcaption", {}, make("h3", {}, chart.title), summary);
     const wide = chart.kind === "lanes" || chart.kind === "stack" || chart.wide;
-    const made = make("figure", wide ? { class: "wide" } : {}, caption, plot);
+    const made = make("figure", { class: wide ? "wide" : chart.kind }, caption, plot);
     charts.set(made, { plot, summary, chosen: null });
     return made;
   });
@@ -80,14 +82,24 @@ function draw(state) {
   const text = style.getPropertyValue("--text").trim();
   const rule = style.getPropertyValue("--rule").trim();
   const axis = { gridcolor: rule, linecolor: rule, zerolinecolor: rule, automargin: true };
-  const { xaxis, yaxis, ...rest } = layout;
+  const { xaxis, yaxis, height, ...rest } = layout;
+  const legend = legendHeight(traces, state.plot.clientWidth);
   const base = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 },
-    margin: { l: 48, r: 12, t: 8, b: 32 }, height: 270, dragmode: touch ? false : "zoom", hovermode: "closest",
+    margin: { l: 48, r: 12, t: 8, b: 32 }, dragmode: touch ? false : "zoom", hovermode: "closest",
     uirevision: "keep", legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemwidth: 30, traceorder: "normal" },
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis },
   };
-  Plotly.react(state.plot, traces, { ...base, ...rest }, { responsive: true, displayModeBar: false });
+  // Plotly gives a legend half of the height at most, and lets it scroll beyond that.
+  const whole = Math.max((height ?? 240) + legend, 2 * legend);
+  Plotly.react(state.plot, traces, { ...base, ...rest, height: whole }, { responsive: true, displayModeBar: false });
+}
+
+/* Pixels of a legend above a chart, whose columns are as wide as its longest name. */
+function legendHeight(traces, width) {
+  const names = traces.filter((trace) => trace.showlegend !== false).map((trace) => trace.name.length);
+  const columns = Math.max(1, Math.floor((width - 60) / (45 + 6.2 * Math.max(...names))));
+  return 10 + 19 * Math.ceil(names.length / columns);
 }
 
 /* Plotly reads some HTML and templates in names and texts. */
@@ -103,19 +115,19 @@ function colorOf(name) {
   return PALETTE[theme][places.get(known) % PALETTE[theme].length];
 }
 
-function colorOfPiece(name, kind) {
-  return kind === "call" ? colorOf(name) : KINDS[theme][kind] ?? KINDS[theme].other;
+function colorOfPiece(name, kind, colorsOfCalls) {
+  return kind === "call" ? colorsOfCalls.get(name) : KINDS[theme][kind] ?? KINDS[theme].other;
 }
 
 function axisOf(unit) {
   if (unit === "share") return { tickformat: ".0%", rangemode: "tozero" };
-  return { title: { text: plain(unit === "s" ? "seconds" : unit) } };
+  return { title: { text: plain(unit === "s" ? "seconds" : unit), standoff: 8 } };
 }
 
-/* Lines of one chart differ in color: of two with the same one, the second gets a free one. */
+/* Names of one chart differ in color: of two with the same one, known calls and roles keep it. */
 function distinctColors(names) {
   const chosen = new Map();
-  for (const name of names) {
+  for (const name of [...new Set(names)].sort((a, b) => (b in PLACES) - (a in PLACES))) {
     const wished = colorOf(name);
     const used = [...chosen.values()];
     chosen.set(name, used.includes(wished) ? PALETTE[theme].find((color) => !used.includes(color)) ?? wished : wished);
@@ -125,22 +137,28 @@ function distinctColors(names) {
 
 function paintLines(chart) {
   const stacked = chart.kind === "stack";
-  const colors = distinctColors([...new Set(chart.series.map((one) => one.group ?? one.name))]);
+  const colors = distinctColors(chart.series.map((one) => one.group ?? one.name));
   const traces = [];
   for (const one of chart.series) {
     const place = one.place === undefined ? null : PALETTE[theme][one.place % PALETTE[theme].length]; // of a compared run
-    const color = place ?? (one.purpose ? colorOfPiece(one.name, one.purpose) : colors.get(one.group ?? one.name));
+    const color = place ?? (one.purpose ? colorOfPiece(one.name, one.purpose, colors) : colors.get(one.group ?? one.name));
     if (one.low) traces.push(...envelope(one, color));
     const trace = {
-      type: "scatter", mode: one.x.length === 1 ? "markers" : "lines", name: plain(one.name), x: one.x, y: one.y,
-      line: { color, width: one.pale ? 1 : 2, dash: one.dash }, opacity: one.pale ? 0.4 : 1, marker: { color },
+      type: "scatter", mode: !stacked && one.x.length <= FEW_POINTS ? "lines+markers" : "lines", name: plain(one.name), x: one.x, y: one.y,
+      line: { color, width: one.pale ? 1 : 2, dash: one.dash }, opacity: one.pale ? 0.4 : 1, marker: { color, size: 5 },
       showlegend: !(one.pale && one.group),
       hovertemplate: `iteration %{x}: %{y}<extra>${plain(one.name)}</extra>`,
     };
     if (stacked) Object.assign(trace, { stackgroup: "all", fillcolor: color, line: { color, width: 0.5 } });
     traces.push(trace);
   }
-  return { traces, layout: { showlegend: true, yaxis: axisOf(chart.unit) } };
+  return { traces, layout: { showlegend: true, xaxis: axisOfIterations(chart.series), yaxis: axisOf(chart.unit) } };
+}
+
+function axisOfIterations(series) {
+  const steps = series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]);
+  const isShort = Math.max(...steps) - Math.min(...steps) < 8;
+  return { title: { text: "iteration", standoff: 6 }, ...(isShort ? { tickmode: "linear", tick0: 0, dtick: 1 } : {}) };
 }
 
 function envelope(one, color) {
@@ -218,15 +236,17 @@ function paintLanes(chart, state) {
   const has = frame.predicted.length > 0;
   const order = ["call", "move", "offload", "save", "other", "host", "wait"];
   const sorted = [...groups.values()].sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
+  const calls = [...frame.bars, ...frame.predicted].filter((bar) => bar[2] === "call").map((bar) => bar[1]);
+  const colors = distinctColors(calls.sort());
   const traces = sorted.map((group) => barsOf(group.name, group.bars, row, {
     offset: -0.4, width: has ? 0.52 : 0.8,
-    marker: { color: colorOfPiece(group.name, group.kind), pattern: { shape: PATTERNS[group.kind] ?? "", size: 5 } },
+    marker: { color: colorOfPiece(group.name, group.kind, colors), pattern: { shape: PATTERNS[group.kind] ?? "", size: 5 } },
   }));
   const predicted = new Map();
   for (const bar of frame.predicted) predicted.set(bar[1], [...(predicted.get(bar[1]) ?? []), bar]);
   let isFirst = true;
   for (const [name, bars] of predicted) {
-    const line = { color: colorOfPiece(name, bars[0][2]), width: 1.5 };
+    const line = { color: colorOfPiece(name, bars[0][2], colors), width: 1.5 };
     traces.push({
       ...barsOf("predicted", bars, row, { offset: 0.18, width: 0.2, marker: { color: "rgba(0,0,0,0)", line } }),
       legendgroup: "predicted", showlegend: isFirst,
@@ -235,7 +255,7 @@ function paintLanes(chart, state) {
   }
   const ticks = frame.ranks.map((rank) => `rank ${rank}`);
   const yaxis = { tickvals: frame.ranks.map((_, at) => at), ticktext: ticks, autorange: "reversed", zeroline: false };
-  const height = 130 + Math.max(2, frame.ranks.length) * (has ? 44 : 30);
+  const height = 90 + Math.max(2, frame.ranks.length) * (has ? 44 : 30);
   const xaxis = { title: { text: "seconds since the iteration began" }, rangemode: "tozero" };
   return { traces, layout: { barmode: "overlay", height, xaxis, yaxis } };
 }

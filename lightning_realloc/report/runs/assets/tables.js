@@ -2,7 +2,8 @@
 /* Show tables that can be searched and sorted, some rows at once. Texts of the run become text nodes. */
 
 const ROWS_AT_ONCE = 25;
-const LONG_CELL = 160;
+const SHORT_CELL = 40; // characters that stay in one line
+const LONG_CELL = 160; // characters from which a cell is folded
 
 const tables = new Map(); // element -> {table, filter, sorted, descending, limit, ...}
 
@@ -82,9 +83,10 @@ function makeHeader(state, column, at) {
 
 function makeCell(cell, column) {
   const text = textOf(cell);
-  if (text.length <= LONG_CELL) return make("td", { class: column.kind }, text);
+  const kind = text.length > SHORT_CELL ? `${column.kind} long` : column.kind;
+  if (text.length <= LONG_CELL) return make("td", { class: kind }, text);
   const summary = make("summary", {}, `${text.slice(0, LONG_CELL)}…`);
-  return make("td", { class: column.kind }, make("details", {}, summary, text.slice(LONG_CELL)));
+  return make("td", { class: kind }, make("details", {}, summary, text.slice(LONG_CELL)));
 }
 
 function textOf(cell) {

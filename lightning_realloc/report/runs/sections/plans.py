@@ -13,7 +13,7 @@ from lightning_realloc.report.runs.charts import (
     cell,
     column,
     line_chart,
-    lines_of,
+    line_of,
     quantity,
     section,
     table,
@@ -33,7 +33,7 @@ def plans_section(run: RunFolder) -> Json:
     tuner = [run.metrics[name] for name in ("tuner/trials", "tuner/drift") if name in run.metrics]
     for series in tuner:
         summary = f"{series.name} ends at {quantity(series.final_mean())}."
-        charts.append(line_chart(series.name.replace("/", "-"), series.name, "", lines_of(series), summary=summary))
+        charts.append(line_chart(series.name.replace("/", "-"), series.name, "", [line_of(series)], summary=summary))
     return section(
         "plans",
         title,
@@ -45,7 +45,9 @@ def plans_section(run: RunFolder) -> Json:
 
 def _plan_sentences(periods: list[PlanPeriod], *, has_tuner: bool) -> Iterator[str]:
     changes = sum(one.installed.plan != after.installed.plan for one, after in pairwise(periods))
-    yield f"The run used {changes + 1} plans in turn." if changes else "The run used one plan."
+    number = len({str(one.installed.plan) for one in periods})
+    times = "once" if changes == 1 else f"{changes} times"
+    yield f"The run used {number} plans, and changed its plan {times}." if changes else "The run used one plan."
     if not has_tuner:
         yield "No tuner: callbacks=[AutoTuner()] looks for a faster plan while training."
 

@@ -16,6 +16,9 @@ from lightning_realloc.report.runs.series import Values, bin_edges, bin_means
 GIB = 2.0**30
 MAX_BARS = 64
 """Ranks of a bar chart; of more, those with the largest peaks are shown."""
+DRAWN_SHARE = 0.1
+"""Share of a device's memory that the largest peak must reach for a chart to show the device's limit: peaks would be
+flat below it otherwise."""
 FULL_SHARE = 0.9
 """Share of a device's memory above which a sentence says how little is left."""
 
@@ -107,7 +110,8 @@ def _memory_chart(peaks: dict[str, Values], predicted: PlanPredicted | None, ran
     if predicted is not None:
         by_rank = [max((sizes[ranks[at]] for sizes in predicted.peak_bytes.values()), default=0) / GIB for at in shown]
         series.append({"name": "predicted peak", "group": "measured", "y": by_rank, "outlined": True})
-        limits = [{"name": "memory of a device", "value": predicted.memory_budget / GIB}]
+        if _largest(highest) >= DRAWN_SHARE * predicted.memory_budget:
+            limits = [{"name": "memory of a device", "value": predicted.memory_budget / GIB}]
     return {
         "id": "peaks",
         "title": "Peak memory by rank",

@@ -44,7 +44,7 @@ def cost_section(run: RunFolder, price: float | None = None) -> Json:
         least = WARM_UP_ITERATIONS + MIN_ITERATIONS
         return section("cost", TITLE, missing=f"A forecast needs {least} iterations; there are {len(durations)}.")
     sentences = [*_sentences(cost, remaining, price), *_other_plan(run.record, run.time, cost), _OTHER_CLUSTERS]
-    return section("cost", TITLE, sentences=sentences, tables=[_cost_table(cost)])
+    return section("cost", TITLE, sentences=sentences, tables=[_cost_table(cost, is_over=remaining == 0)])
 
 
 def iteration_seconds(record: RunRecord) -> list[float]:
@@ -79,7 +79,8 @@ def _joules(record: RunRecord) -> float | None:
 
 
 def _sentences(cost: Cost, remaining: int | None, price: float | None) -> Iterator[str]:
-    yield f"So far the run took {duration(cost.spent_s)}: {cost.spent_device_hours:,.2f} device-hours."
+    begin = "The run took" if remaining == 0 else "So far the run took"
+    yield f"{begin} {duration(cost.spent_s)}: {cost.spent_device_hours:,.2f} device-hours."
     if remaining is None:
         yield "It has no limit of iterations, so there is no forecast of its end: set max_steps."
     elif remaining:
@@ -115,7 +116,8 @@ def _other_plan(record: RunRecord, time: RankTime, cost: Cost) -> Iterator[str]:
     )
 
 
-def _cost_table(cost: Cost) -> Json:
+def _cost_table(cost: Cost, *, is_over: bool) -> Json:
+    """Return the cost so far and at the end; of a run that is over, the cost alone."""
     rows: list[list[str]] = [_row("wall time", duration(cost.spent_s), cost.seconds, duration)]
     hours = cost.device_hours
     rows.append(_row("device-hours", f"{cost.spent_device_hours:,.2f}", hours, "{:,.2f}".format))
@@ -124,6 +126,9 @@ def _cost_table(cost: Cost) -> Json:
         rows.append(_row("price", f"{share * cost.price.expected:,.2f}", cost.price, "{:,.2f}".format))
     if cost.energy_kwh is not None:
         rows.append(_row("energy, kWh", f"{share * cost.energy_kwh.expected:,.3g}", cost.energy_kwh, "{:,.3g}".format))
+    if is_over:
+        columns = [column(name, TEXT) for name in ("quantity", "in all")]
+        return table("cost", "Cost of the run", columns, [row[:2] for row in rows])
     columns = [column(name, TEXT) for name in ("quantity", "so far", "at the end", "at least", "at most")]
     note = "The bounds hold in nine of ten cases if the rest of the run is like the part so far."
     return table("cost", "Cost of the run", columns, rows, note=note)
@@ -134,10 +139,15 @@ def _row(name: str, spent: str, interval: Interval, show: Callable[[float], str]
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for people, as in ``2 h 10 min``."""
+    """Return seconds for people in at most two units, as in ``2 h 10 min``."""
     if seconds < 60:
         return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    days, hours = minutes // 1440, minutes % 1440 // 60
-    parts = [(days, "d"), (hours, "h"), (minutes % 60 if not days else 0, "min")]
-    return " ".join(f"{count} {unit}" for count, unit in parts if count) or "0 min"
+    whole = round(seconds) if seconds < 600 else 60 * round(seconds / 60)
+    minutes, hours, days = (whole // size for size in (60, 3600, 86400))
+    if days:
+        parts = [(days, "d"), (hours % 24, "h")]
+    elif hours:
+        parts = [(hours, "h"), (minutes % 60, "min")]
+    else:
+        parts = [(minutes, "min"), (whole % 60, "s")]
+    return " ".join(f"{count} {unit}" for count, unit in parts if count)

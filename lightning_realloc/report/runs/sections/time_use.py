@@ -99,8 +99,10 @@ def _advice(run: RunFolder, time: RankTime) -> str:
         )
     if most.endswith(".generate"):
         has_drafts = any(name.startswith("tokens_per_step/") for name in run.metrics)
-        way = "try other layouts of it with AutoTuner" if has_drafts else "try speculation=Speculation(), and AutoTuner"
-        return f"Generation dominates and ranks wait little ({quantity(waiting, 'share')}): {way}."
+        ways = [] if has_drafts else ["speculation=Speculation()"]
+        ways += [] if _has_tuner(run) else ["AutoTuner, for other layouts of it"]
+        advice = f": try {', and '.join(ways)}" if ways else ""
+        return f"Generation dominates and ranks wait little ({quantity(waiting, 'share')}){advice}."
     if most.endswith(".train"):
         return (
             f'Training dominates and ranks wait little: try TrainOptions(compile="inductor"), or AutoTuner for {most}.'
@@ -119,7 +121,13 @@ def _advice_on_waiting(run: RunFolder, time: RankTime, waiting: float, most: str
     has_rebalancing = any(name.startswith("moved_samples/") for name in run.metrics)
     if most.endswith(".generate") and not has_rebalancing and by_rank.max() < 2 * by_rank.min() + 0.05:
         return f"{begin}: while {most} dominates, sample_reallocation=True moves samples to ranks that have none left."
+    if _has_tuner(run):
+        return f"{begin}: no layouts that AutoTuner tried were faster; more samples an iteration give ranks more work."
     return f"{begin}: let AutoTuner or lightning-realloc plan choose layouts that give these ranks work."
+
+
+def _has_tuner(run: RunFolder) -> bool:
+    return any(name.startswith("tuner/") for name in run.metrics)
 
 
 def _seconds_chart(time: RankTime) -> Json:
