@@ -88,10 +88,10 @@ def describe_series(series: Series, unit: str) -> str:
     first, last = series.part(0.0, 0.1), series.part(0.9, 1.0)
     if not len(first):
         return f"{series.name} has no finite value."
-    return (
-        f"{series.name} goes from {quantity(first.mean(), unit)} to {quantity(last.mean(), unit)} over "
-        f"{len(series.steps)} points."
-    )
+    begin, end = quantity(first.mean(), unit), quantity(last.mean(), unit)
+    if begin == end:
+        return f"{series.name} begins and ends at {end}, over {len(series.steps)} points."
+    return f"{series.name} goes from {begin} to {end} over {len(series.steps)} points."
 
 
 def column(name: str, kind: str = NUMBER) -> Json:
@@ -141,4 +141,5 @@ def quantity(value: float, unit: str = "") -> str:
     if unit == "x":
         return f"{value:,.3g} x" if abs(value) < 1000 else f"{value:,.0f} x"
     number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{number} {unit}".strip()
+    is_single = number == "1" and unit.isalpha()
+    return f"{number} {unit.removesuffix('s') if is_single else unit}".strip()

@@ -94,7 +94,8 @@ def _facts(run: RunFolder) -> list[list[str]]:
         ["log", str(run.log_folder)],
     ]
     if len(run.record.sessions) > 1:
-        facts.append(["sessions", f"{len(run.record.sessions)}, continued from checkpoints"])
+        steps = ", ".join(str(session.started.step) for session in run.record.sessions[1:])
+        facts.append(["sessions", f"{len(run.record.sessions)}, continued after iteration {steps}"])
     return facts
 
 

@@ -38,6 +38,12 @@ class Series:
         first = min(int(begin * len(values)), max(0, len(values) - 1))
         return values[first : max(first + 1, round(end * len(values)))]
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether all finite values are equal, or there are none: a chart would say nothing. One value alone is not."""
+        values = self.finite().values
+        return not len(values) or (len(values) > 1 and float(np.ptp(values)) == 0.0)
+
     def final_mean(self) -> float:
         """Return the mean of the last tenth; NaN without finite values."""
         values = self.part(0.9, 1.0)

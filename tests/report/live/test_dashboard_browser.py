@@ -101,7 +101,7 @@ def test_a_page_follows_a_run_over_its_end_a_resume_and_a_new_start(browser: Any
 
         write_session(record, started(unix_s=2000.0, step=2), steps=4)
         wait_for_facts(page, "6 of 10, running or cut off")
-        wait_for_facts(page, "2, continued from checkpoints")
+        wait_for_facts(page, "2, continued after iteration 2")
 
         write_events(record, [started(unix_s=3000.0)])
         wait_for_facts(page, "0 of 10")

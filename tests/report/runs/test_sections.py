@@ -156,6 +156,21 @@ def test_metrics_of_speculation_are_drawn_and_others_named(folder: Path) -> None
     assert [chart["id"] for chart in section["charts"]] == ["tokens-per-step"]
     assert "sample_reallocation=True" in section["missing"]
     assert "speculation=" not in section["missing"]
+    assert section["sentences"][0] == "Drafts save 60 % of the decoding steps of actor.generate in the last tenth."
+
+
+def test_drafts_that_save_nothing_are_advised_against_and_constants_have_no_chart(folder: Path) -> None:
+    log_metrics(folder, {"tokens_per_step/actor.generate": [1.0, 1.0], "moved_samples/actor.generate": [0.0, 0.0]})
+
+    section = section_of(content_of(folder), "generation")
+
+    assert section["charts"] == []
+    assert section["sentences"] == [
+        "Drafts save 0 % of the decoding steps of actor.generate in the last tenth: leave speculation out, or try "
+        "another drafter.",
+        "tokens_per_step/actor.generate begins and ends at 1 token, over 2 points.",
+        "moved_samples/actor.generate begins and ends at 0 samples, over 2 points.",
+    ]
 
 
 def test_an_error_that_ended_the_run_is_its_first_finding(tmp_path: Path) -> None:

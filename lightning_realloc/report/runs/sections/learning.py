@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from lightning_realloc.report.runs.charts import (
     TEXT,
     Json,
@@ -85,7 +83,7 @@ def _chart(chart: _Chart, metrics: Mapping[str, Series]) -> Json | None:
 
 
 def _draw(chart: _Chart, shown: Iterable[Series], metrics: Mapping[str, Series]) -> Json | None:
-    known = [series for series in shown if not _is_constant(series)]
+    known = [series for series in shown if not series.is_constant]
     if not known:
         return None
     lines = [one for series in known for one in lines_of(series)]
@@ -105,15 +103,9 @@ def _shortest_and_longest(metrics: Mapping[str, Series]) -> Iterator[Json]:
         yield line(name, series.steps[chosen], series.values[chosen], pale=True)
 
 
-def _is_constant(series: Series) -> bool:
-    """Return whether a metric has one value only, or none that is finite; a chart of it would say nothing."""
-    values = series.finite().values
-    return not len(values) or (len(values) > 1 and float(np.ptp(values)) == 0.0)
-
-
 def _constant_metrics(metrics: Mapping[str, Series]) -> str:
     """Return a sentence with the metrics that no chart shows."""
-    constant = {name: series.finite().values for name, series in sorted(metrics.items()) if _is_constant(series)}
+    constant = {name: series.finite().values for name, series in sorted(metrics.items()) if series.is_constant}
     named = [f"{name} {values[0]:.4g}" for name, values in constant.items() if len(values)]
     return f"Constant, and in no chart: {', '.join(named)}." if named else ""
 

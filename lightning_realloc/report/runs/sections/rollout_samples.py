@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,10 +16,12 @@ from lightning_realloc.report.runs.charts import (
     line,
     line_chart,
     lines_of,
+    quantity,
     section,
     table,
 )
 from lightning_realloc.report.runs.run_folder import MAX_CELL_CHARACTERS, RunFolder, as_number
+from lightning_realloc.report.runs.series import Series
 
 _GENERATION = (
     ("tokens_per_step", "Tokens per decoding step", "tokens", "speculation=Speculation()"),
@@ -27,22 +30,39 @@ _GENERATION = (
     ("hidden_s", "Seconds of inference during generation", "s", "generation_chunks"),
 )
 """Prefix of a metric, title, unit, and the setting with which it is logged."""
+LITTLE_SAVED = 0.05
+"""Share of saved decoding steps below which drafts cost about as much as they save."""
 
 
 def generation_section(run: RunFolder) -> Json:
     """Return the section on speculation, rebalancing, preemption and chunks."""
-    charts, unused = [], []
+    charts, sentences, unused = [], list(_saved_steps(run)), []
     for prefix, title, unit, setting in _GENERATION:
         found = [series for name, series in sorted(run.metrics.items()) if name.startswith(f"{prefix}/")]
         if not found:
             unused.append(setting)
             continue
-        lines = [one for series in found for one in lines_of(series, series.name.partition("/")[2])]
         summary = " ".join(describe_series(series, unit) for series in found)
-        charts.append(line_chart(prefix.replace("_", "-"), title, unit, lines, summary=summary))
+        sentences.append(summary)
+        lines = [one for series in found if not series.is_constant for one in _lines_of_call(series)]
+        if lines:
+            charts.append(line_chart(prefix.replace("_", "-"), title, unit, lines, summary=summary))
     missing = f"Not in use, or not logged: {', '.join(unused)}." if unused else None
-    sentences = [chart["summary"] for chart in charts]
     return section("generation", "Speculation and rebalancing", sentences=sentences, charts=charts, missing=missing)
+
+
+def _lines_of_call(series: Series) -> list[Json]:
+    return lines_of(series, series.name.partition("/")[2])
+
+
+def _saved_steps(run: RunFolder) -> Iterator[str]:
+    """Yield a sentence for each call with drafts: the share of decoding steps that they save."""
+    for name, series in sorted(run.metrics.items()):
+        if not name.startswith("tokens_per_step/") or not len(series.part(0.9, 1.0)):
+            continue
+        call, saved = name.partition("/")[2], 1.0 - 1.0 / max(1.0, series.final_mean())
+        advice = "" if saved >= LITTLE_SAVED else ": leave speculation out, or try another drafter"
+        yield f"Drafts save {quantity(saved, 'share')} of the decoding steps of {call} in the last tenth{advice}."
 
 
 def rollouts_section(run: RunFolder) -> Json:
