@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import RolloutTable as RolloutTable
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.callbacks import Timeline as Timeline
+    from lightning_realloc.callbacks import TrackioLogger as TrackioLogger
     from lightning_realloc.data.demonstrations import SFTDataModule as SFTDataModule
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
@@ -169,6 +170,7 @@ _HOMES = {
     "RolloutTable": "callbacks",
     "SaveHuggingFace": "callbacks",
     "Timeline": "callbacks",
+    "TrackioLogger": "callbacks",
 }
 
 

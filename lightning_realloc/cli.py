@@ -37,6 +37,7 @@ from lightning_realloc.callbacks import (
     RolloutTable,
     SaveHuggingFace,
     Timeline,
+    TrackioLogger,
 )
 from lightning_realloc.commands.chat_command import CHAT_HELP, run_chat
 from lightning_realloc.commands.checkpoint_commands import (
@@ -96,6 +97,7 @@ SHORT_NAMES = (
     MetricAlarm,
     Timeline,
     AutoTuner,
+    TrackioLogger,
 )
 """Classes that a configuration can name without their module; others need the full class path."""
 _UNKNOWN_CLASS = re.compile(

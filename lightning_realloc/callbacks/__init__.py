@@ -1,4 +1,4 @@
-"""Lightning callbacks: tuning, reallocation, weight averages, Hugging Face export, predictions and monitoring.
+"""Lightning callbacks: tuning, reallocation, weight averages, Hugging Face export, predictions, monitoring and loggers.
 
 Start with `PhaseCallback`, whose hooks run around every call. `AutoTuner` chooses the plan during a run.
 """
@@ -6,6 +6,7 @@ Start with `PhaseCallback`, whose hooks run around every call. `AutoTuner` choos
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.huggingface import SaveHuggingFace
+from lightning_realloc.callbacks.loggers import TrackioLogger
 from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
 from lightning_realloc.callbacks.metric_alarm import MetricAlarm
 from lightning_realloc.callbacks.phase import PhaseCallback
@@ -25,4 +26,5 @@ __all__ = [
     "RolloutTable",
     "SaveHuggingFace",
     "Timeline",
+    "TrackioLogger",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
+from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, shows_pictures
 from lightning_realloc.callbacks.phase import PhaseCallback, planned_iterations, realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.recording.events import Event, PlanInstalled, PlanPredicted, RunEnded, RunStarted, event_to_json
+from lightning_realloc.recording.iteration_picture import draw_iteration
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
+from lightning_realloc.recording.pieces import TimePiece
 from lightning_realloc.recording.rank_recorder import (
     EVENTS_FILE,
     METRICS_FILE,
@@ -43,6 +47,10 @@ PREDICTED_AFTER = 2
 """Iterations under a plan after which its prediction is made, by the lengths of the latest one."""
 DETAILED_AFTER_PLAN = 3
 """Iterations after a change of plans whose pieces are written in any case."""
+MAX_RANKS_OF_IMAGE = 64
+"""Ranks that a picture in loggers shows, the first ones; the record has all. A larger number takes longer to draw."""
+_IMAGE_NAME = "timeline"
+"""Name of the pictures in loggers and of their files."""
 _READER = "timeline"
 
 
@@ -52,20 +60,33 @@ class Timeline(PhaseCallback):
     ``lightning-realloc report`` and ``lightning-realloc dashboard`` show the record. ``trace.json`` in its folder opens
     in https://ui.perfetto.dev: the recorded iterations next to the predicted one.
 
+    Loggers get a picture ``timeline`` of an iteration, with a lane for each rank: an image in TensorBoard, SVG in
+    Weights & Biases, Trackio and MLflow (``timeline/step_0000099.svg``). The first one is the third iteration of each
+    plan, when times have settled.
+
     Args:
         folder: Folder of the record; None: ``record`` in the folder of the first logger with files, else in the
             Trainer's ``default_root_dir``. With several hosts, all of them must see it.
         predict: Whether to predict seconds and memory of the plan after its second iteration, to compare them with
             measured ones. It takes milliseconds, once for each plan.
+        image_every_n_steps: Iterations between pictures in loggers; None: no pictures.
+
+    Raises:
+        ConfigError: if ``image_every_n_steps`` is below 1.
 
     Example:
         >>> from lightning_realloc import Timeline
         >>> timeline = Timeline()  # Trainer(strategy="realloc", callbacks=[timeline])
     """
 
-    def __init__(self, folder: str | Path | None = None, *, predict: bool = True) -> None:
+    def __init__(
+        self, folder: str | Path | None = None, *, predict: bool = True, image_every_n_steps: int | None = 100
+    ) -> None:
+        if image_every_n_steps is not None and image_every_n_steps < 1:
+            raise ConfigError(f"image_every_n_steps={image_every_n_steps} must be at least 1; None logs no pictures")
         self.folder = None if folder is None else local_path(folder, "Timeline(folder=...)")
         self.predict = predict
+        self.image_every_n_steps = image_every_n_steps
         self._record_folder: Path | None = None
         self._recorder: RankRecorder | None = None
         self._events: JsonLines | None = None
@@ -75,6 +96,8 @@ class Timeline(PhaseCallback):
         self._baseline_bytes: int | None = None
         """Memory before the models are built, which predictions leave out."""
         self._num_iterations = self._num_under_plan = 0
+        self._logs_images = False
+        self._output = LoggerOutput()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigError for a run without calls."""
@@ -95,8 +118,9 @@ class Timeline(PhaseCallback):
         strategy = realloc_strategy(trainer)
         folder = self.folder or _default_folder(trainer)
         self._record_folder = folder
-        ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), time.time()))
-        unix_s = ranks[0][2]
+        shows_images = self.image_every_n_steps is not None and shows_pictures(trainer.loggers)
+        ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), time.time(), shows_images))
+        *_, unix_s, self._logs_images = ranks[0]  # other ranks may have other loggers
         strategy.barrier("timeline")  # ranks leave it together: the zero of all clocks
         self._recorder = RankRecorder(folder / rank_file(trainer.global_rank), strategy.runner.record, time.monotonic())
         self._recorder.write_header(step=trainer.global_step, unix_s=unix_s, baseline_bytes=self._baseline_bytes)
@@ -111,7 +135,7 @@ class Timeline(PhaseCallback):
                 max_steps=planned_iterations(trainer),
                 algorithm=type(pl_module).__name__,
                 devices=tuple(device for device, *_ in ranks),
-                hosts=tuple(host for _, host, _ in ranks),
+                hosts=tuple(host for _, host, *_ in ranks),
                 precision=str(strategy.precision_plugin.precision),
                 roles={name: strategy.pool.specs[name].num_elements for name in strategy.pool.roles},
             )
@@ -149,10 +173,13 @@ class Timeline(PhaseCallback):
         self._num_under_plan += 1
         if self.predict and self._num_under_plan == PREDICTED_AFTER:
             self._predict(trainer)
-        detailed = is_detailed(self._num_iterations) or self._num_under_plan <= DETAILED_AFTER_PLAN
+        has_image = self._logs_images and self._is_image_due(trainer.global_step)
+        detailed = has_image or is_detailed(self._num_iterations) or self._num_under_plan <= DETAILED_AFTER_PLAN
         energy_j = None if self._energy is None else self._energy.take()
-        self._recorder.end_iteration(trainer.global_step, is_detailed=detailed, energy_j=energy_j)
+        made = self._recorder.end_iteration(trainer.global_step, is_detailed=detailed, energy_j=energy_j)
         self._num_iterations += 1
+        if has_image:
+            self._log_image(trainer, made.pieces or ())
         if self._metrics is not None:
             values = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(("val/", "test/"))}
             self._metrics.write({"step": trainer.global_step, "unix_s": time.time(), "metrics": values})
@@ -196,6 +223,20 @@ class Timeline(PhaseCallback):
             if file is not None:
                 file.close()
         self._recorder = self._events = self._metrics = None
+
+    # ---- images in loggers
+    def _is_image_due(self, step: int) -> bool:
+        assert self.image_every_n_steps is not None, "checked in on_train_start"
+        return self._num_under_plan == DETAILED_AFTER_PLAN or step % self.image_every_n_steps == 0
+
+    def _log_image(self, trainer: Trainer, pieces: Sequence[TimePiece]) -> None:
+        """Give loggers a picture of all ranks. Collective over all ranks."""
+        by_rank = gather_objects(pieces if trainer.global_rank < MAX_RANKS_OF_IMAGE else ())
+        if trainer.is_global_zero:
+            shown = dict(enumerate(by_rank[:MAX_RANKS_OF_IMAGE]))
+            drawing = draw_iteration(shown, num_ranks=len(by_rank))
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as loggers count the metrics of an iteration
+            self._output.write_picture(trainer.loggers, Picture(_IMAGE_NAME, drawing, step))
 
     # ---- predictions
     def _predict(self, trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_realloc.algorithms.best_of_n import BestOfN
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks import RolloutTable
-from lightning_realloc.callbacks.rollout_table import markdown
+from lightning_realloc.callbacks.loggers.logged_table import markdown
 from lightning_realloc.errors import ConfigError
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs

@@ -1,0 +1,86 @@
+"""Rows of samples as CSV files, as Markdown, and as cells of text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_MARKDOWN_CELL_CHARACTERS = 1000
+"""Longest cell in Markdown, which is shown whole; longer cells are cut."""
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of an iteration; all have the same columns, and there is at least one."""
+
+    name: str
+    """Name in loggers, and of files."""
+    rows: tuple[Row, ...]
+    step: int
+    """Step that loggers count the iteration's metrics with."""
+    begins_run: bool = False
+    """Whether files of an earlier run are replaced."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        return list(self.rows[0])
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """Cells as text, row by row."""
+        return [[cell_text(row[name]) for name in self.columns] for row in self.rows]
+
+    def to_csv(self) -> str:
+        """Return a CSV file with a header."""
+        file = io.StringIO(newline="")
+        csv.writer(file).writerows([self.columns, *self.cells])
+        return file.getvalue()
+
+    def append_to(self, path: Path) -> None:
+        """Append the rows to a CSV file; columns that its header lacks are dropped.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        appends = path.is_file() and not self.begins_run
+        header = _header(path) if appends else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if appends else "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, header or self.columns, extrasaction="ignore")
+            if not header:
+                writer.writeheader()
+            writer.writerows(dict(zip(self.columns, row, strict=True)) for row in self.cells)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return rows with the same columns as a Markdown table; long cells are cut."""
+    header = list(rows[0])
+    lines = [header, ["---"] * len(header), *([_markdown_cell(row[name]) for name in header] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell_text(value: object) -> str:
+    """Return a value as text: numbers with six digits, None as "", lists and mappings as JSON."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _header(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])
+
+
+def _markdown_cell(value: object) -> str:
+    text = " ⏎ ".join(cell_text(value).splitlines()).replace("|", "\\|")
+    limit = MAX_MARKDOWN_CELL_CHARACTERS
+    return text if len(text) <= limit else text[: limit - 1] + "…"
