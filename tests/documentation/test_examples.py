@@ -39,6 +39,8 @@ SMALL: dict[str, Any] = {
     "enable_model_summary": False,
 }
 """Settings that replace those of every Trainer on the pages."""
+OPTIONAL = {"quantization_config=": "bitsandbytes", "MLFlowLogger(": "mlflow", "TrackioLogger(": "trackio"}
+"""Text of a block -> package without which it is left out: those that are in no extra of the tests."""
 
 
 def has_examples(language: str) -> Any:
@@ -77,8 +79,8 @@ def prelude() -> dict[str, Any]:
 def run_blocks(page: str, module: ModuleType) -> Iterator[None]:
     """Run the Python blocks of a page in one namespace, and yield after each; tracebacks show lines of the page."""
     for block in examples(page, "python"):
-        if "quantization_config=" in block.text and find_spec("bitsandbytes") is None:
-            continue  # that package is in no extra of the tests: importing it takes seconds in every process
+        if any(text in block.text and find_spec(package) is None for text, package in OPTIONAL.items()):
+            continue
         exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec"), module.__dict__)
         yield
 
