@@ -94,6 +94,7 @@ def image_seconds(folder: Path, *, num_ranks: int, images: int = 6) -> list[floa
         drawing = draw_iteration(pieces, num_ranks=num_ranks)
         output.write_picture([logger], Picture("timeline", drawing, step))
         seconds.append(time.process_time() - began)
+    logger.experiment.close()
     return seconds
 
 

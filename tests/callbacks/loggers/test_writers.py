@@ -130,6 +130,11 @@ def test_the_image_has_the_colors_of_the_drawing() -> None:
     assert tuple(pixels[-1, -1]) == (255, 255, 255)
 
 
+def test_an_image_of_many_ranks_has_few_pixels() -> None:
+    drawing = lay_out([Lane(f"rank {rank}", LANES[0].bars) for rank in range(64)])
+    assert paint(drawing).size == (drawing.width, drawing.height)
+
+
 @given(cells=st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4))
 def test_a_table_as_csv_can_be_read_back(cells: list[tuple[str, str]]) -> None:
     table = Table("t", tuple({"prompt": prompt, "response": response} for prompt, response in cells), 0)
