@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import Logger
@@ -27,7 +27,8 @@ class TrackioLogger(Logger):
         project: Name of the project, a group of runs.
         name: Name of the run; None: Trackio chooses one.
         space_id: Space of Hugging Face that gets the run, such as ``"user/runs"``; None: the run stays on this machine.
-        **options: Further arguments of ``trackio.init``, such as ``resume="allow"``.
+        resume: Whether a run of this name continues: ``"never"``, ``"allow"`` if there is one, or ``"must"``.
+        **options: Further arguments of ``trackio.init``, such as ``group="rewards"``.
 
     Raises:
         ConfigError: without the package trackio.
@@ -38,13 +39,19 @@ class TrackioLogger(Logger):
     """
 
     def __init__(
-        self, project: str = "lightning_logs", name: str | None = None, *, space_id: str | None = None, **options: Any
+        self,
+        project: str = "lightning_logs",
+        name: str | None = None,
+        *,
+        space_id: str | None = None,
+        resume: Literal["never", "allow", "must"] = "never",
+        **options: Any,
     ) -> None:
         if find_spec("trackio") is None:
             raise ConfigError("TrackioLogger needs the package trackio; pip install trackio")
         super().__init__()
         self._project, self._name = project, name
-        self._options: dict[str, Any] = {"space_id": space_id, **options}
+        self._options: dict[str, Any] = {"space_id": space_id, "resume": resume, **options}
         self._run: trackio.Run | None = None
 
     @property
@@ -66,7 +73,7 @@ class TrackioLogger(Logger):
             import trackio
 
             self._run = trackio.init(self._project, self._name, **self._options)
-            self._name, self._options = self._run.name, {**self._options, "resume": "allow"}
+            self._name, self._options["resume"] = self._run.name, "allow"
         return self._run
 
     @rank_zero_only
@@ -74,7 +81,7 @@ class TrackioLogger(Logger):
         """Add to the run's settings."""
         added = vars(params) if isinstance(params, Namespace) else params
         self.experiment.config.update(added)
-        self._options["config"] = {**self._options.get("config", {}), **added}  # a continued run replaces them
+        self._options["config"] = {**(self._options.get("config") or {}), **added}  # a continued run replaces them
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
