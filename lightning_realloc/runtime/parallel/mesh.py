@@ -44,7 +44,7 @@ class MeshRegistry:
 
         Collective: every rank of the world calls it with the same layouts, including ranks outside the layouts.
         """
-        wanted = {ranks for layout in layouts for ranks in _rank_groups(layout)}
+        wanted = {ranks for layout in layouts for ranks in rank_groups(layout)}
         everyone = tuple(range(dist.get_world_size()))
         if everyone in wanted:  # not cached by world: the cache would keep the default group alive
             self._groups[everyone] = dist.group.WORLD
@@ -128,7 +128,8 @@ def _common_groups() -> _Groups:
     return groups
 
 
-def _rank_groups(layout: Layout) -> Iterable[tuple[int, ...]]:
+def rank_groups(layout: Layout) -> Iterable[tuple[int, ...]]:
+    """Yield the ranks of every group that a layout needs; layouts share groups of the same ranks."""
     for axes in _GROUPED_AXES:
         for ranks in layout.groups(*axes):
             # For dp > 1 and fsdp = 1, FSDP's mesh has groups of one rank along "fsdp".
