@@ -39,6 +39,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs an environment with vLLM: `make vllm-env`, or VLLM_PYTHON with its interpreter")
     if item.get_closest_marker("inductor") is not None and "inductor" not in item.config.option.markexpr:
         pytest.skip("has g++ compile for half a minute: run with -m inductor")
+    if item.get_closest_marker("ray") is not None and "ray" not in item.config.option.markexpr:
+        pytest.skip("starts a cluster of two machines, and takes minutes: run with -m ray")
     if item.get_closest_marker("real") is not None and "real" not in item.config.option.markexpr:
         pytest.skip("needs the model of `make demo-real`, and minutes: run with -m real")
 

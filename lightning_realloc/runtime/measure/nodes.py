@@ -24,7 +24,7 @@ _COMPARED = ("lightning-realloc", "torch", "transformers", "lightning", "peft")
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankHost:
     """Where a rank runs, and with what."""
 
     host: str
@@ -33,7 +33,7 @@ class RankPlace:
     """Package -> version without its local part, which names a build such as ``+cu130``; packages may be missing."""
 
     @classmethod
-    def of_this_process(cls) -> RankPlace:
+    def of_this_process(cls) -> RankHost:
         """Return the place of this process."""
         versions = {"Python": platform.python_version().rpartition(".")[0]}
         for package in _COMPARED:
@@ -61,12 +61,12 @@ def describe_cluster(num_nodes: int, ranks_per_node: int, device: torch.device) 
 
 def check_nodes(ranks_per_node: int) -> None:
     """Raise ConfigError on every rank if `find_problem` finds one. Collective over all ranks."""
-    problem = find_problem(gather_objects(RankPlace.of_this_process()), ranks_per_node)
+    problem = find_problem(gather_objects(RankHost.of_this_process()), ranks_per_node)
     if problem is not None:
         raise ConfigError(problem)
 
 
-def find_problem(places: Sequence[RankPlace], ranks_per_node: int) -> str | None:
+def find_problem(places: Sequence[RankHost], ranks_per_node: int) -> str | None:
     """Return a fault of a run's nodes with the way out; None without one. Pure.
 
     Args:
@@ -76,7 +76,7 @@ def find_problem(places: Sequence[RankPlace], ranks_per_node: int) -> str | None
     return _version_problem(places) or _node_problem(places, ranks_per_node)
 
 
-def _version_problem(places: Sequence[RankPlace]) -> str | None:
+def _version_problem(places: Sequence[RankHost]) -> str | None:
     """Return a line about the first rank that differs from rank 0, with all its differing versions."""
     first = places[0]
     for rank, place in enumerate(places):
@@ -90,11 +90,11 @@ def _version_problem(places: Sequence[RankPlace]) -> str | None:
     return None
 
 
-def _of(place: RankPlace, package: str) -> str:
+def _of(place: RankHost, package: str) -> str:
     return place.versions.get(package, "not installed")
 
 
-def _node_problem(places: Sequence[RankPlace], ranks_per_node: int) -> str | None:
+def _node_problem(places: Sequence[RankHost], ranks_per_node: int) -> str | None:
     """Return a line about the first node whose ranks run on several hosts."""
     for begin in range(0, len(places), ranks_per_node):
         members = places[begin : begin + ranks_per_node]
@@ -106,7 +106,7 @@ def _node_problem(places: Sequence[RankPlace], ranks_per_node: int) -> str | Non
     return None
 
 
-def _spread(places: Sequence[RankPlace]) -> str:
+def _spread(places: Sequence[RankHost]) -> str:
     """Return every host with its ranks, in the order of the first ones."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -114,7 +114,7 @@ def _spread(places: Sequence[RankPlace]) -> str:
     return ", ".join(f"{host.partition('/')[0]} (rank {format_ranks(members)})" for host, members in ranks.items())
 
 
-def _way_out(places: Sequence[RankPlace]) -> str:
+def _way_out(places: Sequence[RankHost]) -> str:
     counts = Counter(place.host for place in places)
     if len(set(counts.values())) > 1:
         return "start the same number of processes on every node"

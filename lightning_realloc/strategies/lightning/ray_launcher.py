@@ -217,14 +217,14 @@ def _resumed(work: RankWork, saved: CheckpointList) -> RankWork:
     """Return the work from its newest complete checkpoint; as it was if none has been saved, or for no fit."""
     import ray
 
-    newest = newest_complete(ray.get(saved.read.remote()))
+    newest = last_complete(ray.get(saved.read.remote()))
     return work if newest is None else work.resumed_from(newest)
 
 
-def newest_complete(paths: Sequence[str]) -> str | None:
+def last_complete(paths: Sequence[str]) -> str | None:
     """Return the last path of a complete checkpoint, a folder or a file; None without one."""
     found = (path for path in reversed(paths) if os.path.isfile(path) or is_complete(Path(path)))
     return next(found, None)
 
 
-__all__ = ["RayLauncher", "RankWork", "newest_complete"]
+__all__ = ["RayLauncher", "RankWork", "last_complete"]

@@ -11,16 +11,16 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import ClusterSpec
 from lightning_realloc.runtime.measure import nodes
 from lightning_realloc.runtime.measure.links import measure_links
-from lightning_realloc.runtime.measure.nodes import RankPlace, check_nodes, find_problem
+from lightning_realloc.runtime.measure.nodes import RankHost, check_nodes, find_problem
 from tests.workers import WorkerPool
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
 
 
-def places(hosts: str, **versions_of_last: str) -> list[RankPlace]:
+def places(hosts: str, **versions_of_last: str) -> list[RankHost]:
     """Return a place per letter, which names its host; the last rank may have other versions."""
-    found = [RankPlace(f"{host}/boot-of-{host}", VERSIONS) for host in hosts]
-    return [*found[:-1], RankPlace(found[-1].host, VERSIONS | versions_of_last)]
+    found = [RankHost(f"{host}/boot-of-{host}", VERSIONS) for host in hosts]
+    return [*found[:-1], RankHost(found[-1].host, VERSIONS | versions_of_last)]
 
 
 @pytest.mark.parametrize(("hosts", "per_node"), [("aabb", 2), ("aaaa", 4), ("aaaa", 2), ("abcd", 1)])

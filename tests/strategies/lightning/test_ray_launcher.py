@@ -25,7 +25,7 @@ from tests.strategies.lightning import ray_runs
 from tests.strategies.lightning.ray_runs import Fails, Fault, OddError
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'lightning-realloc[ray]'")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 
 MACHINE = {"num_cpus": 2, "object_store_memory": 78_643_200}  # bytes: the smallest store that Ray starts
 DETECTION = {

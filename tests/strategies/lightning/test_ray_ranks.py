@@ -20,7 +20,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning import ray_cluster
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher
-from lightning_realloc.strategies.lightning.ray_launcher import RankWork, RayLauncher, newest_complete
+from lightning_realloc.strategies.lightning.ray_launcher import RankWork, RayLauncher, last_complete
 from lightning_realloc.strategies.lightning.ray_ranks import (
     RankFailure,
     RankPlace,
@@ -161,12 +161,12 @@ def test_a_run_that_starts_again_begins_with_the_checkpoint() -> None:
         assert again.args[0] == "model"
 
 
-def test_the_newest_complete_checkpoint_is_chosen(tmp_path: Path) -> None:
+def test_the_last_complete_checkpoint_is_chosen(tmp_path: Path) -> None:
     complete, begun, removed = tmp_path / "1.ckpt", tmp_path / "2.ckpt", tmp_path / "0.ckpt"
     complete.touch()
     begun.mkdir()  # a folder of shards without its description
-    assert newest_complete([str(removed), str(complete), str(begun)]) == str(complete)
-    assert newest_complete([str(removed), str(begun)]) is None
+    assert last_complete([str(removed), str(complete), str(begun)]) == str(complete)
+    assert last_complete([str(removed), str(begun)]) is None
 
 
 # ---- settings
