@@ -147,8 +147,8 @@ class RayReward:
                     f"{self.__name__}: Ray has no actor named {judge!r}; create it with "
                     f".options(name={judge!r}) in the run's namespace before fit"
                 ) from error
-        call: Callable[..., Any] = getattr(judge, self.method, judge).remote
-        return call
+        # Ray 2.40 keeps no reference from a method to its actor: hold the handle while calls are made.
+        return lambda **chunk: getattr(judge, self.method, judge).remote(**chunk)
 
 
 __all__ = ["RayReward"]
