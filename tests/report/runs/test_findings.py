@@ -67,6 +67,8 @@ def test_a_rising_reward_is_flat_or_falling_in_hardly_any_of_many_noisy_runs() -
         ("equal-groups", {"frac_reward_zero_std": np.linspace(0.2, 0.95, 200)}),
         ("truncated", {"truncated": [0.5] * 200}),
         ("length-explosion", {"reward": 0.2 + NOISE, "response_length": np.linspace(100, 900, 200)}),
+        ("length-collapse", {"reward": 0.2 + NOISE, "response_length": np.linspace(100, 3, 200)}),
+        ("kl-far", {"actor__kl": [2.0] * 200}),
         ("not-finite", {"actor__loss": [0.1] * 100 + [float("nan")] * 100}),
         ("failed-rewards", {"reward_failures__judge": [0.2] * 200}),
     ],
@@ -76,6 +78,14 @@ def test_every_warning_applies_to_a_run_that_deserves_it(expected: str, metrics:
 
     assert expected in found
     assert found[expected]["advice"]
+
+
+def test_shorter_responses_of_a_learning_actor_get_no_warning() -> None:
+    assert _names(run_with(reward=RISING, response_length=np.linspace(100, 3, 200))) == set()
+
+
+def test_a_score_counts_for_more_than_a_reward_whose_penalty_shrinks() -> None:
+    assert "reward-flat" in _names(run_with(reward=RISING, score=0.2 + NOISE))
 
 
 def test_a_warning_gives_its_numbers() -> None:

@@ -32,6 +32,8 @@ has 1 to 3 nats, trained reasoning models 0.2 to 0.5; Cui et al. (arXiv:2505.226
 RUNAWAY_NATS, RUNAWAY_GROWTH = 0.1, 3.0
 """KL per token runs away above this many nats, if it has grown this many times since the middle of the run. It always
 grows from 0 at the start, so the middle counts; published runs end at 0.001 to 0.05 nats."""
+FAR_NATS = 1.0
+"""KL per token at which the actor writes other text than the reference, however it came there."""
 MIN_SKIPPED, SKIPPED_SHARE = 3, 0.02
 """Skipped optimizer steps, in all and per iteration, from which a warning is given: fp16 skips one or two at first."""
 EQUAL_GROUPS = 0.7
@@ -40,6 +42,8 @@ TRUNCATED_SHARE = 0.3
 """Share of truncated responses above which the limit, not the actor, ends many."""
 LONGER_FACTOR = 2.0
 """Growth of responses that counts as an explosion if the reward does not rise with it."""
+SHORTER_SHARE = 0.25
+"""Share of their first length to which responses have collapsed if the reward does not rise with it."""
 FAILED_REWARDS = 0.05
 """Share of samples without a reward above which the reward function needs attention."""
 
@@ -68,7 +72,8 @@ def _ends(series: Series | None, min_points: int = MIN_POINTS) -> tuple[Values, 
 
 
 def _reward(metrics: Metrics) -> Series | None:
-    return metrics.get("reward", metrics.get("score"))
+    """Return the reward without penalties for divergence, which shorter responses lower by themselves."""
+    return metrics.get("score", metrics.get("reward"))
 
 
 def _failure(run: RunFolder) -> Iterator[Json]:
@@ -135,6 +140,10 @@ def _kl_runaway(metrics: Metrics) -> Iterator[Json]:
             text = f"{name} runs away: {middle:.3g} in the middle of the run, {last:.3g} nats per token at its end."
             advice = "Raise kl_coef or lower the learning rate; the actor leaves the text that the reference writes."
             yield finding("kl-runaway", text, advice)
+        elif last > FAR_NATS:
+            text = f"{name} is {last:.3g} nats per token at the end: the actor is far from its reference."
+            advice = "Check that the reference is the model that training began with; else raise kl_coef."
+            yield finding("kl-far", text, advice)
 
 
 def _skipped_steps(metrics: Metrics) -> Iterator[Json]:
@@ -167,19 +176,22 @@ def _truncated(metrics: Metrics) -> Iterator[Json]:
         yield finding("truncated", text, advice)
 
 
-def _length_explosion(metrics: Metrics) -> Iterator[Json]:
+def _length_change(metrics: Metrics) -> Iterator[Json]:
     ends, rewards = _ends(metrics.get("response_length")), _ends(_reward(metrics))
-    if ends is None or rewards is None:
+    if ends is None or rewards is None or errors_apart(*rewards) >= NOTICEABLE_ERRORS:
         return
     first, last = (float(part.mean()) for part in ends)
-    is_longer = last > LONGER_FACTOR * first and errors_apart(*ends) > CLEAR_ERRORS
-    if is_longer and errors_apart(*rewards) < NOTICEABLE_ERRORS:
-        text = (
-            f"Responses grow from {first:.0f} to {last:.0f} tokens, and the reward does not rise "
-            f"({rewards[0].mean():.4g} to {rewards[1].mean():.4g})."
-        )
+    lengths = f"from {first:.3g} to {last:.3g} tokens"
+    unmoved = f"and the reward does not rise with it ({rewards[0].mean():.4g} to {rewards[1].mean():.4g})."
+    if last > LONGER_FACTOR * first and errors_apart(*ends) > CLEAR_ERRORS:
         advice = "Penalize length, set missing_eos_penalty, or average the loss over tokens instead of responses."
-        yield finding("length-explosion", text, advice)
+        yield finding("length-explosion", f"Responses grow {lengths}, {unmoved}", advice)
+    elif last < SHORTER_SHARE * first and errors_apart(*ends) < -CLEAR_ERRORS:
+        advice = (
+            "Read some responses: the actor may end at once to escape a penalty. Lower kl_coef and the learning rate, "
+            "or set min_new_tokens."
+        )
+        yield finding("length-collapse", f"Responses shrink {lengths}, {unmoved}", advice)
 
 
 def _failed_rewards(metrics: Metrics) -> Iterator[Json]:
@@ -198,6 +210,6 @@ _CHECKS: tuple[Callable[[Metrics], Iterator[Json]], ...] = (
     _skipped_steps,
     _equal_groups,
     _truncated,
-    _length_explosion,
+    _length_change,
     _failed_rewards,
 )
