@@ -97,12 +97,13 @@ def _flat_reward(metrics: Metrics) -> Iterator[Json]:
     if ends is None:
         return
     first, last = ends
+    name = "reward before penalties (score)" if "score" in metrics else "reward"
     apart, numbers = errors_apart(first, last), f"from {first.mean():.4g} to {last.mean():.4g}"
     if apart < -CLEAR_ERRORS:
-        text = f"The reward falls, {numbers} (first to last fifth of the run, {-apart:.0f} standard errors)."
+        text = f"The {name} falls, {numbers} (first to last fifth of the run, {-apart:.0f} standard errors)."
         yield finding("reward-falls", text, "Lower the learning rate, or raise kl_coef; compare with val/reward.")
     elif abs(apart) < NOTICEABLE_ERRORS and not _is_solved(metrics):
-        text = f"The reward is flat: {numbers}, within {NOTICEABLE_ERRORS:.0f} standard errors of its noise."
+        text = f"The {name} is flat: {numbers}, within {NOTICEABLE_ERRORS:.0f} standard errors of its noise."
         advice = (
             "Read some responses (RolloutTable): the reward may miss right answers. Else raise the learning rate or n, "
             "or use easier prompts."
@@ -188,8 +189,8 @@ def _length_change(metrics: Metrics) -> Iterator[Json]:
         yield finding("length-explosion", f"Responses grow {lengths}, {unmoved}", advice)
     elif last < SHORTER_SHARE * first and errors_apart(*ends) < -CLEAR_ERRORS:
         advice = (
-            "Read some responses: the actor may end at once to escape a penalty. Lower kl_coef and the learning rate, "
-            "or set min_new_tokens."
+            "Read some responses: the actor may end at once to escape a penalty. Set min_new_tokens, or lower the "
+            "learning rate."
         )
         yield finding("length-collapse", f"Responses shrink {lengths}, {unmoved}", advice)
 

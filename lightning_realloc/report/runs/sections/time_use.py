@@ -28,6 +28,8 @@ from lightning_realloc.report.runs.series import Series, bin_edges, bin_means, r
 from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX
 
 RECORD_IT = "No record of time: train with callbacks=[Timeline()]."
+CLOSE_SHARE = 0.9
+"""Share of the costliest call's seconds from which another one is named, too."""
 MUCH_WAITING = 0.2
 """Mean share of waiting from which advice is about the layouts."""
 MUCH_HOST, MUCH_MOVING = 0.15, 0.1
@@ -63,9 +65,11 @@ def _costliest(time: RankTime) -> str:
     if not calls or not whole > 0:
         return "The record has no call of more than 0 seconds."
     (_, name), seconds = max(calls.items(), key=lambda one: one[1])
+    close = [other for (_, other), s in calls.items() if other != name and s > CLOSE_SHARE * seconds]
+    beside = f", {' and '.join(close)} hardly less" if close else ""
     return (
         f"{name} costs most: {quantity(seconds, 's')} of {quantity(whole, 's')} an iteration "
-        f"({quantity(seconds / whole, 'share')}; medians, on the slowest rank, without waiting)."
+        f"({quantity(seconds / whole, 'share')}; medians, on the slowest rank, without waiting){beside}."
     )
 
 
@@ -85,6 +89,10 @@ def _advice(run: RunFolder, time: RankTime) -> str:
     moving = sum(share for (kind, _), share in shares.items() if kind == "move")
     calls = {name: share for (kind, name), share in shares.items() if kind == "call"}
     most = max(calls, key=lambda name: calls[name], default="")
+    spent = (
+        f"Over all ranks, {most} takes {quantity(calls.get(most, 0.0), 'share')} of the time, and waiting "
+        f"{quantity(waiting, 'share')}"
+    )
     if waiting > MUCH_WAITING:
         return _advice_on_waiting(run, time, waiting, most)
     if host > MUCH_HOST:
@@ -102,11 +110,9 @@ def _advice(run: RunFolder, time: RankTime) -> str:
         ways = [] if has_drafts else ["speculation=Speculation()"]
         ways += [] if _has_tuner(run) else ["AutoTuner, for other layouts of it"]
         advice = f": try {', and '.join(ways)}" if ways else ""
-        return f"Generation dominates and ranks wait little ({quantity(waiting, 'share')}){advice}."
+        return f"{spent}{advice}."
     if most.endswith(".train"):
-        return (
-            f'Training dominates and ranks wait little: try TrainOptions(compile="inductor"), or AutoTuner for {most}.'
-        )
+        return f'{spent}: try TrainOptions(compile="inductor"), or AutoTuner for {most}.'
     return "No single cause stands out; AutoTuner looks for a faster plan while training."
 
 
