@@ -39,7 +39,7 @@ MOST_FSDP = 64
 """Ranks of an FSDP group in the usual move: eight nodes."""
 MAX_FLAT = 512
 """Most ranks for which FSDP over all of them is planned; its pieces grow with the square of the ranks."""
-MAX_EVALUATIONS = 500
+MAX_EVALUATIONS = 100
 """Plans that a search scores."""
 FITTED_FROM = 64
 """Ranks from which exponents are fitted."""

@@ -15,7 +15,7 @@ MOMENTS = {
     "training": "lightning_realloc.strategies.calls.train_call:TrainCalls._step",
     "change of plan": "lightning_realloc.strategies.pool.model_pool:ModelPool.apply_plan",
     "save: shards": "lightning_realloc.strategies.checkpoints.checkpoint_writer:_Save.write",
-    "save: description": "lightning_realloc.strategies.checkpoints.checkpoint_writer:write_description",
+    "save: description": "lightning_realloc.strategies.checkpoints.folders:write_description",
     "save: exchange": "lightning_realloc.strategies.checkpoints.folders:_exchange",
     "export": "lightning_realloc.strategies.checkpoints.hf_folder:write_running_model",
 }

@@ -158,9 +158,12 @@ def test_yaml_of_a_page_is_a_configuration_that_trains_or_a_plan(workers: Worker
             workers.run(run_configuration, folder, content, world_size=1, init_process_group=False)
 
 
-def test_titled_examples_belong_to_another_library() -> None:
-    titled = [page for page in PAGES for block in blocks(page) if block.info.startswith(("python ", "yaml "))]
-    assert titled == ["docs/coming-from-trl.md"] * 2
+def test_titled_examples_belong_to_another_library_or_need_a_cluster() -> None:
+    titled = [(page, block) for page in PAGES for block in blocks(page) if block.info.startswith(("python ", "yaml "))]
+    assert sorted(page for page, _ in titled) == ["docs/coming-from-trl.md"] * 2 + ["docs/ray.md"] * 4
+    for page, block in titled:
+        if page == "docs/ray.md":
+            ast.parse(block.text)
 
 
 def test_the_first_example_of_the_readme_is_the_script_in_examples() -> None:
