@@ -14,6 +14,7 @@ import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pydoc import locate
@@ -291,9 +292,11 @@ class ReallocCLI(LightningCLI):
         return arguments
 
     def _add_instantiators(self) -> None:
-        self.parser.add_instantiator(_Instantiator(cli=self, key="model"), LightningModule, subclasses=True)
-        self.parser.add_instantiator(_Instantiator(cli=self, key="data"), LightningDataModule, subclasses=True)
-        self.parser.add_instantiator(_construct, object, subclasses=True)  # last: strategies, options, callbacks
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # its successor is no method of Lightning's parser yet
+            self.parser.add_instantiator(_Instantiator(cli=self, key="model"), LightningModule, subclasses=True)
+            self.parser.add_instantiator(_Instantiator(cli=self, key="data"), LightningDataModule, subclasses=True)
+            self.parser.add_instantiator(_construct, object, subclasses=True)  # last: strategies, options, callbacks
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)

@@ -46,7 +46,7 @@ class CheckResult:
     """Measured values, or what to do; empty for none."""
 
     def __str__(self) -> str:
-        return f"{self.name:<16}{self.verdict}{': ' if self.detail else ''}{self.detail}"
+        return f"{self.name:<18}{self.verdict}{': ' if self.detail else ''}{self.detail}"
 
 
 def run_doctor(arguments: Sequence[str], write: Callable[[str], object]) -> int:

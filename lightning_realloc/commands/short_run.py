@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -239,6 +240,7 @@ def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: boo
                     "dirpath": str(output / "checkpoints"),
                     "every_n_train_steps": every,
                     "save_last": True,
+                    "save_on_exception": True,
                     "enable_version_counter": False,
                 },
             },
@@ -286,6 +288,9 @@ def _check(name: str, flags: argparse.Namespace) -> None:
         value = getattr(flags, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')}={value} must be at least 1")
+    rate = flags.learning_rate
+    if rate is not None and not 0 < rate < math.inf:
+        raise ConfigError(f"--learning-rate={rate} must be a positive number, such as 1e-6")
     if flags.steps is not None and flags.epochs is not None:
         raise ConfigError(f"--steps={flags.steps} and --epochs={flags.epochs} both end the run; give one of them")
     refuse_gguf(flags.model)

@@ -57,13 +57,14 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def describe_load_error(source: str | Path, error: Exception) -> str:
-    """Return the first line of an error of ``from_pretrained``, after the folder that does not exist."""
+    """Return the first line of an error of ``from_pretrained``; for no folder, after what a hub's model needs."""
     reason = (str(error).splitlines() or [""])[0]
     if not isinstance(error, OSError | ValueError):
         reason = f"{type(error).__name__}: {reason}"
     if os.path.exists(source):  # Path.exists() raises for names that are too long
         return reason
-    return f"there is no folder {str(source)!r} in {Path.cwd()}, and: {reason}"
+    hint = "a model of the hub needs a connection (HF_HUB_OFFLINE unset) or a download, and a gated one `hf auth login`"
+    return f"there is no folder {str(source)!r} in {Path.cwd()}; {hint}; and: {reason}"
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:

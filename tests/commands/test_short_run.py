@@ -62,9 +62,17 @@ def test_flags_reach_the_settings_that_they_stand_for() -> None:
     callbacks = {callback["class_path"]: callback.get("init_args", {}) for callback in trainer["callbacks"]}
     checkpoints = callbacks["lightning.pytorch.callbacks.ModelCheckpoint"]
     assert checkpoints["dirpath"] == "out/checkpoints" and callbacks["SaveHuggingFace"]["dirpath"] == "out/model"
+    assert checkpoints["save_on_exception"] is True  # Ctrl-C included
     assert checkpoints["every_n_train_steps"] == 7  # a run of fewer iterations than the default has one as well
     assert callbacks["RolloutTable"]["path"] == "out/rollouts.csv" and "Timeline" in callbacks
     assert not any(each["class_path"] == "RolloutTable" for each in _config("sft")["trainer"]["callbacks"])
+
+
+@pytest.mark.parametrize("rate", ["nan", "inf", "0", "-1e-6"])
+def test_a_learning_rate_that_is_no_positive_number_is_refused(rate: str) -> None:
+    assert "must be a positive number" in _refused(
+        "grpo", "--model", "M", "--data", "D", "--reward", "exact", f"--learning-rate={rate}"
+    )
 
 
 def test_a_rank_of_adapters_may_be_left_out() -> None:
