@@ -13,7 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoints.checkpoint_files import check_files, read_description
 from tests.chaos.faults import Fault, draw_faults
-from tests.chaos.processes import start
+from tests.chaos.processes import start, wait_for
 
 START_S = 120.0
 """Seconds from the start of a run to its fault, at most."""
@@ -43,13 +43,13 @@ def trial(fault: Fault, folder: Path) -> list[str]:
     run = start(case)
     problems: list[str] = []
     try:
-        if not _wait(lambda: (run.folder / "struck").exists() or not run.is_running, START_S):
+        if not wait_for(lambda: (run.folder / "struck").exists() or not run.is_running, START_S):
             return [f"the moment did not come in {START_S:g} s"]
         if not (run.folder / "struck").exists():
             return ["the run ended before the fault"]
         stopped = _stopped(fault, run.folder)
         deadline_s = TORCHRUN_S if stopped and fault.launcher == "torchrun" else DEADLINE_S
-        if not _wait(lambda: not set(run.processes()) - stopped, deadline_s):
+        if not wait_for(lambda: not set(run.processes()) - stopped, deadline_s):
             problems.append(f"processes {set(run.processes()) - stopped} live {deadline_s:g} s after the fault")
         if fault.signal != "SIGTERM" and fault.target == "one" and not _names(fault, run.log()):
             problems.append(f"no survivor names rank {fault.rank}")
@@ -119,7 +119,7 @@ def _weights(case: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]] | None:
     """Run a case to its end, and return the trained weights; None if it fails."""
     run, file = start(case), Path(case["folder"]) / "weights.pt"
     try:
-        _wait(lambda: not run.is_running, START_S)
+        wait_for(lambda: not run.is_running, START_S)
     finally:
         run.end()
     return torch.load(file) if file.exists() else None
@@ -128,15 +128,6 @@ def _weights(case: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]] | None:
 def _shared_memory() -> set[str]:
     names = {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
     return {name for name in names if not name.startswith("sem.mp-")}  # Python's tracker removes these with the trial
-
-
-def _wait(condition: Callable[[], bool], seconds: float) -> bool:
-    give_up_at = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -56,6 +58,16 @@ def _living(session: int) -> list[int]:
     """Return the processes of a session that are no zombies."""
     lines = subprocess.run(["ps", "-s", str(session), "-o", "pid=,stat="], capture_output=True, text=True).stdout
     return [int(line.split()[0]) for line in lines.splitlines() if not line.split()[1].startswith("Z")]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether the condition came true in time."""
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 # ---- starting

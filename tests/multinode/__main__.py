@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos.processes import Run
+from tests.chaos.processes import Run, wait_for
 from tests.chaos.processes import start as start_here
 from tests.multinode import member, traffic
 from tests.multinode.hosts import Host, Hosts, UnavailableError
@@ -78,16 +78,6 @@ def start_agent(
     run.sessions.append(agent.pid)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = START_S) -> bool:
-    """Return whether the condition came true in time."""
-    give_up_at = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def new_case(folder: Path, **settings: Any) -> Path:
     """Write a case, and return its file."""
     (folder / "run").mkdir()
@@ -104,7 +94,7 @@ def weights_of_one_host(algorithm: str) -> dict[str, dict[str, torch.Tensor]]:
         case = {"folder": f"{folder}/run", "algorithm": algorithm, "world_size": 4, "launcher": "environment"}
         run = start_here(case)
         try:
-            wait_for(lambda: not run.is_running)
+            wait_for(lambda: not run.is_running, START_S)
         finally:
             run.end()
         return torch.load(f"{folder}/run/weights.pt")
@@ -131,7 +121,7 @@ def check_equal(algorithm: str, num_hosts: int, folder: Path) -> list[str]:
     with Hosts(num_hosts, RATE) as hosts:
         case = new_case(folder, algorithm=algorithm, world_size=4, num_nodes=num_hosts)
         with ranks(hosts, Path(member.__file__), case, folder, per_node=4 // num_hosts) as run:
-            if not wait_for(lambda: not run.is_running):
+            if not wait_for(lambda: not run.is_running, START_S):
                 return [f"the run did not end in {START_S:g} s, see {folder}"]
         return differences(algorithm, folder) + wrong_links(run.log())
 
@@ -162,13 +152,13 @@ def check_traffic(num_hosts: int, folder: Path) -> list[str]:
                 received = sum(host.received_bytes() for host in hosts) - before
                 problems += wrong_traffic(move, received, [read(folder, number, rank) for rank in range(4)])
                 (folder / f"read{number}").touch()
-            wait_for(lambda: not run.is_running)
+            wait_for(lambda: not run.is_running, START_S)
     return problems
 
 
 def all_ranks_wrote(run: Run, name: str) -> bool:
     """Wait for a file of each of the four ranks; return whether they came."""
-    wait_for(lambda: len(list(run.folder.glob(f"{name}.*"))) == 4 or not run.is_running)
+    wait_for(lambda: len(list(run.folder.glob(f"{name}.*"))) == 4 or not run.is_running, START_S)
     return len(list(run.folder.glob(f"{name}.*"))) == 4
 
 
@@ -194,7 +184,7 @@ def check_cut_host(folder: Path) -> list[str]:
         case = new_case(folder, algorithm="grpo", world_size=4, num_nodes=2, fault=fault, stall_timeout=10.0)
         with ranks(hosts, Path(member.__file__), case, folder, per_node=2, max_restarts=1) as run:
             struck = folder / "run/struck"
-            if not wait_for(lambda: struck.exists() or not run.is_running) or not run.is_running:
+            if not wait_for(lambda: struck.exists() or not run.is_running, START_S) or not run.is_running:
                 return [f"the moment did not come, see {folder}"]
             hosts[1].set_link(up=False)
             first = ranks_on(hosts[0])
@@ -203,7 +193,7 @@ def check_cut_host(folder: Path) -> list[str]:
             if not re.search(r"rank [23]", (folder / "host0.log").read_text()):
                 problems.append("no rank of the other host is named")
             hosts[1].set_link(up=True)
-            if not wait_for(lambda: not run.is_running):
+            if not wait_for(lambda: not run.is_running, START_S):
                 problems.append(f"the run did not end in {START_S:g} s after it, see {folder}")
         return problems + differences("grpo", folder)
 
@@ -218,7 +208,7 @@ def check_uneven(folder: Path) -> list[str]:
     with Hosts(2, RATE) as hosts:
         case = new_case(folder, algorithm="grpo", world_size=4, num_nodes=2)
         with ranks(hosts, Path(member.__file__), case, folder, per_node=(3, 1)) as run:
-            ended = wait_for(lambda: not run.is_running)
+            ended = wait_for(lambda: not run.is_running, START_S)
         said = (
             "3 processes were started on host0, but Trainer(devices=2, num_nodes=2) asks for 2; start the same number",
             "1 processes were started on host1",

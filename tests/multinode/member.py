@@ -10,22 +10,18 @@ import os
 import sys
 from pathlib import Path
 
+from lightning_realloc.strategies.checkpoints.checkpoint_files import newest_complete
 from tests.chaos import victim
 
 
 def main(file: Path) -> None:
     """Train, in the first start or after one that failed."""
     case = json.loads(file.read_text())
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) or case.get("started_again"):
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         case.pop("fault", None)
-        case["ckpt_path"] = newest_checkpoint(Path(case["folder"]) / "checkpoints")
+        newest = newest_complete([Path(case["folder"]) / "checkpoints"])
+        case["ckpt_path"] = None if newest is None else str(newest)
     victim.train(case)
-
-
-def newest_checkpoint(folder: Path) -> str | None:
-    """Return the newest complete checkpoint; None without one."""
-    complete = sorted(folder.glob("*.ckpt/realloc.json"), key=lambda path: path.stat().st_mtime)
-    return str(complete[-1].parent) if complete else None
 
 
 if __name__ == "__main__":
