@@ -47,9 +47,9 @@ def test_versions_are_compared_with_the_metadata() -> None:
 
 def test_extras_of_users_are_listed_with_the_command_that_installs_them() -> None:
     there = [str(result) for result in check_extras(REQUIREMENTS, {"peft": "0.19.0"}.get)]
-    assert there == ["extra peft      ok: peft 0.19.0"]  # vllm is for another system, test for developers
+    assert there == ["extra peft        ok: peft 0.19.0"]  # vllm is for another system, test for developers
     missing = [str(result) for result in check_extras(REQUIREMENTS, {}.get)]
-    assert missing == ["extra peft      missing: pip install 'lightning-realloc[peft]' (peft is not installed)"]
+    assert missing == ["extra peft        missing: pip install 'lightning-realloc[peft]' (peft is not installed)"]
 
 
 def test_shared_memory_says_how_to_enlarge_it(tmp_path: Path) -> None:

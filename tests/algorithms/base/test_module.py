@@ -159,7 +159,7 @@ def test_missing_parts_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"actor='no/such/folder': there is no such folder in .*; give a Hugging"):
         SFT("no/such/folder").configure_model()
     for missing in (lambda: SFT("tinny").configure_model(), lambda: SFT("tinny", tokenizer="tinny")):
-        with pytest.raises(ConfigError, match=r"no folder 'tinny' in .*, and: We couldn't connect to .*; give"):
+        with pytest.raises(ConfigError, match=r"no folder 'tinny' in .*; and: We couldn't connect to .*; give"):
             missing()
     with pytest.raises(ConfigError, match=r"reward='right' could not be .* or a reward function as module:function"):
         GRPO(tiny_model("llama"), "right").roles()[-1].build(seed=0)
