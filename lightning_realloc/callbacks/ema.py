@@ -205,7 +205,7 @@ class _ReplacedWeights:
                     there = local_tensor(parameter)
                     weights.kept.append((parameter, there.to("cpu", copy=True)))
                     there.copy_(local_tensor(average))
-        strategy.pool.weights_trained(role)
+        strategy.pool.weights_replaced(role)
         return weights
 
     def restore(self) -> None:
@@ -214,7 +214,7 @@ class _ReplacedWeights:
         reshard(self._strategy.pool.home(self._role).model)
         for parameter, before in self.kept:
             local_tensor(parameter).copy_(before)
-        self._strategy.pool.weights_trained(self._role)
+        self._strategy.pool.weights_replaced(self._role)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

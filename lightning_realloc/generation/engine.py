@@ -81,6 +81,9 @@ class GenerationEngine(SharingEngine):
             sequences with the same beginning share. Samples without pages wait; some return theirs and are read again
             later. Tokens stay the same. None: every slot has room for the longest sequence.
         wall_clock: Returns the seconds for budgets and deadlines.
+        poll_weights: Called before every step: fills the parameters with newer weights if there are some, and returns
+            their version, else None. Keys and values of earlier tokens stay. Does not go with ``peers``. None: weights
+            change between calls only.
         peers: Ranks that call `generate` at the same time, for other samples, on the same weights. Samples then move
             between the ranks so that all finish together, and every rank returns its own. Queued samples move; with
             ``Peers(moves="all")`` running ones do too. None: samples stay.
@@ -103,6 +106,7 @@ class GenerationEngine(SharingEngine):
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_cache_bytes: int | None = None,
         wall_clock: Callable[[], float] = time.monotonic,
+        poll_weights: Callable[[], int | None] | None = None,
         peers: Peers | None = None,
     ) -> None:
         """Allocate nothing before the first `generate`.
@@ -116,7 +120,7 @@ class GenerationEngine(SharingEngine):
         check_counts(optional=True, max_length=max_length)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
         check_tokenizer(tokenizer)
-        _check_parts(speculation, drafter, peers, lockstep)
+        _check_parts(speculation, drafter, peers, lockstep, poll_weights)
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -124,6 +128,7 @@ class GenerationEngine(SharingEngine):
         self._max_prefill_tokens = max_prefill_tokens
         self._lockstep = lockstep
         self._agree = agree
+        self._poll_weights = poll_weights
         self._wall_clock = wall_clock
         self._version = 0
         self._check_stop_strings = StopStringCheck(tokenizer)
@@ -285,13 +290,14 @@ class GenerationEngine(SharingEngine):
     def _carry_out(self, run: GenerationRun, notifier: CompletionNotifier, requests: Requests) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""
         try:
-            with slot_attention(self._model), self._packed_weights(run.samples, requests.params), run:
+            with slot_attention(self._model), self._packed_weights(run.samples, requests.params) as pack, run:
                 if self._rebalancer is not None:
                     self._rebalancer.run_to_end(
                         run, SampleAccess(run), requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
                         on_step=notifier.follow, waiting_calls=self._waiting_calls,
                     )  # fmt: skip
                 while self._anybody_has_work(run.has_work):
+                    self._take_newer_weights(run, pack)
                     run.step()
                     notifier.follow(run.ended)
         except BaseException:
@@ -299,7 +305,16 @@ class GenerationEngine(SharingEngine):
             raise
         self._stats = run.stats()
 
-    def _packed_weights(self, samples: Sequence[Sample], params: SamplingParams) -> AbstractContextManager[None]:
+    def _take_newer_weights(self, run: GenerationRun, pack: Callable[[], None]) -> None:
+        version = None if self._poll_weights is None else self._poll_weights()
+        if version is not None:
+            run.weights_updated(self._version)
+            self._version = version
+            pack()
+
+    def _packed_weights(
+        self, samples: Sequence[Sample], params: SamplingParams
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Return a context in which weights are packed if responses may be long enough for it."""
         of_others = 0 if self._rebalancer is None else params.max_new_tokens
         num_steps = max((sample.max_new_tokens for sample in samples), default=of_others) if self._pack_weights else 0
@@ -376,7 +391,7 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
         )  # fmt: skip
 
 
-def _check_parts(speculation: object, drafter: object, peers: object, lockstep: object) -> None:
+def _check_parts(speculation: object, drafter: object, peers: object, lockstep: object, poll_weights: object) -> None:
     """Raise GenerationError for parts of another kind, such as mappings from YAML, or that exclude each other."""
     if speculation is not None or drafter is not None:
         from lightning_realloc.generation.speculative.config import Speculation
@@ -391,6 +406,11 @@ def _check_parts(speculation: object, drafter: object, peers: object, lockstep: 
         from lightning_realloc.generation.rebalance.peers import Peers
 
         _check_part("peers", peers, Peers)
+    if peers is not None and poll_weights is not None:
+        raise GenerationError(
+            "samples cannot move between ranks that take newer weights at different steps; leave peers or "
+            "poll_weights out"
+        )
     if peers is not None and lockstep is not None:
         raise GenerationError(
             "ranks whose forwards wait for each other make every step together, so moving samples between them "

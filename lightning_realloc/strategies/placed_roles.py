@@ -30,6 +30,7 @@ from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
+from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+WEIGHT_VERSIONS = "weight_versions"
+"""Folder in the Trainer's ``default_root_dir`` for the versions of weights that took part in each batch."""
 FLIGHT_RECORDS = "flight_record"
 """Folder in the Trainer's ``default_root_dir`` for the latest activities of ranks, after a failure or stall."""
 
@@ -71,6 +74,8 @@ class PlacementOptions:
     """Whether the process goes on waiting then, or ends."""
 
     def __post_init__(self) -> None:
+        if self.transport not in get_args(TransportName):
+            raise ConfigError(f"transport={self.transport!r} must be one of {', '.join(get_args(TransportName))}")
         if self.on_stall not in get_args(StallAction):
             raise ConfigError(f"on_stall={self.on_stall!r} must be one of {', '.join(get_args(StallAction))}")
         if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
@@ -157,6 +162,7 @@ class PlacedRoles:
             elif not self.runner.can_go_on():
                 self._runner = self._make_runner(module, self._pool)
             self._offloader = self._make_offloader(self._pool)
+        self.runner.version_log.write_to(local_folder(trainer.default_root_dir) / WEIGHT_VERSIONS)
 
     @contextmanager
     def _naming_lost_ranks(self) -> Iterator[None]:
@@ -273,7 +279,7 @@ class PlacedRoles:
             )
         if self.runner.is_ahead:
             raise ConfigError(
-                "set_plan cannot move responses that wait to be trained on, and with max_staleness=1 there are some "
+                "set_plan cannot move responses that wait to be trained on, and with max_staleness there are some "
                 "after every iteration except an epoch's last; use max_staleness=0 where plans change"
             )
         builder, running = self.builder(), self.pool.plan
@@ -317,5 +323,6 @@ class PlacedRoles:
         strategy = self._strategy
         mailbox = Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group(), self._watchdog)
         device = strategy.root_device
-        context = CallContext(module, pool, mailbox, device, PeakMemory(device), strategy.global_rank)
+        log = VersionLog(strategy.global_rank, self._options.overlap.replay_versions)
+        context = CallContext(module, pool, mailbox, device, PeakMemory(device), strategy.global_rank, log)
         return CallRunner(context, self, self._optimizers, self._options.overlap, strategy.stop)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,18 +21,14 @@ from torch.optim import Optimizer
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import ConfigError, PlanError
+from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.runtime.measure.host_memory import (
-    InfrequentCollection,
-    collect_garbage,
-    give_back_freed_memory,
-)
+from lightning_realloc.runtime.measure.host_memory import InfrequentCollection, collect_garbage, give_back_freed_memory
 from lightning_realloc.runtime.messages.watchdog import StallAction
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
-from lightning_realloc.strategies.calls.overlap import OverlapOptions, number_of_chunks, warn_of_former_name
+from lightning_realloc.strategies.calls.overlap import OverlapOptions, former_name, number_of_chunks
 from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOptions, FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
@@ -65,7 +61,9 @@ class ReallocStrategy(DataParallelStrategy):
             ``"none"`` one call at a time. Results are the same.
         max_staleness: 0 learns from responses of the policy as it is. 1 generates the next batch while the last one is
             trained on, on ranks of its own if the plan gives it some; responses then come from the policy before that
-            step (arXiv:2410.18252), which losses that weigh by the probability at rollout account for.
+            step (arXiv:2410.18252), which losses that weigh by the probability at rollout account for. k lets k batches
+            wait. From 2 on, ranks that only generate take newer weights between two tokens, as they arrive.
+        replay_versions: Folder ``weight_versions`` of an earlier run: weights arrive after the same tokens as there.
         generation_chunks: Chunks in which a generating rank sends its samples to inference on other ranks, which then
             runs during the rest of the generation. Losses change by rounding alone. 1 sends all samples at the end.
             With ``sample_reallocation``, a rank without samples also infers on those that finished there.
@@ -101,6 +99,7 @@ class ReallocStrategy(DataParallelStrategy):
         transport: TransportName = "auto",
         overlap: Overlap = "iterations",
         max_staleness: int = 0,
+        replay_versions: str | Path | None = None,
         generation_chunks: int = 1,
         cluster: ClusterSpec | str | None = None,
         memory_per_device: int | str | None = None,
@@ -124,10 +123,12 @@ class ReallocStrategy(DataParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        if transport not in get_args(TransportName):
-            raise ConfigError(f"transport={transport!r} must be one of {', '.join(get_args(TransportName))}")
-        chunks = number_of_chunks(generation_chunks, generation_parts)
-        self._overlap = OverlapOptions(overlap=overlap, max_staleness=max_staleness, generation_chunks=chunks)
+        self._overlap = OverlapOptions(
+            overlap=overlap,
+            max_staleness=max_staleness,
+            generation_chunks=number_of_chunks(generation_chunks, generation_parts),
+            replay_versions=replay_versions,
+        )
         self._optimizer_hooks = LightningOptimizers(self)
         saving = CheckpointOptions(save_frozen_roles, load_weights_only, in_background=async_checkpoints)
         self._checkpoints = RoleCheckpoints(self, self._optimizer_hooks, saving)
@@ -152,7 +153,7 @@ class ReallocStrategy(DataParallelStrategy):
     # ---- what users and callbacks read
     @property
     def max_staleness(self) -> int:
-        """Training steps by which generation may run ahead of training: 0 or 1."""
+        """Training steps by which generation may run ahead of training."""
         return self._overlap.max_staleness
 
     @property
@@ -163,8 +164,7 @@ class ReallocStrategy(DataParallelStrategy):
     @property
     def generation_parts(self) -> int:
         """Former name of :attr:`generation_chunks`."""
-        warn_of_former_name("ReallocStrategy.generation_parts", stacklevel=3)
-        return self.generation_chunks
+        return former_name("ReallocStrategy.generation_parts", self.generation_chunks)
 
     @property
     def pool(self) -> ModelPool:
@@ -231,7 +231,7 @@ class ReallocStrategy(DataParallelStrategy):
             self.setup_optimizers(trainer)
             if flow is not None:
                 prepare_optimizers(self.optimizers, self.lr_scheduler_configs)
-                self.runner.restore(None)  # a batch that waited when an earlier fit ended is left out
+                self.runner.restore(())  # batches that waited when an earlier fit ended are left out
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided
 
@@ -271,7 +271,7 @@ class ReallocStrategy(DataParallelStrategy):
 
         Returns:
             All samples of each batch that was trained on, with the values that calls made; of sequences the lengths.
-            With ``max_staleness=1``, the batch is the one before: none the first time, both the last time.
+            With ``max_staleness=k``, the batch is that of k iterations before: none at first, all that wait at last.
         """
         module: Any = self.lightning_module
         trainer, iteration = module.trainer, self.iteration

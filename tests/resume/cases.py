@@ -80,6 +80,8 @@ OPTIONS: dict[str, Case] = {
     "stale": Case("grpo", "apart", options={"max_staleness": 1}),
     "stale, crossed": Case("ppo", "crossed", options={"max_staleness": 1}),
     "stale, no reference": Case("grpo", "tp2", {"kl_coef": 0.0, "reference": None}, {"max_staleness": 1}),
+    "two stale": Case("grpo", "tp2", options={"max_staleness": 2}),
+    "two stale, apart": Case("grpo", "apart", options={"max_staleness": 2, "overlap": "calls"}),
     "in turn": Case("ppo", "fsdp2", options={"overlap": "none"}),
     "offload": Case("ppo", "fsdp2", plan={"offload": ["reference", "critic.optimizer"]}),
     "background": Case("grpo", "fsdp2", options={"async_checkpoints": True}),

@@ -57,14 +57,19 @@ class Dialogue:
 
 
 def sample_responses(
-    engine: GenerationEngine, prompts: Samples, sampling: SamplingParams, *, dialogue: Dialogue | None = None
+    engine: GenerationEngine,
+    prompts: Samples,
+    sampling: SamplingParams,
+    *,
+    dialogue: Dialogue | None = None,
+    iteration: int | None = None,
 ) -> Samples:
     """Return ``sampling.n`` responses per prompt, with the columns of a rollout.
 
     Columns: ``prompt_id`` (B,), ``prompt_ids`` and ``response_ids`` ragged, ``behaviour_logprobs`` ragged float32 of
     the response tokens, ``finish_reason`` (B,) an index into ``FINISH_REASONS``; with a ``dialogue`` also those of
-    :func:`dialogue_columns`. Sample ids are those of ``prompts.repeat(sampling.n)``, so that randomness follows the
-    sample on any rank.
+    :func:`dialogue_columns`; with the batch's ``iteration`` also those of :func:`age_columns`. Sample ids are those of
+    ``prompts.repeat(sampling.n)``, so that randomness follows the sample on any rank.
 
     Finished samples are sent on early to calls that wait for them on other ranks.
     """
@@ -72,7 +77,8 @@ def sample_responses(
     ids = samples.ids.tolist()
 
     def responses(completions: Sequence[Completion]) -> Samples:
-        return rollout_of(samples.by_ids([c.sample_id for c in completions]), completions, dialogue)
+        made = rollout_of(samples.by_ids([c.sample_id for c in completions]), completions, dialogue)
+        return made if iteration is None else made.with_columns(**age_columns(completions, iteration))
 
     on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
     prompt_ids = prompts.ragged("prompt_ids").to_lists()
@@ -95,6 +101,22 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
         },
     )
     return made if dialogue is None else made.with_columns(**dialogue_columns(completions, dialogue.conversation))
+
+
+def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[str, Column]:
+    """Return the columns of B responses whose tokens may come from several versions of the weights.
+
+    ``versions`` ragged int64 of the response tokens: iterations of training; ``stale_tokens`` (B,) int64: the sum of
+    the ages of the tokens that the model sampled, in iterations before ``iteration``.
+    """
+    ages = [
+        sum(iteration - version for version, chosen in zip(c.versions, c.model_mask, strict=True) if chosen)
+        for c in completions
+    ]
+    return {
+        "versions": Ragged.from_list([c.versions for c in completions], dtype=torch.int64),
+        "stale_tokens": torch.tensor(ages, dtype=torch.int64),
+    }
 
 
 def dialogue_columns(completions: Sequence[Completion], conversation: Conversation) -> Mapping[str, Column]:

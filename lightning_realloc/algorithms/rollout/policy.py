@@ -145,7 +145,10 @@ class PolicyModule(MultiModelModule):
         sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
         sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
         if self.rollout_budget is None or not self.training_now:
-            return sample_responses(actor, prompts, sampling, dialogue=self._dialogue(prompts, sampling))
+            may_mix = self.training_now and self._strategy.max_staleness > 1
+            iteration = self._strategy.iteration if may_mix else None
+            dialogue = self._dialogue(prompts, sampling)
+            return sample_responses(actor, prompts, sampling, dialogue=dialogue, iteration=iteration)
         part = BudgetedRollout(
             budget=self.rollout_budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
             num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
@@ -228,7 +231,7 @@ class PolicyModule(MultiModelModule):
         strategy = self.trainer.strategy
         if getattr(strategy, "max_staleness", 0):
             raise ConfigError(
-                "rollout_budget carries responses on into the next iteration, which max_staleness=1 generates before "
+                "rollout_budget carries responses on into the next iteration, which max_staleness generates before "
                 "it is known what they are; use ReallocStrategy(max_staleness=0), or leave rollout_budget out"
             )
         if getattr(strategy, "generation_chunks", 1) > 1:

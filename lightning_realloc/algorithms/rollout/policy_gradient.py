@@ -362,7 +362,8 @@ class PolicyGradient(RewardedModule):
         """Raise also for proximal ratios of responses from older weights."""
         super().check_batch(batch)
         if self.training_now:
-            refuse_stale(self.ratio_to, self._strategy.max_staleness)
+            is_corrected = self.engine_correction is not None
+            refuse_stale(self.ratio_to, self._strategy.max_staleness, is_corrected=is_corrected)
 
     def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
         """Save also groups that wait for others."""

@@ -51,7 +51,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     model_mask: list[bool] = field(default_factory=list)
     earlier_versions: tuple[int, ...] = ()
-    """Weight versions of the tokens that an earlier call generated."""
+    """Versions of the weights that generated the first tokens: an earlier call's, or those before an update."""
     last_token: int = field(init=False)
     """Token that the next forward reads: the last one of the prompt or the response."""
     position: int = field(init=False)
@@ -138,8 +138,12 @@ class Sample:
         mask = self.model_mask[begin : begin + most]
         return self.token_ids[begin : begin + (mask.index(False) if False in mask else most)]
 
+    def weights_updated(self, before: int) -> None:
+        """Record that all tokens so far are of the version ``before`` or an earlier one."""
+        self.earlier_versions += (before,) * (len(self.token_ids) - len(self.earlier_versions))
+
     def completion(self, version: int) -> Completion:
-        """Return the result; ``version`` is that of the weights that generated this call's tokens."""
+        """Return the result; ``version`` is that of the weights that generated the latest tokens."""
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
         num_new = len(self.token_ids) - len(self.earlier_versions)
         return Completion(

@@ -44,21 +44,31 @@ class _Group(NamedTuple):
 
 
 @contextmanager
-def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[None]:
+def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[Callable[[], None]]:
     """Let linear layers multiply with packed copies of their current weights where that is faster.
+
+    Yields a function that copies the weights anew, after they were updated.
 
     ``num_steps`` bounds the tokens of one response. Layers stay unchanged if their forward is more than the product
     with their own weight, or was replaced, or if their weights are sharded or quantized. Hooks keep working.
     """
     groups = [group for group in _packable_groups(model) if group.pays] if num_steps >= MIN_PACKED_STEPS else []
-    try:
-        for group in groups:
-            _pack_group(group)
-        yield
-    finally:
+
+    def unpack() -> None:
         for group in groups:
             for layer in group.layers:
                 vars(layer).pop("forward", None)
+
+    def pack() -> None:
+        unpack()
+        for group in groups:
+            _pack_group(group)
+
+    try:
+        pack()
+        yield pack
+    finally:
+        unpack()
 
 
 @cache

@@ -169,6 +169,11 @@ class GenerationRun:
         counts = {**self._counts, **self.decoding.counts(), "cache_bytes": self.runner.cache.num_bytes}
         return GenerationStats(**counts)  # type: ignore[arg-type]
 
+    def weights_updated(self, before: int) -> None:
+        """Record that all tokens so far are of the version ``before`` or an earlier one."""
+        for sample in self.samples:
+            sample.weights_updated(before)
+
     def step(self) -> None:
         """Advance every running sample by a token or more; if all samples wait for their environment, wait for it."""
         if self.conversations is not None:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -23,40 +21,19 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.flight_record import ActivityKind, FlightRecord
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
-from lightning_realloc.strategies.calls.generate_call import EnginePool, GenerateCalls, PeerFailure, refuse_long_prompts
+from lightning_realloc.strategies.calls.engine_pool import EnginePool, PeerFailure
+from lightning_realloc.strategies.calls.generate_call import GenerateCalls, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.metrics import RunMetrics
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.train_call import TrainCalls
+from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.iteration_report import IterationReport
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport, IterationResult
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.replica import Replica
-from lightning_realloc.tuning.shapes.lengths import Lengths
-
-
-@dataclass(frozen=True, slots=True)
-class IterationResult:
-    """Results of one iteration, the same on every rank."""
-
-    samples: Samples
-    """All samples, with the values that calls made of each; of sequences the lengths."""
-    metrics: Mapping[str, Tensor]
-    """Metrics of all calls. Those of a training call on some ranks may be of the iteration before: no rank waits."""
-    carried: Samples | None = None
-    """Samples of all ranks that generating calls left for the next iteration; None: there are none."""
-    shown: Samples | None = None
-    """The first samples by id, with their responses; None if none were asked for."""
-
-    @property
-    def lengths(self) -> Lengths | None:
-        """Lengths of all prompts and responses; None if the samples do not have both."""
-        if not len(self.samples) or "prompt_ids" not in self.samples or "response_ids" not in self.samples:
-            return None
-        prompts, responses = (self.samples.ragged(name).lengths.tolist() for name in ("prompt_ids", "response_ids"))
-        return Lengths(tuple(prompts), tuple(responses))
 
 
 class PlacedModels(Protocol):
@@ -98,17 +75,18 @@ class CallRunner:
             "generate": generate, "infer": self._infer, "train": self._train
         }  # fmt: skip
         self._ahead: tuple[IterationData, ...] = ()
-        """Batches with responses that wait to be trained on."""
+        """Batches with responses that wait to be trained on, at most ``max_staleness``."""
         self._left_out: tuple[IterationData, ...] = ()
         """The same, in a run that ended before it trained on them."""
-        self._restored: Mapping[str, Any] | None = None
-        """State of such a batch in the checkpoint that the run continues from."""
+        self._restored: Sequence[Mapping[str, Any]] = ()
+        """States of such batches in the checkpoint that the run continues from."""
         self._version = 0
         """Iterations of training so far."""
         self._run = 0
         """Number of the latest pass over calls, the same on all ranks."""
         self.is_running = False
         """Whether calls are running."""
+        self._allow_streams()
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -136,6 +114,11 @@ class CallRunner:
         return self._context.peak_memory
 
     @property
+    def version_log(self) -> VersionLog:
+        """Versions of the weights that this rank generated each batch with."""
+        return self._context.version_log
+
+    @property
     def is_ahead(self) -> bool:
         """Whether responses wait to be trained on."""
         return bool(self._ahead)
@@ -145,7 +128,8 @@ class CallRunner:
     ) -> tuple[IterationResult, ...]:
         """Run an iteration's calls, and return a result for each batch that was trained on.
 
-        That is this batch. If generation runs ahead, it is the batch before: none the first time, both the last time.
+        That is this batch. If generation runs k steps ahead, it is the batch of k iterations before: none the first k
+        times, all that wait the last time.
 
         Args:
             batch: The loader's batch, the same on every rank.
@@ -159,16 +143,18 @@ class CallRunner:
         """
         with self._failing_together():
             self._metrics.idle.begin()
-            if self._restored is not None:
-                self._ahead = (self._restore(self._restored, iteration - 1, num_shown),)
-            self._left_out, self._restored = (), None
-            self._version = iteration - len(self._ahead)
-            data = self._begin(batch, calls, iteration, num_shown, generates_ahead=self._options.max_staleness > 0)
+            for steps_before, state in zip(range(len(self._restored), 0, -1), self._restored, strict=True):
+                self._ahead = (*self._ahead, self._restore(state, iteration - steps_before, num_shown))
+            self._left_out, self._restored = (), ()
+            self._version = self._pool.streams.version = iteration - len(self._ahead)
+            most_ahead = self._options.max_staleness
+            data = self._begin(batch, calls, iteration, num_shown, generates_ahead=most_ahead > 0)
             self._run_calls(data.routes.calls_at_once(), data)
-            runs_ahead = self._options.max_staleness > 0 and not is_last
-            due, self._ahead = (self._ahead, (data,)) if runs_ahead else ((*self._ahead, data), ())
-            results = tuple(self._conclude(each, is_last=is_last) for each in due)
-            self._mailbox.release(self._run - 2)
+            waiting = (*self._ahead, data)
+            num_due = len(waiting) if is_last else max(0, len(waiting) - most_ahead)
+            self._ahead = waiting[num_due:]
+            results = tuple(self._conclude(each, is_last=is_last) for each in waiting[:num_due])
+            self._mailbox.release(self._run - 1 - max(1, most_ahead))
             if self._options.overlap != "iterations":
                 self._mailbox.barrier()
             self._metrics.idle.end()
@@ -180,7 +166,7 @@ class CallRunner:
         ``are_of_next``: whether to log their metrics with the next iteration, in place of those kept before.
         """
         with self._failing_together():
-            data = self._begin(batch, calls, iteration=0)
+            data = self._begin(batch, calls, iteration=None)
             self._run_calls(data.routes.calls, data)
             report = self._receive_report(data)
             if are_of_next:
@@ -209,12 +195,14 @@ class CallRunner:
         """Forget the models of the plan before: the pool serves another plan from now on."""
         self._engines.forget()
         self._train.forget_layouts()
+        self._allow_streams()
 
     def finish(self) -> None:
         """Receive all pending messages. Collective over all ranks, after the last iteration.
 
-        A batch that waits to be trained on, in a run that ended before its epoch, is left to a resumed run.
+        Batches that wait to be trained on, in a run that ended before its epoch, are left to a resumed run.
         """
+        self._pool.streams.close()
         for data in self._ahead:
             data.drain(data.routes.calls_at_once())
         self._left_out, self._ahead = self._ahead, ()
@@ -226,15 +214,15 @@ class CallRunner:
         """End processes that generate for this rank; a later call starts them again."""
         self._engines.close()
 
-    # ---- a batch that waits to be trained on, in checkpoints
-    def waiting_state(self) -> dict[str, Any] | None:
-        """Return the batch that waits to be trained on, with its responses; None without one. Collective."""
+    # ---- batches that wait to be trained on, in checkpoints
+    def waiting_state(self) -> list[dict[str, Any]]:
+        """Return the batches that wait to be trained on, with their responses, the oldest first. Collective."""
         if waiting := self._ahead or self._left_out:
-            return waiting[0].state()
-        return None if self._restored is None else dict(self._restored)
+            return [data.state() for data in waiting]
+        return list(map(dict, self._restored))
 
-    def restore(self, waiting: Mapping[str, Any] | None) -> None:
-        """Continue with the batch that waited when a checkpoint was saved; None is to continue without one."""
+    def restore(self, waiting: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the batches that waited when a checkpoint was saved."""
         self._left_out, self._restored = (), waiting
 
     def _restore(self, state: Mapping[str, Any], iteration: int, num_shown: int) -> IterationData:
@@ -251,7 +239,7 @@ class CallRunner:
 
     # ---- one pass over the calls
     def _begin(
-        self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int, num_shown: int = 0, *,
+        self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int | None, num_shown: int = 0, *,
         generates_ahead: bool = False,
     ) -> IterationData:  # fmt: skip
         """Return the data of a new pass over the calls."""
@@ -259,7 +247,7 @@ class CallRunner:
         self._engines.receive_history(before=self._run - 1)  # or its senders could not free it while no call generates
         routes = Routes(
             calls,
-            {call.name: self._placement(call, iteration) for call in calls if call.role is not None},
+            {call.name: self._placement(call, iteration or 0) for call in calls if call.role is not None},
             1 + len(self._mailbox.others),
             num_chunks=self._options.generation_chunks,
             group_size=self._context.algorithm.group_size,
@@ -267,7 +255,14 @@ class CallRunner:
         )
         rank, version = self._context.rank, self._version
         data = IterationData(
-            batch, routes, self._mailbox, rank=rank, run=self._run, version=version, num_shown=num_shown
+            batch,
+            routes,
+            self._mailbox,
+            rank=rank,
+            run=self._run,
+            version=version,
+            num_shown=num_shown,
+            iteration=iteration,
         )
         self._metrics.idle.record(data.report)
         data.report.maxima["peak_memory_GiB"] = self._context.peak_memory.of_run() / 2**30
@@ -318,6 +313,7 @@ class CallRunner:
             if call.kind == "train":
                 self._pool.weights_trained(role)
                 self._pool.update_averages(role)
+                self._pool.streams.push(role)
         data.record(call, made)
         return takes_part
 
@@ -340,6 +336,12 @@ class CallRunner:
         data.record(call, Samples(rows.ids, self._context.method_of(call)(rows)).to("cpu"))
         return True
 
+    def _allow_streams(self) -> None:
+        """Let weights travel in the background to calls that generate more than one step ahead."""
+        is_wanted = self._options.max_staleness > 1 and self._options.overlap == "iterations"
+        plan = self._pool.plan if is_wanted else None
+        self._pool.streams.allow(self._pool.dataflow, plan, frees_copies=self._placed.frees_copies)
+
     @contextmanager
     def _phase(self, call: str) -> Iterator[Replica]:
         with ExitStack() as stack:
@@ -355,9 +357,10 @@ class CallRunner:
         self._run_calls(data.routes.calls_later(), data)
         report, known = self._receive_report(data), data.known()
         metrics = self._metrics.summarize(data, report.metrics, known, wait=is_last)
-        if self._options.max_staleness:
+        if self._options.max_staleness and "stale_tokens" not in known:
             metrics["staleness"] = float(self._version - data.version)
         self._version += 1
+        self._pool.streams.version = self._version
         logged = {name: torch.tensor(value) for name, value in metrics.items()}
         return IterationResult(known, logged, report.carried, data.shown(report))
 

@@ -16,6 +16,7 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import without_gradients
@@ -38,6 +39,8 @@ class CallContext:
     """Peak memory of this rank."""
     rank: int
     """This process."""
+    version_log: VersionLog
+    """Versions of the weights that this rank generated each batch with."""
 
     def method_of(self, call: ModelFunctionCall) -> Callable[..., Any]:
         """Return the algorithm's method for a call."""

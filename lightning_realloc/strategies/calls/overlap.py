@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from lightning_realloc.errors import ConfigError
@@ -22,6 +23,8 @@ class OverlapOptions:
     """Calls that may run on disjoint ranks at the same time: of all iterations, of one, or none."""
     max_staleness: int = 0
     """Training steps by which the generating policy may be older than the one that is trained."""
+    replay_versions: str | Path | None = None
+    """Folder of an earlier run's log, whose versions of weights take part in the same batches again."""
     generation_chunks: int = 1
     """Chunks in which samples are sent to inference while others are generated."""
 
@@ -29,8 +32,17 @@ class OverlapOptions:
         chunks, overlap, staleness = self.generation_chunks, self.overlap, self.max_staleness
         if overlap not in get_args(Overlap):
             raise ConfigError(f"overlap={overlap!r} must be one of {', '.join(get_args(Overlap))}")
-        if staleness not in (0, 1):
-            raise ConfigError(f"max_staleness={staleness!r}: generation runs at most one step ahead; use 0 or 1")
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise ConfigError(
+                f"max_staleness={staleness!r} must be a whole number of training steps; 0 generates with the weights "
+                f"as they are, 1 one step ahead"
+            )
+        if self.replay_versions is not None and (staleness < 2 or overlap != "iterations"):
+            raise ConfigError(
+                f"replay_versions repeats when weights arrived during generation, and with max_staleness={staleness} "
+                f"and overlap={overlap!r} they arrive between calls; use max_staleness of 2 or more and "
+                f"overlap='iterations', or leave replay_versions out"
+            )
         if chunks < 1:
             raise ConfigError(f"generation_chunks={chunks} must be at least 1, which sends all samples at the end")
         if chunks > 1 and overlap == "none":
@@ -61,6 +73,12 @@ def number_of_chunks(generation_chunks: int, generation_parts: int | None) -> in
             f"leave generation_parts out"
         )
     return generation_parts
+
+
+def former_name(former: str, value: int) -> int:
+    """Return ``value``, that of ``generation_chunks``, and warn of the former name by which it was read."""
+    warn_of_former_name(former, stacklevel=4)
+    return value
 
 
 def warn_of_former_name(former: str, *, stacklevel: int) -> None:

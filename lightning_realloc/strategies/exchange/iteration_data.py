@@ -65,15 +65,17 @@ class IterationData:
         run: Number of this pass over the calls, the same on all ranks.
         version: Batches that had been trained on when it began.
         num_shown: Number of samples, the first by id, whose responses every rank receives.
+        iteration: Iteration in which the batch was loaded; None for an evaluation.
     """
 
     def __init__(
         self, batch: Samples, routes: Routes, mailbox: Mailbox, *, rank: int, run: int, version: int = 0,
-        num_shown: int = 0,
+        num_shown: int = 0, iteration: int | None = None,
     ) -> None:  # fmt: skip
         self.routes = routes
         self.run = run
         self.version = version
+        self.iteration = iteration
         self.report = IterationReport()
         """This rank's report to all ranks."""
         self.training_metrics: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Report of a rank to all ranks after the last call before training, and the rule that merges each of its fields."""
+"""Report of a rank to all ranks after the last call before training, with merge rules, and an iteration's result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
+from lightning_realloc.tuning.shapes.lengths import Lengths
 
 _CARRIED, _SHOWN = "carried over", "shown"
 """Names in a message, next to names of calls."""
@@ -74,3 +75,25 @@ def _merge(metrics: Sequence[Mapping[str, float]], rule: Callable[[list[float]],
 def _join(parts: Sequence[Samples | None]) -> Samples | None:
     present = [part for part in parts if part is not None]
     return Samples.concatenate(present).sorted_by_id() if present else None
+
+
+@dataclass(frozen=True, slots=True)
+class IterationResult:
+    """Results of one iteration, the same on every rank."""
+
+    samples: Samples
+    """All samples, with the values that calls made of each; of sequences the lengths."""
+    metrics: Mapping[str, Tensor]
+    """Metrics of all calls. Those of a training call on some ranks may be of the iteration before: no rank waits."""
+    carried: Samples | None = None
+    """Samples of all ranks that generating calls left for the next iteration; None: there are none."""
+    shown: Samples | None = None
+    """The first samples by id, with their responses; None if none were asked for."""
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Lengths of all prompts and responses; None if the samples do not have both."""
+        if not len(self.samples) or "prompt_ids" not in self.samples or "response_ids" not in self.samples:
+            return None
+        prompts, responses = (self.samples.ragged(name).lengths.tolist() for name in ("prompt_ids", "response_ids"))
+        return Lengths(tuple(prompts), tuple(responses))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WAITING_BATCH = "waiting_batch"
-"""Key of the batch that waits to be trained on, in checkpoints."""
+WAITING_BATCHES = "waiting_batches"
+"""Key of the batches that wait to be trained on, in checkpoints."""
+_WAITING_BATCH = "waiting_batch"
+"""The same in checkpoints of earlier releases, which hold one at most."""
 STALL_WARNING_S = 60.0
 """Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
 
@@ -188,8 +190,8 @@ class RoleCheckpoints:
         strategy = self._strategy
         with warn_if_stalled("save_checkpoint", strategy.global_rank):
             checkpoint[RANDOM_STATES] = gather_on_first(random_state(strategy.root_device))
-            if (waiting := strategy.runner.waiting_state()) is not None:
-                checkpoint[WAITING_BATCH] = waiting
+            if waiting := strategy.runner.waiting_state():
+                checkpoint[WAITING_BATCHES] = waiting
         folder, models = as_path(strategy.broadcast(str(filepath))), self._trained_models()
         if "optimizer_states" in checkpoint and strategy.pool.dataflow.trained_roles and not models.optimizers:
             rank_zero_warn(
@@ -279,7 +281,7 @@ class RoleCheckpoints:
         )
         if is_fitting:
             follow_given_rates(checkpoint, [config.scheduler.optimizer for config in strategy.lr_scheduler_configs])
-            strategy.runner.restore(checkpoint.get(WAITING_BATCH))
+            strategy.runner.restore(waiting_batches(checkpoint))
         return checkpoint
 
     def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None, merge: bool) -> None:
@@ -348,6 +350,13 @@ def _write_problem(folder: str | Path) -> str | None:
     """Return why checkpoints cannot be written to a folder or an address, with the way out; None if they can."""
     place = as_path(folder)
     return place.write_problem() if isinstance(place, RemotePath) else write_problem(folder)
+
+
+def waiting_batches(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the batches in a checkpoint that wait to be trained on, the oldest first."""
+    earlier = [checkpoint[_WAITING_BATCH]] if _WAITING_BATCH in checkpoint else []
+    batches: Sequence[Mapping[str, Any]] = checkpoint.get(WAITING_BATCHES, earlier)
+    return batches
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
@@ -35,11 +35,12 @@ from lightning_realloc.runtime.parallel.shards import (
     take_weights,
     weightless_copy,
 )
-from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replan import StateMover, move_optimizer, move_weights
-from lightning_realloc.strategies.pool.replica import Replica, WeightCopy, prepare_copy, refuse_thawed, undivided_like
+from lightning_realloc.strategies.pool.replica import Replica, connect_copy, prepare_copy, refuse_thawed, undivided_like
+from lightning_realloc.strategies.pool.weight_streams import WeightStreams
 
 
 class ModelPool:
@@ -66,6 +67,8 @@ class ModelPool:
         self._realized: set[str] = set()
         self.released: set[str] = set()
         """Roles whose weights were freed for good."""
+        self.streams = WeightStreams(options)
+        """Replicas that are filled in the background."""
         self._reports: dict[str, ReallocationReport] = {}
         self.seconds_moving = 0.0
         """Seconds that this rank spent moving weights, without waiting for other ranks."""
@@ -300,6 +303,16 @@ class ModelPool:
         target = self.target(call)
         home = self.home(target.role)
         self._realized.add(call)
+        stream = self.streams.of(call)
+        if stream is not None:
+            stream.catch_up()
+            return None
+        report = self._fill(call, home, target)
+        self.streams.open(call, home, target)
+        return report
+
+    def _fill(self, call: str, home: Replica, target: Replica) -> ReallocationReport | None:
+        """Copy the home replica's weights to a replica that does not hold them."""
         # A call without adapters needs the base alone, which training leaves unchanged.
         needs_trained = self.dataflow.call(call).role == target.role
         frozen = target.frozen_version != home.frozen_version
@@ -310,8 +323,10 @@ class ModelPool:
         if target.layout == home.layout and self._has_dtype_of_copies(home.role):
             self._share(home, target)
             return None
-        if target.weight_copy is None:
-            target.weight_copy = self._connect(home, target)
+        has_own_memory = self.streams.is_allowed(call)
+        if target.weight_copy is None or (has_own_memory and target.weight_copy.is_shared):
+            frozen_names = self._frozen[home.role]
+            target.weight_copy = connect_copy(home, target, frozen_names, self._options, is_shared=not has_own_memory)
         report = target.weight_copy.run(frozen=frozen, trained=trained)
         target.frozen_version = home.frozen_version
         if trained:
@@ -358,6 +373,7 @@ class ModelPool:
 
     def weights_changed(self, role: str) -> None:
         """Mark every other replica of a role as stale, since all of its master weights changed."""
+        self.streams.close(role)
         self._home[role].version += 1
         self._home[role].frozen_version += 1
 
@@ -370,28 +386,14 @@ class ModelPool:
         refuse_thawed(role, self._home[role].model, self._frozen[role])
         self._home[role].version += 1
 
+    def weights_replaced(self, role: str) -> None:
+        """Mark other replicas' copies of a role's trained weights as stale, since other values took their place."""
+        self.streams.close(role)
+        self.weights_trained(role)
+
     def update_averages(self, trained: str) -> None:
         """Move the averages of role ``trained`` one step towards its weights. Collective over all ranks."""
         for role, average in self._options.averages.items():
             if average.average_of == trained:
                 self.seconds_moving += self._averages.take_step(self.home(role), self.home(trained), average.rate)
                 self.weights_changed(role)
-
-    def _connect(self, home: Replica, target: Replica) -> WeightCopy:
-        options = self._options
-        inside = options.rank in target.layout.ranks
-        uses_storage = target.layout.dims.fsdp > 1
-        existing = local_tensors(target.model) if inside and uses_storage else {}
-
-        def connect(source: ModelLayout, there: ModelLayout, held: Mapping[str, Tensor]) -> Reallocation:
-            if not uses_storage:
-                return options.reallocation(source, held, there)
-            # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
-            room = {name: existing[name] for name in there.names(options.rank)}
-            return options.reallocation(source, held, there, transport="direct", target_tensors=room)
-
-        held = local_tensors(home.model) if options.rank in home.layout.ranks else {}
-        weight_copy = WeightCopy.prepare(home.model_layout, held, target.model_layout, self._frozen[home.role], connect)
-        if inside and not uses_storage:
-            bind_tensors(target.model, weight_copy.target_tensors)
-        return weight_copy

@@ -19,7 +19,13 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
-from lightning_realloc.runtime.parallel.shards import allocate_weights, take_weights, weightless_copy
+from lightning_realloc.runtime.parallel.shards import (
+    allocate_weights,
+    bind_tensors,
+    local_tensors,
+    take_weights,
+    weightless_copy,
+)
 from lightning_realloc.runtime.parallel.stage import cut_stage
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
@@ -63,6 +69,11 @@ class WeightCopy:
     def target_tensors(self) -> dict[str, Tensor]:
         """Parameter name -> local tensor of the target replica on this rank; see `Reallocation`."""
         return {name: tensor for part in self._parts for name, tensor in part.target_tensors.items()}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks of a node may read the same memory."""
+        return any(part.transport == "push" for part in self._parts)
 
     @property
     def shared_bytes(self) -> int:
@@ -133,6 +144,38 @@ def prepare_copy(
     if target.layout.dims.pp > 1:
         cut_stage(model, target, options.rank)
     return model
+
+
+def connect_copy(
+    home: Replica, target: Replica, frozen: Set[str], options: PoolOptions, *, is_shared: bool = True
+) -> WeightCopy:
+    """Prepare the copy that fills a replica from the home replica, and bind the replica's module to its memory.
+
+    Collective over all ranks.
+
+    Args:
+        home: The home replica.
+        target: The other one.
+        frozen: Parameters that training leaves unchanged.
+        options: Settings of the pool.
+        is_shared: Whether ranks of a node may read the same memory.
+    """
+    inside = options.rank in target.layout.ranks
+    uses_storage = target.layout.dims.fsdp > 1
+    existing = local_tensors(target.model) if inside and uses_storage else {}
+
+    def reallocation(source: ModelLayout, there: ModelLayout, held: Mapping[str, Tensor]) -> Reallocation:
+        if not uses_storage:
+            return options.reallocation(source, held, there, transport=None if is_shared else "direct")
+        # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
+        room = {name: existing[name] for name in there.names(options.rank)}
+        return options.reallocation(source, held, there, transport="direct", target_tensors=room)
+
+    held = local_tensors(home.model) if options.rank in home.layout.ranks else {}
+    weight_copy = WeightCopy.prepare(home.model_layout, held, target.model_layout, frozen, reallocation)
+    if inside and not uses_storage:
+        bind_tensors(target.model, weight_copy.target_tensors)
+    return weight_copy
 
 
 def undivided_like(blank: nn.Module, old: Replica) -> nn.Module:

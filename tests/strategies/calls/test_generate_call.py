@@ -12,7 +12,7 @@ from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.generate_call import EnginePool
+from lightning_realloc.strategies.calls.engine_pool import EnginePool
 from tests.models import tiny_model
 
 CALL: Any = SimpleNamespace(name="actor.generate")

@@ -1,4 +1,7 @@
-"""Generation exactly one step ahead gives the responses of on-policy runs over chosen batches."""
+"""Generation k steps ahead gives the responses of on-policy runs over chosen batches.
+
+Where weights arrive during generation, a run that takes the same versions after the same steps gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.callbacks import AutoTuner
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies import ReallocStrategy
 from tests.resume.__main__ import run as resumed_differently
 from tests.resume.cases import CASES, fit
@@ -80,18 +84,18 @@ class Stop(Callback):
 
 
 class WaitingAtStart(Callback):
-    """Records which samples wait to be trained on when a fit begins, None without any, as a checkpoint would."""
+    """Records which samples wait to be trained on when a fit begins, by batch, as a checkpoint would."""
 
     def __init__(self) -> None:
-        self.found: list[list[int] | None] = []
+        self.found: list[list[list[int]]] = []
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
         """Record them."""
-        state = trainer.strategy.runner.waiting_state()
-        self.found.append(None if state is None else samples_from_state(state["batch"]).ids.tolist())
+        states = trainer.strategy.runner.waiting_state()
+        self.found.append([samples_from_state(state["batch"]).ids.tolist() for state in states])
 
 
-def fit_three_times(folder: str) -> list[list[int] | None]:
+def fit_three_times(folder: str) -> list[list[list[int]]]:
     """Stop in the middle of an epoch, fit again, and fit again from the checkpoint of the first end."""
     module, waiting = runs.grpo(), WaitingAtStart()
     strategy = ReallocStrategy({"calls": TOGETHER}, max_staleness=1)
@@ -177,6 +181,19 @@ def test_training_on_a_batch_overlaps_generation_of_the_next(
         assert trained < generated
 
 
+def test_two_steps_ahead_responses_come_from_the_policy_two_steps_before(workers: WorkerPool) -> None:
+    ahead = run(workers, TOGETHER, 2, 0, 1, 2, 3, 0)
+    assert len(ahead.tokens) == 5
+    for number in (0, 1, 2):  # the initial policy answers
+        assert ahead.tokens[number] == run(workers, TOGETHER, 0, number).tokens[0]
+    assert ahead.tokens[3] == run(workers, TOGETHER, 0, 0, 3).tokens[1]  # the policy after training on batch 0
+    assert [step.get("staleness") for step in ahead.logged] == [None, None, 0.0, 1.0, 2.0]
+    assert ahead.steps == [1, 2, 3, 4, 5]
+    apart = run(workers, APART, 2, 0, 1, 2, 3, 0, overlap="calls")  # weights move between calls: the same run
+    assert apart.tokens == ahead.tokens
+    assert runs.largest_difference(apart.weights, ahead.weights) < 1e-4
+
+
 def test_an_epoch_ends_with_every_batch_trained_on(workers: WorkerPool) -> None:
     ahead = run(workers, TOGETHER, 1, 0, 1, max_epochs=2)
     assert len(ahead.tokens) == 4
@@ -199,8 +216,8 @@ def test_a_batch_that_waits_when_a_run_stops_is_left_out(workers: WorkerPool, se
 def test_a_fit_begins_with_the_batch_of_its_own_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "stopped")
     first, again, resumed = workers.run(fit_three_times, folder, world_size=2, init_process_group=False)[0]
-    assert (first, again) == (None, None)
-    assert resumed == list(Batches(4))[1].ids.tolist()
+    assert (first, again) == ([], [])
+    assert resumed == [list(Batches(4))[1].ids.tolist()]
 
 
 def resume_on_one_rank(folder: str) -> list[dict[str, float]]:
@@ -225,7 +242,10 @@ def test_a_policy_that_does_not_learn_gives_the_same_responses_one_step_ahead(wo
 
 
 def test_settings_that_cannot_run_ahead_are_refused(workers: WorkerPool) -> None:
-    with pytest.raises(WorkerFailure, match="max_staleness=2: generation runs at most one step ahead; use 0 or 1"):
-        run(workers, TOGETHER, 2, 0)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match=f"max_staleness={wrong!r} must be a whole number of training steps"):
+            ReallocStrategy(max_staleness=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="they arrive between calls; use max_staleness of 2 or more"):
+        ReallocStrategy(max_staleness=1, replay_versions="runs/x")
     with pytest.raises(WorkerFailure, match="tune with max_staleness=0 and give the saved plan"):
         run(workers, TOGETHER, 1, 0, 1, tune=True)

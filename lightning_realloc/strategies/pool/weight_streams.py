@@ -1,0 +1,197 @@
+"""Replicas whose weights are kept up to date in the background, while their ranks generate.
+
+Under ``max_staleness`` of 2 and more, the ranks that train do not wait for those that generate. After every training
+call they send the trained weights, as a new version. The generating ranks write a version into their replica when they
+are between two tokens, or when they may not go on with older weights.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed as dist
+
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.realloc.planner import plan_reallocation
+from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
+from lightning_realloc.runtime.transfer.version_stream import VersionReceiver, VersionSender
+from lightning_realloc.strategies.pool.pool_options import PoolOptions
+from lightning_realloc.strategies.pool.replica import Replica
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaStream:
+    """The versions of one replica's weights, from the home replica on other ranks. Made by all ranks together.
+
+    Args:
+        home: The home replica.
+        target: The replica, which holds the same weights now, filled by its own `WeightCopy`.
+        version: Version of these weights: iterations of training.
+        options: Settings of the pool.
+        group: All ranks, over gloo.
+        tag: Even number that no other stream of the group has.
+    """
+
+    def __init__(
+        self, home: Replica, target: Replica, version: int, options: PoolOptions, group: dist.ProcessGroup, tag: int
+    ) -> None:
+        assert target.weight_copy is not None and target.weight_copy.trained is not None, "the replica was filled"
+        copied = target.weight_copy.trained
+        sent_dtype = min(options.master_dtype, options.copy_dtype, key=lambda dtype: dtype.itemsize)
+        # Planned for one node, since a rank that received a piece does not send it on while it generates.
+        plan = plan_reallocation(
+            copied.plan.source, copied.plan.target, element_bytes=sent_dtype.itemsize, rank=options.rank
+        )
+        self.role = home.role
+        self.version = version
+        """Version that this rank's part of the replica holds; on other ranks the one it held first."""
+        self._home = home
+        self._num_due = self._num_received = 0
+        self._sender: VersionSender | None = None
+        self._receiver: VersionReceiver | None = None
+        if options.rank in home.layout:
+            source = local_tensors(home.model)
+            self._sender = VersionSender(plan, source, dtype=sent_dtype, group=group, tag=tag)
+        elif options.rank in target.layout:
+            filled = copied.target_tensors
+            self._receiver = VersionReceiver(plan, filled, dtype=sent_dtype, group=group, tag=tag)
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """Ranks that send to this one."""
+        return () if self._receiver is None else self._receiver.senders
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of this rank for weights on their way."""
+        return sum(end.staging_bytes for end in (self._sender, self._receiver) if end is not None)
+
+    def push(self, version: int) -> None:
+        """Send the home replica's weights, which were just trained. Every rank calls it after the training call.
+
+        A receiving rank takes the version before, so that the sender, which waits for that, can go on: several batches
+        may be trained on while no rank generates.
+        """
+        self.catch_up()
+        self._num_due += 1
+        if self._sender is not None:
+            reshard(self._home.model)
+            self._sender.send(version)
+
+    def has_news(self) -> bool:
+        """Return whether a newer version has arrived on this rank."""
+        return self._receiver is not None and self._receiver.has_arrived()
+
+    def take(self) -> int:
+        """Write the next version into the replica, and return it; waits for it. Only on the replica's ranks."""
+        assert self._receiver is not None, "this rank holds a part of the replica"
+        version = self._receiver.receive()
+        assert version is not None, "the stream is open"
+        self.version, self._num_received = version, self._num_received + 1
+        return version
+
+    def catch_up(self) -> None:
+        """Write versions into the replica until it holds the latest that was pushed, as far as this rank has come."""
+        while self._receiver is not None and self._num_received < self._num_due:
+            self.take()
+
+    def close(self) -> None:
+        """End the stream with the last pushed version in the replica. Every rank calls it at the same point."""
+        self.catch_up()
+        if self._sender is not None:
+            self._sender.close()
+        if self._receiver is not None:
+            end = self._receiver.receive()
+            assert end is None, f"version {end} came after the last one"
+
+
+class WeightStreams:
+    """All streams of a pool, by generating call.
+
+    Args:
+        options: Settings of the pool.
+    """
+
+    def __init__(self, options: PoolOptions) -> None:
+        self._options = options
+        self._group: dist.ProcessGroup | None = None
+        self._calls: tuple[str, ...] = ()
+        """Generating calls whose replicas may be filled in the background."""
+        self._open: dict[str, ReplicaStream] = {}
+        self.version = 0
+        """Iterations of training, as far as this rank has come."""
+
+    def allow(self, dataflow: Dataflow, plan: ExecutionPlan | None, *, frees_copies: bool) -> None:
+        """Fill the replicas of generating calls in the background from their next use on, where that is possible.
+
+        Forgets streams that a failed run left open.
+
+        Args:
+            dataflow: The calls.
+            plan: Their layouts; None: fill no replica so.
+            frees_copies: Whether replicas leave memory between their calls.
+        """
+        if self._open:
+            self._open, self._group = {}, None
+        self._calls = ()
+        generating = [call for call in dataflow.model_calls if call.kind == "generate"]
+        if plan is None:
+            return
+        for call in generating:
+            obstacle = "ParameterReallocation frees replicas" if frees_copies else _obstacle(call, dataflow, plan)
+            if obstacle is None:
+                self._calls += (call.name,)
+            elif self._options.rank == 0:
+                _log.info("weights for %s move between iterations, because %s", call.name, obstacle)
+
+    def is_allowed(self, call: str) -> bool:
+        """Return whether a call's replica is filled in the background once it was filled for the first time."""
+        return call in self._calls
+
+    def of(self, call: str) -> ReplicaStream | None:
+        """Return the open stream of a call, None without one."""
+        return self._open.get(call)
+
+    def open(self, call: str, home: Replica, target: Replica) -> None:
+        """Begin the stream of a call that is allowed to have one; ``target`` holds ``version`` now. Collective."""
+        if call in self._calls and call not in self._open:
+            self._group = self._group or dist.new_group(backend="gloo")
+            tag = 2 * self._calls.index(call)
+            self._open[call] = ReplicaStream(home, target, self.version, self._options, self._group, tag)
+
+    def push(self, role: str) -> None:
+        """Send the weights of a role that was just trained, as the next version. Every rank calls it."""
+        for stream in self._of_role(role).values():
+            stream.push(self.version + 1)
+
+    def close(self, role: str | None = None) -> None:
+        """End the streams of a role, None: all. Every rank calls it at the same point."""
+        for call, stream in self._of_role(role).items():
+            stream.close()
+            del self._open[call]
+
+    def _of_role(self, role: str | None) -> dict[str, ReplicaStream]:
+        return {call: stream for call, stream in self._open.items() if role in (None, stream.role)}
+
+
+def _obstacle(call: ModelFunctionCall, dataflow: Dataflow, plan: ExecutionPlan) -> str | None:
+    """Return why a generating call's replica cannot be filled while its ranks generate; None if it can."""
+    role, layout = str(call.role), plan.layout(call.name)
+    if role not in dataflow.trained_roles:
+        return f"{role} is not trained"
+    home = plan.layout(dataflow.home_call(role).name)
+    shared = sorted(set(home.ranks) & set(layout.ranks))
+    if shared:
+        return f"rank {shared[0]} trains and generates"
+    if layout.dims.fsdp > 1:
+        return f"the ranks of {layout} gather each block's weights together"
+    if role in plan.offload:
+        return f"{role} is offloaded between its calls"
+    others = [
+        other.name
+        for other in dataflow.model_calls
+        if other.role == role and other.name != call.name and plan.layout(other.name) == layout
+    ]
+    return f"{others[0]} reads the same weights" if others else None

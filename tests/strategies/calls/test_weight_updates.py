@@ -1,0 +1,185 @@
+"""Weights that arrive while a rank generates: fresh enough, logged by token, and the same bits from the log again."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_realloc.algorithms.losses.correction import EngineCorrection
+from lightning_realloc.data.loader import BatchLoader
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Speculation
+from lightning_realloc.runtime.parallel.shards import local_tensors
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.calls.weight_updates import BatchVersions, VersionLog
+from tests.resume.cases import SaveAt
+from tests.strategies import runs
+from tests.strategies.runs import Batches
+from tests.workers import WorkerFailure, WorkerPool
+
+APART = {"actor.generate": "dp1@0", "reference.infer": "dp1@1", "actor.train": "dp1@1"}
+TWO_PAIRS = {"actor.generate": "tp2@0-1", "reference.infer": "dp1@2", "actor.train": "tp2@2-3"}
+SAMPLING = {"sampling": runs.SamplingParams(n=2, max_new_tokens=24, stop_token_ids=tuple(range(120, 128)))}
+
+
+@dataclass
+class Result:
+    """What one rank saw."""
+
+    tokens: list[list[list[int]]]
+    logged: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    """Full weights of the actor after the run, on the first rank; {} on others."""
+    replica: dict[str, Tensor]
+    """This rank's part of the generating replica after the run."""
+    versions: list[list[int]] = field(default_factory=list)
+    """Versions of the tokens that this rank generated, by response."""
+
+
+def train(
+    plan: dict[str, str], folder: str, *, staleness: int = 2, sleep_s: float = 0.0, num_batches: int = 6,
+    settings: dict[str, Any] | None = None, save_after: int | None = None, ckpt_path: str | None = None, **options: Any,
+) -> Result:  # fmt: skip
+    """Train, with a pause before every step of a generation."""
+    world_size = runs.world_size()
+    module: Any = runs.grpo(**SAMPLING | (settings or {}))
+    roll_out, versions = module.roll_out, []
+
+    def slow_roll_out(actor: Any, prompts: Any) -> Any:
+        pause = actor._model.register_forward_pre_hook(lambda *_: time.sleep(sleep_s))
+        made = roll_out(actor, prompts)
+        pause.remove()
+        versions.extend(made.ragged("versions").to_lists())
+        return made
+
+    module.roll_out = slow_roll_out
+    strategy = ReallocStrategy({"calls": plan}, max_staleness=staleness, **options)
+    record = runs.Record()
+    saved = [] if save_after is None else [SaveAt(Path(folder), (save_after,))]
+    trainer = runs.trainer(strategy, world_size, callbacks=[record, *saved], default_root_dir=folder)
+    rows = next(iter(Batches(1, size=6 * num_batches)))
+    trainer.fit(module, BatchLoader(rows, batch_size=6, shuffle=False), ckpt_path=ckpt_path)
+    replica = strategy.pool.target("actor.generate")
+    part = local_tensors(replica.model) if strategy.global_rank in replica.layout else {}
+    weights = strategy.full_weights("actor")
+    return Result(
+        module.tokens, record.logged, weights, {name: tensor.clone() for name, tensor in part.items()}, versions
+    )
+
+
+def run(workers: WorkerPool, num_ranks: int, *arguments: Any, **options: Any) -> list[Result]:
+    results: list[Result] = workers.run(
+        _train, arguments, options, world_size=num_ranks, init_process_group=False, deadline_s=120
+    )
+    return results
+
+
+def _train(arguments: tuple[Any, ...], options: dict[str, Any]) -> Result:
+    return train(*arguments, **options)
+
+
+def lines(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Return the log of one rank."""
+    return [json.loads(line) for line in (folder / "weight_versions" / f"rank_{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("plan", "num_ranks"), [(APART, 2), (TWO_PAIRS, 4)])
+def test_a_slow_generation_takes_newer_weights_and_its_log_repeats_it(
+    workers: WorkerPool, tmp_path: Path, plan: dict[str, str], num_ranks: int
+) -> None:
+    first = run(workers, num_ranks, plan, str(tmp_path), sleep_s=0.02)
+    log = lines(tmp_path, 0)
+    assert [line["iteration"] for line in log] == list(range(6))
+    assert any(steps > 0 for line in log for steps, _ in line["updates"]), "weights arrived between two tokens"
+    for line in log:
+        taken = [line["begin"], *(version for _, version in line["updates"])]
+        assert line["iteration"] - 2 <= taken[0] and all(after == before + 1 for before, after in pairwise(taken))
+    for response in first[0].versions:
+        assert response == sorted(response)
+    assert len({tuple(response) for response in first[0].versions}) > 6, "some responses have tokens of two versions"
+    assert all(0.0 <= step["staleness"] <= 2.0 for step in first[0].logged if "staleness" in step)
+    assert sum(step.get("weight_updates/actor.generate", 0.0) for step in first[0].logged) > 0
+
+    again = run(workers, num_ranks, plan, str(tmp_path / "again"), replay_versions=str(tmp_path / "weight_versions"))
+    assert again[0].tokens == first[0].tokens
+    assert again[0].versions == first[0].versions
+    for name, tensor in first[0].weights.items():
+        assert torch.equal(again[0].weights[name], tensor)
+    assert lines(tmp_path / "again", 0) == log
+
+
+def test_a_resumed_run_repeats_the_rest_from_the_log(workers: WorkerPool, tmp_path: Path) -> None:
+    straight, _ = run(workers, 2, APART, str(tmp_path), sleep_s=0.02, save_after=3)
+    log = str(tmp_path / "weight_versions")
+    options = {"replay_versions": log, "ckpt_path": str(tmp_path / "3")}
+    resumed, _ = run(workers, 2, APART, str(tmp_path / "resumed"), **options)
+    assert resumed.tokens == straight.tokens[-len(resumed.tokens) :] and len(resumed.tokens) == 5  # two had waited
+    for name, tensor in straight.weights.items():
+        assert torch.equal(resumed.weights[name], tensor)
+
+
+def test_the_replica_ends_with_the_trained_weights(workers: WorkerPool, tmp_path: Path) -> None:
+    generating, _ = run(workers, 2, APART, str(tmp_path))
+    for name, tensor in generating.replica.items():
+        assert torch.equal(tensor, generating.weights[name]), name
+
+
+def test_weights_that_do_not_change_give_the_responses_of_a_run_in_step(workers: WorkerPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"settings": {"learning_rate": 0.0}, "sleep_s": 0.005}
+    ahead, in_step = (run(workers, 2, APART, str(tmp_path), staleness=k, **options)[0] for k in (4, 2))
+    plain = run(workers, 2, APART, str(tmp_path), staleness=2, overlap="none", settings={"learning_rate": 0.0})[0]
+    assert ahead.tokens == in_step.tokens == plain.tokens
+    assert ahead.versions != plain.versions  # newer versions came during the generation
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"sample_reallocation": True}, {}, "use sample_reallocation=False, or max_staleness=1"),
+        (
+            {"speculation": Speculation(drafter="ngram")},
+            {"replay_versions": "."},
+            r"use Speculation\(num_draft_tokens=4\), say, in both runs",
+        ),
+        ({}, {"replay_versions": "."}, "the log has no line for actor.generate in iteration 0"),
+        ({}, {"replay_versions": "nowhere"}, "there is no folder nowhere"),
+        ({"ratio_to": "proximal"}, {}, r"or engine_correction=EngineCorrection\(\), which weighs by what was learnt"),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused(
+    workers: WorkerPool, tmp_path: Path, settings: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkerFailure, match=message):
+        run(workers, 2, APART, str(tmp_path), settings=settings, **options)
+
+
+def test_proximal_ratios_learn_from_older_responses_with_importance_weights(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    settings = {"ratio_to": "proximal", "engine_correction": EngineCorrection()}
+    _, training = run(workers, 2, APART, str(tmp_path), settings=settings)
+    assert training.logged[-1]["actor/engine_weight"] != 1.0
+
+
+def test_a_log_that_lists_no_versions_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.jsonl").write_text('{"iteration": 0}\n')
+    with pytest.raises(ConfigError, match=r"line 1 of .*rank_0.jsonl does not list versions \('call'\)|updates"):
+        VersionLog(0, tmp_path)
+
+
+def test_the_last_line_of_a_batch_counts(tmp_path: Path) -> None:
+    log = VersionLog(3, None)
+    log.write_to(tmp_path / "made")
+    for begin in (1, 2):
+        log.write(BatchVersions(5, "actor.generate", begin, [(7, 3)]))
+    assert VersionLog(3, tmp_path / "made").replayed(5, "actor.generate") == BatchVersions(
+        5, "actor.generate", 2, [(7, 3)]
+    )
