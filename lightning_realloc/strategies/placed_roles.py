@@ -132,6 +132,7 @@ class PlacedRoles:
             transport=self._options.transport,
             tp_plans=self._options.tp_plans,
             memory_budget=self._options.memory_budget or strategy.cluster.device_memory_bytes,
+            pushes_weights=self._options.overlap.pushes_weights,
         )
 
     # ---- a run's beginning and end

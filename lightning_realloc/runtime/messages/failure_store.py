@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from lightning_realloc import errors
 from lightning_realloc.errors import RankLost, ReallocError
 
+CHECK_S = 1.0
+"""Seconds between two looks at the store while a rank waits."""
+Value = TypeVar("Value")
 _BROKEN = re.compile(r"gloo/transport.*(by peer|broken pipe|time(d )?out|connect)", re.IGNORECASE | re.DOTALL)
 """Messages of the RuntimeErrors that gloo raises when another process has ended."""
 
@@ -52,6 +58,31 @@ def peer_error(rank: int, name: str, message: str) -> ReallocError:
     if isinstance(known, type) and issubclass(known, ReallocError):
         return known(message)
     return ReallocError(f"rank {rank} failed with {name}: {message}")
+
+
+def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> Value:
+    """Return the result of ``wait``, which blocks until other ranks act, unless one of them publishes an error.
+
+    Raises:
+        RankLost: naming the failed rank; ``what`` says what was waited for.
+    """
+    outcomes: SimpleQueue[tuple[Value | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcomes.put((wait(), None))
+        except BaseException as error:
+            outcomes.put((None, error))
+
+    Thread(target=run, daemon=True).start()
+    while True:
+        with suppress(Empty):
+            value, error = outcomes.get(timeout=CHECK_S)
+            if error is not None:
+                raise error
+            return cast(Value, value)
+        for rank, (name, message) in peer_failures(world_size).items():
+            raise RankLost(f"rank {rank} failed with {name}: {message}; this rank waited for {what}")
 
 
 def clear_failure(rank: int) -> None:

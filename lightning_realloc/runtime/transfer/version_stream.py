@@ -71,15 +71,15 @@ class VersionSender:
         Raises:
             RankLost: if a receiver is gone.
         """
-        self._wait()
+        self.wait()
         self._copies.run()
         self._start(version, self._frames)
 
     def close(self) -> None:
         """End the stream: `VersionReceiver.receive` then returns None. Waits until everything was sent."""
-        self._wait()
+        self.wait()
         self._start(_CLOSED, {})
-        self._wait()
+        self.wait()
 
     def _start(self, version: int, frames: Mapping[int, Tensor]) -> None:
         header = torch.tensor([version, _MARK])
@@ -93,7 +93,8 @@ class VersionSender:
         assert work is not None, "this rank is part of the group"
         self._works.append((work, frame))  # gloo's work does not keep the memory that it sends from alive
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Return once the last version was sent. Raises RankLost if a receiver is gone."""
         while self._works:
             _wait(self._works.pop(0)[0])
 
@@ -133,6 +134,11 @@ class VersionReceiver:
     def has_arrived(self) -> bool:
         """Return whether `receive` would return at once."""
         return all([parcel.has_arrived() for parcel in self._parcels])  # asks all, since asking starts the second frame
+
+    def wait(self) -> None:
+        """Return once `receive` would return at once. Raises RankLost if a sender is gone."""
+        for parcel in self._parcels:
+            parcel.wait()
 
     @torch.no_grad()
     def receive(self) -> int | None:

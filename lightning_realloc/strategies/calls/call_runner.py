@@ -338,8 +338,7 @@ class CallRunner:
 
     def _allow_streams(self) -> None:
         """Let weights travel in the background to calls that generate more than one step ahead."""
-        is_wanted = self._options.max_staleness > 1 and self._options.overlap == "iterations"
-        plan = self._pool.plan if is_wanted else None
+        plan = self._pool.plan if self._options.pushes_weights else None
         self._pool.streams.allow(self._pool.dataflow, plan, frees_copies=self._placed.frees_copies)
 
     @contextmanager

@@ -28,6 +28,11 @@ class OverlapOptions:
     generation_chunks: int = 1
     """Chunks in which samples are sent to inference while others are generated."""
 
+    @property
+    def pushes_weights(self) -> bool:
+        """Whether trained weights travel in the background to ranks that only generate."""
+        return self.max_staleness > 1 and self.overlap == "iterations"
+
     def __post_init__(self) -> None:
         chunks, overlap, staleness = self.generation_chunks, self.overlap, self.max_staleness
         if overlap not in get_args(Overlap):
@@ -37,7 +42,7 @@ class OverlapOptions:
                 f"max_staleness={staleness!r} must be a whole number of training steps; 0 generates with the weights "
                 f"as they are, 1 one step ahead"
             )
-        if self.replay_versions is not None and (staleness < 2 or overlap != "iterations"):
+        if self.replay_versions is not None and not self.pushes_weights:
             raise ConfigError(
                 f"replay_versions repeats when weights arrived during generation, and with max_staleness={staleness} "
                 f"and overlap={overlap!r} they arrive between calls; use max_staleness of 2 or more and "

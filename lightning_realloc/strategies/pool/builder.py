@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +100,8 @@ class PoolBuilder:
     """Role -> tensor-parallel styles, for models without a plan of their own."""
     memory_budget: int
     """Bytes of one device that a plan may use."""
+    pushes_weights: bool = False
+    """Whether trained weights travel in the background to ranks that only generate."""
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -196,10 +198,11 @@ class PoolBuilder:
         Raises:
             GenerationError: for a draft model whose configuration cannot be read.
         """
-        return memory_settings(
-            self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes,
-            engine=engine_memory(self.module, self.device, self.options.copy_dtype),
-        )  # fmt: skip
+        engine = engine_memory(self.module, self.device, self.options.copy_dtype)
+        settings = memory_settings(
+            self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes, engine=engine
+        )
+        return replace(settings, pushes_weights=self.pushes_weights and self.device.type == "cpu")
 
     def describe_roles(self) -> dict[str, RoleMemory]:
         """Return role -> its description for estimates. The module keeps it once its models are laid out."""

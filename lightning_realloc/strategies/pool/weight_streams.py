@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.realloc.planner import plan_reallocation
+from lightning_realloc.runtime.messages.failure_store import await_watching
 from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
 from lightning_realloc.runtime.transfer.version_stream import VersionReceiver, VersionSender
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
@@ -47,7 +48,7 @@ class ReplicaStream:
         self.role = home.role
         self.version = version
         """Version that this rank's part of the replica holds; on other ranks the one it held first."""
-        self._home = home
+        self._home, self._world_size = home, options.world_size
         self._num_due = self._num_received = 0
         self._sender: VersionSender | None = None
         self._receiver: VersionReceiver | None = None
@@ -78,6 +79,7 @@ class ReplicaStream:
         self._num_due += 1
         if self._sender is not None:
             reshard(self._home.model)
+            await_watching(self._sender.wait, self._world_size, what="ranks that take the last weights")
             self._sender.send(version)
 
     def has_news(self) -> bool:
@@ -87,6 +89,8 @@ class ReplicaStream:
     def take(self) -> int:
         """Write the next version into the replica, and return it; waits for it. Only on the replica's ranks."""
         assert self._receiver is not None, "this rank holds a part of the replica"
+        if not self._receiver.has_arrived():
+            await_watching(self._receiver.wait, self._world_size, what="newer weights")
         version = self._receiver.receive()
         assert version is not None, "the stream is open"
         self.version, self._num_received = version, self._num_received + 1

@@ -251,6 +251,10 @@ class _Forecaster:
             return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
         # A tensor that the home holds in the same form is shared with the replica.
         may_alias = self._home_bytes(name) == element
+        if self.settings.pushes_weights and self._is_trained(name) and not set(home.ranks) & set(layout.ranks):
+            own = self.elements[name].tensors(layout, rank) if rank in layout else 0
+            held = self.elements[name].tensors(home, rank) if rank in home else 0
+            return MemoryParts(copies=own * element, staging=(own + held) * element)
         trained_too = self.settings.master_bytes == element or not self._is_trained(name)
         if self.settings.shares_memory:
             fresh = set() if trained_too else {p.name for p in role.model.params} - role.frozen_params

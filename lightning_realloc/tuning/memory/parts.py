@@ -69,6 +69,8 @@ class MemorySettings:
     """Bytes of optimizer state for a trained weight; AdamW keeps two fp32 numbers."""
     shares_memory: bool = False
     """Whether replicas lie in memory that the ranks of a host share (CPU), with each distinct shard stored once."""
+    pushes_weights: bool = False
+    """Whether trained weights wait in this memory on their way to ranks that only generate (CPU, `max_staleness`)."""
     frees_copies: bool = False
     """Whether a replica outside of its home is freed when its call ends."""
     builds_on_device: bool = False

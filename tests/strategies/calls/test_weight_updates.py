@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.losses.correction import EngineCorrection
 from lightning_realloc.data.loader import BatchLoader
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
@@ -138,6 +138,32 @@ def test_weights_that_do_not_change_give_the_responses_of_a_run_in_step(workers:
     plain = run(workers, 2, APART, str(tmp_path), staleness=2, overlap="none", settings={"learning_rate": 0.0})[0]
     assert ahead.tokens == in_step.tokens == plain.tokens
     assert ahead.versions != plain.versions  # newer versions came during the generation
+
+
+def fail(plan: dict[str, str], folder: str, method: str) -> float:
+    """Train until a method fails in its fourth call; return the seconds until this rank knows."""
+    module: Any = runs.grpo(**SAMPLING)
+    works, count = getattr(module, method), [0]
+
+    def broken(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] == 4:
+            raise ValueError("broken on purpose")
+        return works(*arguments)
+
+    setattr(module, method, broken)
+    strategy = ReallocStrategy({"calls": plan}, max_staleness=3)
+    trainer = runs.trainer(strategy, runs.world_size(), default_root_dir=folder)
+    begin = time.monotonic()
+    with pytest.raises((ValueError, ReallocError), match="broken on purpose"):
+        trainer.fit(module, Batches(8))
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("method", ["roll_out", "actor_loss"])
+def test_an_error_on_either_side_ends_both(workers: WorkerPool, tmp_path: Path, method: str) -> None:
+    seconds = workers.run(fail, APART, str(tmp_path), method, world_size=2, init_process_group=False, deadline_s=60)
+    assert max(seconds) < 30.0
 
 
 @pytest.mark.parametrize(

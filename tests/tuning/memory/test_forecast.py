@@ -70,6 +70,17 @@ def test_a_role_takes_no_bytes_on_ranks_without_it() -> None:
     assert found.at("actor.train", 3).weights == 4 * 4000  # the whole reference
 
 
+def test_weights_that_are_pushed_wait_on_both_ends() -> None:
+    apart = plan("tp2@0-1", "dp2@2-3", "fsdp2@2-3")
+    pushed, moved = (forecast(apart, pushes_weights=pushes, shares_memory=True) for pushes in (True, False))
+    # Half of the blocks and the whole embedding under tp2; half of everything under fsdp2; 4 bytes each.
+    assert pushed.at("actor.generate", 0).staging - moved.at("actor.generate", 0).staging == 4 * 2500
+    assert pushed.at("actor.train", 2).staging - moved.at("actor.train", 2).staging == 4 * 2000
+    assert pushed.at("actor.generate", 0).copies == 4 * 2500  # of its own, since ranks take versions at other steps
+    together = plan("tp4", "dp4", "fsdp4")
+    assert forecast(together, pushes_weights=True) == forecast(together)
+
+
 def test_tied_weights_count_once() -> None:
     assert forecast(plan("dp1", "dp1", "dp1")).at("actor.generate", 0).weights == 2 * 4 * SPEC.num_elements
 

@@ -13,6 +13,7 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_pool import EnginePool
+from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from tests.models import tiny_model
 
 CALL: Any = SimpleNamespace(name="actor.generate")
@@ -26,9 +27,12 @@ def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
     )
     group = object() if shares_model else None
     meshes = SimpleNamespace(group=lambda layout, *axes: group if axes == ("tp",) else None)
-    pool = SimpleNamespace(meshes=meshes, plan=SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4)))
+    plan = SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4))
+    pool = SimpleNamespace(meshes=meshes, plan=plan, streams=SimpleNamespace(is_allowed=lambda call: False))
     mailbox, device = SimpleNamespace(), torch.device("cpu")
-    return EnginePool(CallContext(module, pool, mailbox, device, PeakMemory(device), rank=0))  # type: ignore[arg-type]
+    return EnginePool(
+        CallContext(module, pool, mailbox, device, PeakMemory(device), 0, VersionLog(0, None))  # type: ignore[arg-type]
+    )
 
 
 def replica() -> Any:
@@ -39,10 +43,10 @@ def replica() -> Any:
 def test_a_drafter_keeps_its_history_under_the_next_plan() -> None:
     made, params = generators("history"), SamplingParams(max_new_tokens=8)
     first, second = replica(), replica()
-    before = made.engine_for(CALL, first, version=0)
+    before = made.engine_for(CALL, first)
     before.engine.generate([[5, 6, 7]], params)
     made.forget()
-    after = made.engine_for(CALL, second, version=1)
+    after = made.engine_for(CALL, second)
     assert after.drafter is before.drafter and after.engine is not before.engine
     after.engine.generate([[5, 6, 7]], params)
     # The same prompt, weights and seed: all drafts are accepted.
@@ -52,6 +56,6 @@ def test_a_drafter_keeps_its_history_under_the_next_plan() -> None:
 @pytest.mark.parametrize(("drafter", "shares_model"), [("blocks", False), ("history", True)])
 def test_a_drafter_with_a_model_or_on_ranks_that_share_one_is_made_anew(drafter: str, *, shares_model: bool) -> None:
     made = generators(drafter, shares_model=shares_model)
-    before = made.engine_for(CALL, replica(), version=0)
+    before = made.engine_for(CALL, replica())
     made.forget()
-    assert made.engine_for(CALL, replica(), version=1).drafter is not before.drafter
+    assert made.engine_for(CALL, replica()).drafter is not before.drafter
