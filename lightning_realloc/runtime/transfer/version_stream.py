@@ -135,6 +135,10 @@ class VersionReceiver:
         """Return whether `receive` would return at once."""
         return all([parcel.has_arrived() for parcel in self._parcels])  # asks all, since asking starts the second frame
 
+    def has_version(self) -> bool:
+        """Return whether `receive` would return a version at once."""
+        return self.has_arrived() and not any(parcel.is_end for parcel in self._parcels)
+
     def wait(self) -> None:
         """Return once `receive` would return at once. Raises RankLost if a sender is gone."""
         for parcel in self._parcels:
@@ -183,7 +187,12 @@ class _Parcel:
             if self._header[1] != _MARK:
                 return False
             self._open()
-        return bool(self._header[0] == _CLOSED) or bool(self.frame[-1] == _MARK)
+        return self.is_end or bool(self.frame[-1] == _MARK)
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the header says that the stream ends."""
+        return bool(self._header[0] == _CLOSED)
 
     def wait(self) -> int:
         """Return the version once it has arrived."""
@@ -196,7 +205,7 @@ class _Parcel:
     def _open(self) -> None:
         _wait(self._works.pop())
         self._is_open = True
-        if self._header[0] != _CLOSED:
+        if not self.is_end:
             self._receive(self.frame, self._tag + 1)
 
     def _receive(self, frame: Tensor, tag: int) -> None:

@@ -84,6 +84,8 @@ class CallRunner:
         """Iterations of training so far."""
         self._run = 0
         """Number of the latest pass over calls, the same on all ranks."""
+        self._trained_runs = (0, 0, 0)
+        """Numbers of the passes of the last batches that were trained on."""
         self.is_running = False
         """Whether calls are running."""
         self._allow_streams()
@@ -154,7 +156,9 @@ class CallRunner:
             num_due = len(waiting) if is_last else max(0, len(waiting) - most_ahead)
             self._ahead = waiting[num_due:]
             results = tuple(self._conclude(each, is_last=is_last) for each in waiting[:num_due])
-            self._mailbox.release(self._run - 1 - max(1, most_ahead))
+            # Ranks outside a training call receive its metrics one batch later.
+            self._trained_runs = (*self._trained_runs, *(each.run for each in waiting[:num_due]))[-3:]
+            self._mailbox.release(self._trained_runs[0])
             if self._options.overlap != "iterations":
                 self._mailbox.barrier()
             self._metrics.idle.end()

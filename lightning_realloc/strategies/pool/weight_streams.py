@@ -84,7 +84,7 @@ class ReplicaStream:
 
     def has_news(self) -> bool:
         """Return whether a newer version has arrived on this rank."""
-        return self._receiver is not None and self._receiver.has_arrived()
+        return self._receiver is not None and self._receiver.has_version()
 
     def take(self) -> int:
         """Write the next version into the replica, and return it; waits for it. Only on the replica's ranks."""

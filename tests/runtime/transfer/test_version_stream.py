@@ -52,10 +52,11 @@ def _send_three_versions(source_text: str, target_text: str, dtype: torch.dtype)
             deadline = time.monotonic() + 20
             while not end.has_arrived() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            assert end.has_arrived() and end.receive() == version
+            assert end.has_version() and end.receive() == version
             for name, expected in local_reference(full, target, rank).items():
                 assert torch.equal(tensors[name], (expected * 2**version).to(dtype).float()), (version, name)
-        assert end.receive() is None and end.has_arrived()
+        end.wait()
+        assert end.has_arrived() and not end.has_version() and end.receive() is None
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.losses.correction import EngineCorrection
+from lightning_realloc.callbacks import EMA
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.generation import Speculation
@@ -138,6 +139,33 @@ def test_weights_that_do_not_change_give_the_responses_of_a_run_in_step(workers:
     plain = run(workers, 2, APART, str(tmp_path), staleness=2, overlap="none", settings={"learning_rate": 0.0})[0]
     assert ahead.tokens == in_step.tokens == plain.tokens
     assert ahead.versions != plain.versions  # newer versions came during the generation
+
+
+def validate(max_staleness: int, overlap: str, folder: str) -> tuple[list[list[list[int]]], list[float]]:
+    """Train PPO with averages that replace the weights during validation; return tokens and held-out rewards."""
+    module: Any = runs.ppo(learning_rate=0.0)
+    plan = {"actor.generate": "dp2@0-1", "reference.infer": "dp1@2", "critic.infer": "dp1@2"}
+    plan |= {"actor.train": "dp1@2", "critic.train": "dp1@2"}
+    strategy = ReallocStrategy({"calls": plan}, max_staleness=max_staleness, overlap=overlap)
+    record = runs.Record()
+    trainer = runs.trainer(
+        strategy, runs.world_size(), callbacks=[EMA(decay=0.5), record], default_root_dir=folder, val_check_interval=1,
+    )  # fmt: skip
+    trainer.fit(module, Batches(6), Batches(1, seed=1))
+    return module.tokens, [step["val/score"] for step in record.logged if "val/score" in step]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_validation_after_every_iteration_reads_averages_and_goes_on(
+    workers: WorkerPool, tmp_path: Path, max_staleness: int
+) -> None:
+    pushed, moved = (
+        workers.run(
+            validate, max_staleness, overlap, str(tmp_path), world_size=3, init_process_group=False, deadline_s=120
+        )[0]
+        for overlap in ("iterations", "none")
+    )
+    assert pushed == moved and len(pushed[1]) > 0
 
 
 def fail(plan: dict[str, str], folder: str, method: str) -> float:
