@@ -84,7 +84,7 @@ class CallRunner:
         """Iterations of training so far."""
         self._run = 0
         """Number of the latest pass over calls, the same on all ranks."""
-        self._trained_runs = (0, 0, 0)
+        self._trained_runs: tuple[int, ...] = (0, 0, 0)
         """Numbers of the passes of the last batches that were trained on."""
         self.is_running = False
         """Whether calls are running."""
