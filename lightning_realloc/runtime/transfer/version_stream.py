@@ -59,8 +59,6 @@ class VersionSender:
                     self._copies.add(part, region_view(source[transfer.param], transfer.sender_offset, transfer.shape))
             self._frames[receiver] = frames[content]
         self._works: list[tuple[dist.Work, Tensor]] = []
-        self.staging_bytes = sum(frame.numel() for frame in frames.values())
-        """Host memory of the copies."""
 
     @torch.no_grad()
     def send(self, version: int) -> None:
@@ -128,8 +126,6 @@ class VersionReceiver:
                 self._copies.add(region_view(target[transfer.param], transfer.receiver_offset, transfer.shape), part)
         self.senders = tuple(parcel.sender for parcel in self._parcels)
         """Ranks that send to this one."""
-        self.staging_bytes = sum(parcel.frame.numel() for parcel in self._parcels)
-        """Host memory of a version that has arrived."""
 
     def has_arrived(self) -> bool:
         """Return whether `receive` would return at once."""

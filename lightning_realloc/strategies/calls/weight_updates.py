@@ -18,6 +18,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.strategies.pool.weight_streams import ReplicaStream, WeightStreams
 
+_SAME_RUN = "give the log of a run with the same plan, data and settings, or leave replay_versions out"
 STEPS_PER_AGREEMENT = 8
 """Steps after which tensor-parallel ranks ask each other whether all have newer weights."""
 
@@ -82,10 +83,7 @@ class VersionLog:
         if self._replayed is None:
             return None
         if (iteration, call) not in self._replayed:
-            raise ConfigError(
-                f"replay_versions: the log has no line for {call} in iteration {iteration}; give the log of a run with "
-                f"the same plan that was at least as long, or leave replay_versions out"
-            )
+            raise ConfigError(f"replay_versions: the log has no line for {call} in iteration {iteration}; {_SAME_RUN}")
         return self._replayed[iteration, call]
 
 
@@ -136,7 +134,7 @@ class WeightUpdates:
             while self._all_have_news(stream):
                 stream.take()
         else:
-            self._take_until(stream, self._wanted.begin)
+            self._repeat(stream, self._wanted.begin)
         self._taken = BatchVersions(iteration, self._call, stream.version)
         return stream.version
 
@@ -152,15 +150,26 @@ class WeightUpdates:
         else:
             due = [stream.version + 1] if self._all_have_news(stream) else []
         for version in due:
-            self._take_until(stream, version)
+            self._repeat(stream, version)
             taken.updates.append((self._num_steps, stream.version))
         self._num_steps += 1
         return stream.version if due else None
 
     def end(self) -> None:
-        """Finish a generation: write its versions."""
-        if self._taken is not None:
-            self._log.write(self._taken)
+        """Finish a generation: write its versions.
+
+        Raises:
+            ConfigError: if the log that is followed lists versions after more steps.
+        """
+        if self._taken is None:
+            return
+        if self._wanted is not None and self._taken.updates != self._wanted.updates:
+            raise ConfigError(
+                f"replay_versions: {self._call} ended after {self._num_steps} steps in iteration "
+                f"{self._taken.iteration}, and the log lists the updates {self._wanted.updates} (steps, version); "
+                f"{_SAME_RUN}"
+            )
+        self._log.write(self._taken)
 
     def _all_have_news(self, stream: ReplicaStream) -> bool:
         has_news = stream.has_news()
@@ -170,7 +179,13 @@ class WeightUpdates:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
         return bool(votes.item())
 
-    def _take_until(self, stream: ReplicaStream, version: int) -> None:
+    def _repeat(self, stream: ReplicaStream, version: int) -> None:
+        """Take versions until the replica holds ``version``; waits for it."""
+        if stream.version > version:
+            raise ConfigError(
+                f"replay_versions: the weights of {self._call} are of version {stream.version} already, and the log "
+                f"lists {version}; {_SAME_RUN}"
+            )
         with self._record.during(f"waiting for weights of {self._call}", waits_for=stream.senders):
             while stream.version < version:
                 stream.take()
@@ -188,6 +203,8 @@ def _read(file: Path) -> dict[tuple[int, str], BatchVersions]:
             values = json.loads(line)
             updates = [(int(steps), int(version)) for steps, version in values["updates"]]
             versions = BatchVersions(int(values["iteration"]), str(values["call"]), int(values["begin"]), updates)
+            if max([versions.begin, *(version for _, version in updates)]) > versions.iteration:
+                raise ValueError("a version that is trained only after its batch")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"replay_versions: line {number} of {file} does not list versions ({error}); give the folder that a "

@@ -64,11 +64,6 @@ class ReplicaStream:
         """Ranks that send to this one."""
         return () if self._receiver is None else self._receiver.senders
 
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory of this rank for weights on their way."""
-        return sum(end.staging_bytes for end in (self._sender, self._receiver) if end is not None)
-
     def push(self, version: int) -> None:
         """Send the home replica's weights, which were just trained. Every rank calls it after the training call.
 
@@ -89,9 +84,7 @@ class ReplicaStream:
     def take(self) -> int:
         """Write the next version into the replica, and return it; waits for it. Only on the replica's ranks."""
         assert self._receiver is not None, "this rank holds a part of the replica"
-        if not self._receiver.has_arrived():
-            await_watching(self._receiver.wait, self._world_size, what="newer weights")
-        version = self._receiver.receive()
+        version = self._next(self._receiver)
         assert version is not None, "the stream is open"
         self.version, self._num_received = version, self._num_received + 1
         return version
@@ -105,10 +98,15 @@ class ReplicaStream:
         """End the stream with the last pushed version in the replica. Every rank calls it at the same point."""
         self.catch_up()
         if self._sender is not None:
-            self._sender.close()
+            await_watching(self._sender.close, self._world_size, what="ranks that take the last weights")
         if self._receiver is not None:
-            end = self._receiver.receive()
+            end = self._next(self._receiver)
             assert end is None, f"version {end} came after the last one"
+
+    def _next(self, receiver: VersionReceiver) -> int | None:
+        if not receiver.has_arrived():
+            await_watching(receiver.wait, self._world_size, what="newer weights")
+        return receiver.receive()
 
 
 class WeightStreams:
@@ -140,10 +138,9 @@ class WeightStreams:
         if self._open:
             self._open, self._group = {}, None
         self._calls = ()
-        generating = [call for call in dataflow.model_calls if call.kind == "generate"]
         if plan is None:
             return
-        for call in generating:
+        for call in (call for call in dataflow.model_calls if call.kind == "generate"):
             obstacle = "ParameterReallocation frees replicas" if frees_copies else _obstacle(call, dataflow, plan)
             if obstacle is None:
                 self._calls += (call.name,)

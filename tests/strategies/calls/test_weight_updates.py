@@ -223,10 +223,39 @@ def test_proximal_ratios_learn_from_older_responses_with_importance_weights(
     assert training.logged[-1]["actor/engine_weight"] != 1.0
 
 
-def test_a_log_that_lists_no_versions_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rank_0.jsonl").write_text('{"iteration": 0}\n')
-    with pytest.raises(ConfigError, match=r"line 1 of .*rank_0.jsonl does not list versions \('call'\)|updates"):
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"iteration": 0}', "'updates'"),
+        ("[]", "list indices"),
+        ("no JSON", "Expecting value"),
+        (BatchVersions(2, "actor.generate", 1, [(4, 3)]).line(), "a version that is trained only after its batch"),
+    ],
+)
+def test_a_log_that_lists_no_versions_is_refused(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "rank_0.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=rf"line 1 of .*rank_0.jsonl does not list versions \(.*{reason}"):
         VersionLog(0, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            BatchVersions(3, "actor.generate", 2, [(99, 3)]),
+            r"lists the updates \[\(99, 3\)\]",
+        ),
+        (BatchVersions(3, "actor.generate", 0), "are of version 1 already, and the log lists 0; give the log"),
+    ],
+)
+def test_a_log_of_another_run_is_named(workers: WorkerPool, tmp_path: Path, line: BatchVersions, message: str) -> None:
+    log = VersionLog(0, None)
+    log.write_to(tmp_path)
+    for iteration in range(6):
+        log.write(BatchVersions(iteration, "actor.generate", max(0, iteration - 2)))
+    log.write(line)
+    with pytest.raises(WorkerFailure, match=message):
+        run(workers, 2, APART, str(tmp_path / "run"), replay_versions=str(tmp_path))
 
 
 def test_the_last_line_of_a_batch_counts(tmp_path: Path) -> None:
