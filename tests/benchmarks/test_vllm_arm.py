@@ -26,8 +26,24 @@ def test_skipped_rows_of_vllm_give_the_reason(given: str, tmp_path: Path) -> Non
     report = BenchmarkReport("generation")
     generation.compare_with_vllm(options, report)
     (row,) = report.rows
-    reason = {"none": "--vllm-python", "absent": "does not start", "without vllm": "has no vLLM"}[given]
+    reason = {"none": "VLLM_PYTHON is not set", "absent": "does not start", "without vllm": "has no vLLM"}[given]
     assert reason in row["skipped"] and report.targets == []
+
+
+def test_without_an_interpreter_the_benchmark_prints_why_the_rows_of_vllm_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
+    assert generation.main(["--vllm-alone", "--only", "tiny float32 B=32 N=8x4"]) == 0
+    assert "VLLM_PYTHON is not set" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_variable_names_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_PYTHON", "/nowhere/python")
+    generation.main(["--vllm-alone", "--only", "tiny float32 B=32 N=8x4"])
+    assert "/nowhere/python does not start" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_arm_with_the_models_log_probabilities_returns_cpu_seconds(tmp_path: Path) -> None:
