@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import reasoning_gym
 from lightning.pytorch import Trainer
@@ -26,11 +26,15 @@ from examples import report
 from examples.gsm8k import train
 from examples.resident_memory import resident_bytes, start_measuring
 from examples.smollm2 import model_folder
-from lightning_realloc import RolloutTable, Timeline
+from lightning_realloc import GenerationOptions, RolloutTable, Timeline, VLLMOptions
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "all weights": {"learning_rate": 2e-5},
     "LoRA": {"learning_rate": 5e-4, "peft_config": {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}},
+}
+ENGINES: Mapping[str, GenerationOptions | None] = {
+    "native": None,
+    "vllm": GenerationOptions(engine="vllm", max_cache_bytes=256 << 20, vllm=VLLMOptions(max_length=512)),
 }
 
 
@@ -45,6 +49,7 @@ class Settings:
     prompts_per_iteration: int = 4
     max_new_tokens: int = 24
     num_held_out: int = 64
+    engine: Literal["native", "vllm"] = "native"
 
 
 @dataclass
@@ -123,6 +128,7 @@ def learn(name: str, settings: Settings) -> Outcome:
         prompts=settings.prompts_per_iteration,
         max_new_tokens=settings.max_new_tokens,
         seed=settings.seed,
+        generation=ENGINES[settings.engine],
         trainer={
             "accelerator": "cpu", "devices": settings.num_ranks, "max_steps": settings.iterations, "max_epochs": -1,
             "logger": CSVLogger(settings.folder, name="logs", version=name.replace(" ", "_")),
@@ -193,9 +199,12 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Settings, list[str]
     parser.add_argument("--prompts-per-iteration", type=int, default=usual.prompts_per_iteration, help="prompts")
     parser.add_argument("--num-held-out", type=int, default=usual.num_held_out, help="questions that are not trained")
     parser.add_argument("--folder", type=Path, default=usual.folder, help="where everything is written")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default=usual.engine, help="vllm: needs `make vllm-env`")
     parser.add_argument("--only", choices=tuple(VARIANTS), nargs="+", default=list(VARIANTS), help="variants to run")
     given = vars(parser.parse_args(arguments))
     names: list[str] = given.pop("only")
+    if given["engine"] == "vllm" and "LoRA" in names:
+        parser.error("vLLM takes over whole weights, and LoRA trains adapters; add --only 'all weights'")
     return Settings(**given), names
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import yaml
 
 from examples import gsm8k
 from lightning_realloc.rewards import NumericAnswer
+from tests.generation.vllm.stand_in import notes, stand_in
 from tests.models import byte_tokenizer, tiny_model
 from tests.workers import WorkerPool
 
@@ -35,15 +38,22 @@ def chain_sum(name: str, *, size: int, seed: int, **_: Any) -> list[dict[str, An
     return [{"question": f"{seed + index} + 1 =", "answer": str(seed + index + 1)} for index in range(size)]
 
 
-def run_demo(folder: str) -> dict[str, list[str]]:
-    """Run the demo for one iteration on one rank."""
+def imported_demo() -> ModuleType:
+    """Return the demo, with the problems above."""
     with mock.patch.dict(sys.modules, {"reasoning_gym": SimpleNamespace(create_dataset=chain_sum)}):
         from examples import demo_real
+    return demo_real
 
-    model = Path(write_model(Path(folder) / "model"))
+
+def run_demo(folder: str, vllm_python: str = "", *others: str) -> dict[str, list[str]]:
+    """Run the demo for one iteration on one rank, with other arguments."""
+    demo_real, model = imported_demo(), Path(write_model(Path(folder) / "model"))
     arguments = ["--num-ranks", "1", "--iterations", "1", "--prompts-per-iteration", "2", "--num-held-out", "2"]
-    with mock.patch.object(demo_real, "model_folder", lambda: model):
-        outcomes = demo_real.main([*arguments, "--folder", folder])
+    with (
+        mock.patch.object(demo_real, "model_folder", lambda: model),
+        mock.patch.dict(os.environ, {"VLLM_PYTHON": vllm_python}),
+    ):
+        outcomes = demo_real.main([*arguments, *others, "--folder", folder])
     return {name: sorted(outcome.seconds) for name, outcome in outcomes.items()}
 
 
@@ -52,6 +62,21 @@ def test_the_demo_trains_all_weights_and_adapters(workers: WorkerPool, tmp_path:
     assert calls == {"all weights": ["actor.generate", "actor.train"], "LoRA": ["actor.generate", "actor.train"]}
     assert (tmp_path / "all_weights/model.safetensors").exists()
     assert (tmp_path / "LoRA/adapter_model.safetensors").exists()
+
+
+def test_the_demo_generates_with_vllm(workers: WorkerPool, tmp_path: Path) -> None:
+    given = (str(tmp_path), stand_in(tmp_path), "--engine", "vllm", "--only", "all weights")
+    (calls,) = workers.run(run_demo, *given, world_size=1, init_process_group=False, deadline_s=120.0)
+    assert calls == {"all weights": ["actor.generate", "actor.train"]}
+    assert len(notes(tmp_path, "weights")) == 3, "in the evaluation before training, in its iteration, and after it"
+
+
+def test_adapters_with_vllm_are_refused_by_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        imported_demo().main(["--engine", "vllm"])
+    assert (
+        "vLLM takes over whole weights, and LoRA trains adapters; add --only 'all weights'" in capsys.readouterr().err
+    )
 
 
 def test_script_and_file_name_the_same_model_data_and_settings() -> None:
