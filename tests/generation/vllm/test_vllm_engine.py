@@ -56,6 +56,15 @@ def test_weights_are_handed_over_once_for_each_update(tmp_path: Path) -> None:
     assert len(set(notes(tmp_path, "weights"))) == len(notes(tmp_path, "weights")) == 3
 
 
+def test_versions_may_skip_numbers_and_return_to_earlier_ones(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path)
+    for version in (3, 7, 5, 5):
+        engine.weights_updated(version)
+        (made,) = engine.generate([[5]], GREEDY)
+        assert set(made.versions) == {version}
+    assert len(set(notes(tmp_path, "weights"))) == 4, "also weights of the same number may have changed"
+
+
 def test_no_prompts_start_no_process(tmp_path: Path) -> None:
     assert engine_with(tmp_path).generate([], GREEDY) == []
     assert not (tmp_path / "notes").exists()

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_realloc import GRPO, ConfigError, EngineCorrection, GenerationOptions, RolloutBudget, Speculation
 from lightning_realloc.generation import SamplingParams, VLLMOptions
+from lightning_realloc.strategies import ReallocStrategy
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.generation.vllm.test_vllm_engine import is_running
 from tests.models import tiny_model
@@ -63,6 +64,35 @@ def test_a_lost_vllm_ends_the_run_on_every_rank_with_its_log(workers: WorkerPool
     with pytest.raises(WorkerFailure, match=r"vLLM's process ended by signal SIGKILL; .*segmentation fault"):
         options = VLLMOptions(python=stand_in(tmp_path, "dies"))
         workers.run(run, options, "dp2", 2, world_size=2, init_process_group=False)
+
+
+def test_a_vllm_that_ends_once_is_restarted_and_the_run_is_the_same(workers: WorkerPool, tmp_path: Path) -> None:
+    def outcome(behaviour: str, restarts: int) -> Outcome:
+        folder = tmp_path / (behaviour or "lives")
+        folder.mkdir()
+        options = VLLMOptions(python=stand_in(folder, behaviour), restarts=restarts)
+        (found,) = workers.run(run, options, "dp1", 1, world_size=1, init_process_group=False)
+        return found
+
+    whole, restarted = outcome("", 0), outcome("dies once", 1)
+    assert len(notes(tmp_path / "dies once", "started")) == 2
+    assert restarted.tokens == whole.tokens and restarted.rewards == whole.rewards
+    assert runs.largest_difference(restarted.weights, whole.weights) == 0.0
+
+
+def run_ahead(options: VLLMOptions) -> Outcome:
+    """Return the outcome of three iterations whose rank 1 generates one step ahead of rank 0."""
+    plan = runs.calls(actor_generate="dp1@1", actor_train="dp1@0", reference_infer="dp1@0")
+    module = with_vllm(options, ratio_to="behaviour")
+    return runs.train(module, ReallocStrategy(plan, max_staleness=1), 2, Batches(3))
+
+
+def test_generation_one_step_ahead_hands_weights_over_before_every_rollout(workers: WorkerPool, tmp_path: Path) -> None:
+    options = VLLMOptions(python=stand_in(tmp_path))
+    outcome = workers.run(run_ahead, options, world_size=2, init_process_group=False)[0]
+    assert len(outcome.tokens) == len(set(notes(tmp_path, "weights"))) == 3
+    (process,) = map(int, notes(tmp_path, "started"))
+    assert not is_running(process)
 
 
 def test_ratios_are_proximal_and_corrected_unless_given_otherwise() -> None:
