@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, VLLMEngine, VLLMOptions
 from lightning_realloc.generation.core.sampling import sampling_logprobs
+from lightning_realloc.generation.vllm.messages import EngineLost
 from tests.generation.test_engine import draw_prompts
+from tests.generation.vllm.test_vllm_engine import is_running
 from tests.models import byte_tokenizer, tiny_model
 from tests.vllm_environment import vllm_python
 
@@ -100,24 +102,33 @@ def test_a_seed_draws_the_same_responses_in_any_batch(model: PreTrainedModel, en
     assert [c.token_ids for c in other] != [c.token_ids for c in together]
 
 
-def test_a_vllm_that_is_killed_while_it_generates_is_restarted_once(
+@contextmanager
+def killed_while_it_generates(engine: VLLMEngine) -> Iterator[int]:
+    """Kill vLLM's process 0.3 s after the body has begun."""
+    process = engine.service.process_id
+    assert process is not None
+    timer = threading.Timer(0.3, os.kill, (process, signal.SIGKILL))
+    timer.start()
+    yield process
+    timer.join()
+
+
+def test_a_vllm_that_is_killed_while_it_generates_is_restarted_once_and_then_ends_the_call(
     model: PreTrainedModel, engine: VLLMEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.generate([[5]], SamplingParams(max_new_tokens=2))
-    process = engine.service.process_id
-    assert process is not None
-
-    def kill() -> None:
-        time.sleep(0.3)
-        os.kill(process, signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    params = SamplingParams(max_new_tokens=100, n=16, ignore_eos=True)
-    made = engine.generate(draw_prompts(8), params)
-    thread.join()
-    assert "ended by signal SIGKILL" in caplog.text
+    prompts, params = draw_prompts(8), SamplingParams(max_new_tokens=100, n=16, ignore_eos=True)
+    with killed_while_it_generates(engine) as first:
+        made = engine.generate(prompts, params)
+    assert "ended by signal SIGKILL" in caplog.text and "requests are repeated" in caplog.text
     assert [len(completion.token_ids) for completion in made] == [100] * len(made)
     for completion in made[::17]:
         expected = recomputed(model, completion, params)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+    with (
+        killed_while_it_generates(engine) as second,
+        pytest.raises(EngineLost, match="vLLM's process ended by signal SIGKILL; the end of its log: ") as caught,
+    ):
+        engine.generate(prompts, params)
+    assert "\n" not in str(caught.value)
+    assert first != second and not is_running(first) and not is_running(second)
