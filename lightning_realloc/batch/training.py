@@ -104,7 +104,7 @@ class TrainOptions:
         stop_above: Metric -> limit. If the mean of a metric over a mini-batch exceeds its limit, this mini-batch and
             all later ones of the iteration are skipped.
         compile: Backend of ``torch.compile`` for the model's blocks in training, such as ``"inductor"``; None does not
-            compile. Inference and generation never do.
+            compile. Inference never does; generation as ``GenerationOptions(compile=...)`` says.
 
     Example:
         >>> options = TrainOptions(num_epochs=2, num_minibatches=4, stop_above={"kl": 0.1})
@@ -136,7 +136,7 @@ class TrainOptions:
                 f"max_skipped_steps={skipped!r} must be a whole number, at least 1; use None to never stop the run"
             )
         if self.compile is not None:
-            _check_compile_backend(self.compile)
+            check_compile_backend(self.compile)
         for metric, limit in self.stop_above.items():
             if not math.isfinite(limit):
                 raise ConfigError(f"stop_above[{metric!r}]={limit} must be a finite number; leave it out to never stop")
@@ -315,7 +315,7 @@ def _members(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
     return tuple(group * group_size + place for group in groups for place in range(group_size))
 
 
-def _check_compile_backend(backend: str) -> None:
+def check_compile_backend(backend: str) -> None:
     """Raise ConfigError for an unknown backend of ``torch.compile``."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:

@@ -73,6 +73,8 @@ class GenerationEngine(SharingEngine):
         cuda_graphs: Capture steps that read no prompts, and replay each with one launch. False saves the graphs'
             memory. Without effect on CPU, with ``lockstep`` or ``max_cache_bytes``, in tensor parallelism, and for
             models that cannot be captured; a warning names those.
+        compile: Backend of ``torch.compile`` for the blocks of captured steps, such as ``"inductor"``: fewer kernels,
+            and other rounding. Without effect where no step is captured. None: none.
         clock: Returns the seconds by which drafts are planned and ``stats`` counted. On a shared machine
             ``time.process_time`` describes this process better.
         max_prefill_tokens: Most tokens that one step reads besides those of running samples; longer prompts take
@@ -102,6 +104,7 @@ class GenerationEngine(SharingEngine):
         agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
         pack_weights: bool = True,
         cuda_graphs: bool = True,
+        compile: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_cache_bytes: int | None = None,
@@ -135,7 +138,7 @@ class GenerationEngine(SharingEngine):
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         self._graphs = None
         if cuda_graphs and lockstep is None and isinstance(self._cache, SlotCache):
-            self._graphs = StepGraphs(model, self._cache)
+            self._graphs = StepGraphs(model, self._cache, compile=compile)
         self._pack_weights = pack_weights
         self._decoding = Decoding()
         if speculation is not None or drafter is not None:

@@ -15,6 +15,10 @@ class EngineOptions(Protocol):
     def vllm(self) -> VLLMOptions | None:
         """Options of the engine ``"vllm"``; None: the defaults."""
 
+    @property
+    def compile(self) -> str | None:
+        """Backend of ``torch.compile`` for captured steps of the engine ``"native"``; None: none."""
+
 
 class RunnableAlgorithm(Protocol):
     """An algorithm as the call runner sees it; `MultiModelModule` is one."""

@@ -175,3 +175,11 @@ def test_a_rollout_budget_needs_an_algorithm_that_generates() -> None:
     options = GenerationOptions(rollout_budget=RolloutBudget(tokens=9))
     with pytest.raises(ConfigError, match="SFT has none that could; leave rollout_budget out of generation"):
         SFT("x", generation=options)
+
+
+def test_a_backend_of_torch_compile_is_checked() -> None:
+    assert GenerationOptions(compile="inductor").compile == "inductor"
+    with pytest.raises(ConfigError, match=r"compile='indctor' must be a backend of torch\.compile: .*inductor"):
+        GenerationOptions(compile="indctor")
+    with pytest.raises(ConfigError, match="engine='hf' captures no steps that compile='inductor' could compile"):
+        GenerationOptions(engine="hf", compile="inductor")

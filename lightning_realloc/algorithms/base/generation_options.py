@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Literal, get_args
 
 from lightning_realloc.algorithms.settings import check_choice, check_type
+from lightning_realloc.batch.training import check_compile_backend
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import RolloutBudget, Speculation, VLLMOptions
 from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
@@ -42,6 +43,10 @@ class GenerationOptions:
     sample_reallocation: SampleReallocation = False
     """Whether samples move between data-parallel ranks so that all ranks finish together. True or ``"queued"``: samples
     that wait for a slot; ``"all"``: running ones as well, with their keys and values. Tokens stay the same."""
+    compile: str | None = None
+    """Backend of ``torch.compile`` for the blocks of decoding steps that are captured as CUDA graphs, such as
+    ``"inductor"``: fewer kernels, other rounding, and the seconds of one compilation. None: none. Without effect on
+    CPU."""
     rollout_budget: RolloutBudget | None = None
     """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 
@@ -52,6 +57,8 @@ class GenerationOptions:
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
         _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
+        if self.compile is not None:
+            check_compile_backend(self.compile)
         if self.engine != "native":
             self._check_foreign()
         if self.vllm is not None and self.engine != "vllm":
@@ -70,6 +77,11 @@ class GenerationOptions:
 
     def _check_foreign(self) -> None:
         """Refuse what only the native engine does."""
+        if self.compile is not None:
+            raise ConfigError(
+                f"engine={self.engine!r} captures no steps that compile={self.compile!r} could compile; leave compile "
+                f"out, or use engine='native'"
+            )
         if self.speculation is not None:
             raise ConfigError(f"engine={self.engine!r} does not draft; leave speculation out, or use engine='native'")
         if self.sample_reallocation:

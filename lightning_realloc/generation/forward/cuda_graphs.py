@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import SlotCache, SlotPlaces
+from lightning_realloc.generation.forward.attention import IMPLEMENTATION
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep
 from lightning_realloc.generation.forward.runner import run_packed
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
+from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ class StepGraphs:
         cache: Cache that its steps read and write.
         make_record: Returns a function that captures graphs which share memory; None: CUDA's.
         device_type: Type of the devices on which models are captured.
+        compile: Backend of ``torch.compile`` for the blocks of captured steps; None: their kernels as they are.
     """
 
     def __init__(
@@ -92,12 +97,16 @@ class StepGraphs:
         *,
         make_record: Callable[[], Record] | None = None,
         device_type: str = "cuda",
+        compile: str | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._make_record = make_record
         self._record: Record | None = None
         self._device_type = device_type
+        self._compile = compile
+        self.seconds_setting_up = 0.0
+        """Seconds of compiling and capturing so far."""
         self._graphs: dict[StepShape, _Graph] = {}
         self._num_steps: Counter[StepShape] = Counter()
         self._is_possible = True
@@ -205,10 +214,11 @@ class StepGraphs:
             step = PackedStep(cached, positions[0], counts, lengths, shape.length)
             return run_packed(self._model, ids, positions, step, kept=shape.num_tokens)
 
+        begin = time.perf_counter()
         if shape not in self._set_up:
             # The first run sets up state such as a product's workspace, which must not be part of the graph.
             self._set_up.add(shape)
-            made = forward()
+            made = self._first_run(forward)
             if (made.shape[1:], made.dtype) != (self._logits.shape[1:], self._logits.dtype):
                 self._logits = made[:0].clone()
         logits = self._room_for(shape.num_tokens)
@@ -218,7 +228,8 @@ class StepGraphs:
 
         self._record = self._record or (self._make_record or _CudaRecord)()
         try:
-            graph = _Graph(shape, inputs, logits, self._record(write_logits))
+            with compiled_blocks(self._model, self._compile, attention=IMPLEMENTATION):
+                graph = _Graph(shape, inputs, logits, self._record(write_logits))
         except RuntimeError as error:
             self._is_possible = self.is_active = False
             self.release()
@@ -229,7 +240,25 @@ class StepGraphs:
             )  # fmt: skip
             return None
         self._graphs[shape] = graph
+        self.seconds_setting_up += time.perf_counter() - begin
         return graph
+
+    def _first_run(self, forward: Callable[[], Tensor]) -> Tensor:
+        """Return the logits of a first run; if the blocks cannot be compiled, say so once and go on without."""
+        try:
+            with compiled_blocks(self._model, self._compile, attention=IMPLEMENTATION):
+                return forward()
+        except Exception as error:
+            if self._compile is None:
+                raise
+            _log.warning(
+                "blocks of %s cannot be compiled by %r, so their captured steps run the kernels as they are: %s",
+                type(self._model).__name__,
+                self._compile,
+                shorten(str(error), width=300),
+            )
+            self._compile = None
+            return forward()
 
     def _room_for(self, num_tokens: int) -> Tensor:
         """Return memory for the logits of ``num_tokens`` tokens; graphs that write to it keep it alive."""

@@ -1,32 +1,33 @@
-"""Compile the blocks of a model with ``torch.compile`` in training calls.
+"""Compile the blocks of a model with ``torch.compile``, in training calls and in captured decoding steps.
 
 Only a block's own forward is compiled, so hooks that gather weights or recompute activations stay as they are.
 Attention over packed sequences stays uncompiled, because each pack has other lengths and would need its own program.
-Generation and inference run the same modules uncompiled.
+Other calls run the same modules uncompiled.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.packed_attention import ATTENTION, segment_attention
+from lightning_realloc.runtime.forward.packed_attention import ATTENTION
 from lightning_realloc.runtime.model.structure import find_blocks
 
 
 @contextmanager
-def compiled_blocks(model: nn.Module, backend: str | None) -> Iterator[None]:
+def compiled_blocks(model: nn.Module, backend: str | None, *, attention: str = ATTENTION) -> Iterator[None]:
     """Compile the forwards of the model's blocks with a backend of ``torch.compile`` inside the block.
 
     ``backend=None`` compiles nothing. Programs are cached across uses. Sizes are dynamic, so other lengths need no
-    recompilation.
+    recompilation. ``attention`` is the registered name of the attention that stays uncompiled.
 
     Raises:
         ConfigError: for a model without repeated blocks.
@@ -34,7 +35,7 @@ def compiled_blocks(model: nn.Module, backend: str | None) -> Iterator[None]:
     if backend is None:
         yield
         return
-    AttentionInterface.register(ATTENTION, _uncompiled_attention())
+    AttentionInterface.register(attention, _uncompiled(ALL_ATTENTION_FUNCTIONS[attention]))
     # On a pipeline stage the blocks of other stages are placeholders without weights.
     blocks = [block for _, block in find_blocks(model) if any(True for _ in block.parameters())]
     if not blocks:
@@ -51,5 +52,6 @@ def compiled_blocks(model: nn.Module, backend: str | None) -> Iterator[None]:
 
 
 @functools.cache  # one object: programs are bound to it
-def _uncompiled_attention() -> Any:
-    return torch.compiler.disable(segment_attention)
+def _uncompiled(attention: Callable[..., Any]) -> Any:
+    already = getattr(attention, "_torchdynamo_disable", False)
+    return attention if already else torch.compiler.disable(attention)

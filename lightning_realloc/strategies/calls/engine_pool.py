@@ -241,6 +241,7 @@ class EnginePool:
             speculation=speculation,
             drafter=None if speculation is None else drafter,
             max_cache_bytes=self._algorithm.max_cache_bytes,
+            compile=self._algorithm.generation_options.compile,
             agree=_agreement(self._context.pool.meshes.group(layout, "tp"), self._context.device),
             # Adapters are merged into the weights during a generation; newer ones wait for the next.
             poll_weights=None if updates is None or adapter_config(replica.model) is not None else updates.poll,

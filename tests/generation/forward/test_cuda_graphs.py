@@ -122,6 +122,45 @@ def test_replayed_steps_draw_the_same_tokens(recorder: Recorder, family: str, dr
     assert recorder.num_captured < recorder.num_replayed / 2
 
 
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("llama", "eager"), ("gemma2", "eager"), pytest.param("qwen3", "inductor", marks=pytest.mark.inductor)],
+)
+def test_compiled_steps_draw_the_same_tokens_with_few_programs(recorder: Recorder, family: str, backend: str) -> None:
+    torch._dynamo.reset()
+    model = tiny_model(family)
+    plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
+    engine = GenerationEngine(model, max_slots=5, compile=backend)
+    programs = []
+    for _ in range(2):
+        assert tokens_of(generate(engine)) == tokens_of(plain)
+        programs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < programs[0] == programs[1] <= 12, "one program serves all layers, sizes and generations"
+    assert recorder.num_replayed > engine.stats.num_steps / 2
+    with torch.no_grad():  # other weights in the same place need no new program
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
+    assert tokens_of(generate(engine)) == tokens_of(plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs[0]
+
+
+def test_a_block_that_cannot_be_compiled_runs_as_it_is_and_is_named_once(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    torch._dynamo.reset()
+    model = tiny_model("llama")
+    plain = generate(GenerationEngine(model, cuda_graphs=False))
+    with caplog.at_level(logging.WARNING):
+        made = generate(GenerationEngine(model, compile=broken))  # type: ignore[arg-type]
+    assert tokens_of(made) == tokens_of(plain) and recorder.num_replayed
+    said = [record.getMessage() for record in caplog.records if "cannot be compiled" in record.getMessage()]
+    assert len(said) == 1 and "no compiler here" in said[0]
+
+
 def test_models_with_a_sliding_window_in_their_mask_are_captured_within_it(recorder: Recorder) -> None:
     model = tiny_model("mistral", sliding_window=48)
     plain = generate(GenerationEngine(model, cuda_graphs=False))

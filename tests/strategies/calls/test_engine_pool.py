@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions
 from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.usage import PeakMemory
@@ -23,8 +24,9 @@ def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
     """Return the engine pool of the only rank, or of one that shares its model with others."""
     speculation = Speculation(drafter=drafter, draft_blocks=1 if drafter == "blocks" else None)  # type: ignore[arg-type]
     module = SimpleNamespace(
-        speculation=speculation, engine="native", tokenizer=None, max_cache_bytes=None, sample_reallocation=False
-    )
+        speculation=speculation, engine="native", tokenizer=None, max_cache_bytes=None, sample_reallocation=False,
+        generation_options=GenerationOptions(),
+    )  # fmt: skip
     group = object() if shares_model else None
     meshes = SimpleNamespace(group=lambda layout, *axes: group if axes == ("tp",) else None)
     plan = SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4))
