@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.command_lines import run_lines as _run
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
+from tests.scripts import Script
 from tests.workers import WorkerPool
 
 CONFIG: dict[str, Any] = {
@@ -476,20 +477,19 @@ def test_two_devices_train_through_the_script_launcher(folder: Path) -> None:
     assert description["plan"]["calls"]["actor.train"] == "fsdp2@0-1"
 
 
-def test_the_console_script_prints_an_error_of_two_devices_last(folder: Path) -> None:
-    script = Path(sys.executable).parent / "lightning-realloc"
+def test_the_console_script_prints_an_error_of_two_devices_last(folder: Path, tmp_path: Path) -> None:
+    script, log = Path(sys.executable).parent / "lightning-realloc", tmp_path / "log"
+    options = ["--trainer.devices", "2", "--data.batch_size", "99", "--trainer.callbacks.dirpath", "no"]
 
-    finished = _process(
-        [str(script), *FIT, "--trainer.devices", "2", "--data.batch_size", "99", "--trainer.callbacks.dirpath", "no"],
-        folder,
-    )
+    code = Script([str(script), *FIT, *options], folder, os.environ, log).wait(timeout=170)
 
-    assert finished.returncode == 2
-    assert "Traceback" not in finished.stderr
+    printed = log.read_text()
+    assert code == 2
+    assert "Traceback" not in printed
     message = "batch_size=99 needs as many rows, but there are 8"
-    told = [line for line in finished.stderr.splitlines() if message in line]
+    told = [line for line in printed.splitlines() if message in line]
     assert [line.partition(":")[0] for line in told] == ["error on rank 1", "error"]
-    assert finished.stderr.splitlines()[-1] == told[-1]
+    assert printed.splitlines()[-1] == told[-1]
 
 
 def _run_as_module(folder: Path) -> object:

@@ -22,7 +22,7 @@ from lightning_realloc.errors import DataError
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
 from tests.strategies import runs
-from tests.strategies.lightning.test_launchers import end, shell_environment
+from tests.strategies.lightning.test_launchers import end, start
 
 SCRIPT = str(Path(__file__).with_name("failing.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -181,13 +181,7 @@ def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
     started = []
     try:
         for command, file in zip(commands, files, strict=True):
-            with file.open("w") as output:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, *command], cwd=folder, env=shell_environment(), stdout=output,
-                        stderr=subprocess.STDOUT, start_new_session=True,
-                    )
-                )  # fmt: skip
+            started.append(start(command, folder, file))
         ended_at: dict[int, float] = {}
         give_up_at = time.monotonic() + DEADLINE_S
         while len(ended_at) < len(started) and time.monotonic() < give_up_at:
@@ -207,13 +201,9 @@ def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
 
 @pytest.mark.slow
 def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path) -> None:
-    notes = [tmp_path / name for name in ("script", "torchrun", "left")]
-    alike, alone, left, alone_under_torchrun = run_side_by_side(
-        tmp_path,
-        (SCRIPT, "alike", "-"),
-        (SCRIPT, "alone", str(notes[0])),
-        (SCRIPT, "left", str(notes[2])),
-        (*TORCHRUN, SCRIPT, "alone", str(notes[1])),
+    notes = [tmp_path / name for name in ("alone", "left")]
+    alike, alone, left = run_side_by_side(
+        tmp_path, (SCRIPT, "alike", "-"), (SCRIPT, "alone", str(notes[0])), (SCRIPT, "left", str(notes[1]))
     )
 
     message = "num_minibatches=9 needs as many samples in an iteration"
@@ -224,18 +214,15 @@ def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path
     assert alike.output.count("Traceback") == 1
     assert alike.output.count("File ") == 2  # the script's own frames
     first = "[rank1]: ArithmeticError: overflow"
-    for run, note in ((alone, notes[0]), (alone_under_torchrun, notes[1])):
-        assert run.code == 1
-        assert first in run.output
-        assert run.at - float(note.read_text()) < PROMPT_S
-    # The other rank sees only a broken collective and names the cause, unless torchrun ends it before that.
+    assert alone.code == 1
+    assert alone.at - float(notes[0].read_text()) < PROMPT_S
+    # The other rank sees only a broken collective and names the cause.
     expected = "[rank0]: lightning_realloc.errors.ReallocError: rank 1 failed with ArithmeticError: overflow"
-    for run in (alone, *([] if "closing signal SIGTERM" in alone_under_torchrun.output else [alone_under_torchrun])):
-        assert run.output.index(first) < run.output.index(expected)
-        assert "gloo/transport" not in run.output
+    assert alone.output.index(first) < alone.output.index(expected)
+    assert "gloo/transport" not in alone.output
     assert left.code == 1
     assert "[rank0]: lightning_realloc.errors.ReallocError: sys.exit(0) was called during an iteration" in left.output
-    assert left.at - float(notes[2].read_text()) < PROMPT_S / 2
+    assert left.at - float(notes[1].read_text()) < PROMPT_S / 2
 
 
 def is_alive(process: int) -> bool:
@@ -256,11 +243,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with log.open("w") as output:
-        agent = subprocess.Popen(
-            [sys.executable, *TORCHRUN, SCRIPT, "paused", str(tmp_path / "note")], cwd=tmp_path,
-            env=shell_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    agent = start((*TORCHRUN, SCRIPT, "paused", str(tmp_path / "note")), tmp_path, log)
     notes = [tmp_path / "note0", tmp_path / "note1"]
     try:
         assert wait_until(lambda: all(note.exists() and note.read_text() for note in notes), DEADLINE_S), (

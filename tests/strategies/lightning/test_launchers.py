@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_realloc.strategies.lightning import launchers
 from lightning_realloc.strategies.lightning.data_parallel import _end_process_group
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from lightning_realloc.strategies.lightning.trainer_checks import check_started_processes, warn_of_stale_addresses
+from tests.scripts import Script
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -42,25 +44,31 @@ def shell_environment() -> dict[str, str]:
     return environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
+def start(command: Sequence[str], folder: Path, log: Path) -> Script | subprocess.Popen[bytes]:
+    """Start a script, or a module of Python as ``-m module``, in ``folder`` as from a user's shell."""
+    if command[0] != "-m":
+        return Script(command, folder, shell_environment(), log)
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, *command], cwd=folder, env=shell_environment(), stderr=subprocess.STDOUT, stdout=output,
+            start_new_session=True,
+        )  # fmt: skip
+
+
 def launch(folder: Path, *commands: tuple[str, ...]) -> None:
-    """Start commands in parallel, each as from a user's shell."""
+    """Run commands in parallel, each as from a user's shell."""
     logs = [folder / f"{number}.log" for number in range(len(commands))]
     with contextlib.ExitStack() as stack:
-        started = [
-            subprocess.Popen(
-                [sys.executable, *command], cwd=folder, env=shell_environment(), stderr=subprocess.STDOUT,
-                stdout=stack.enter_context(log.open("w")), start_new_session=True,
-            )
-            for command, log in zip(commands, logs, strict=True)
-        ]  # fmt: skip
-        for process in started:
-            stack.callback(end, process)
+        started = []
+        for command, log in zip(commands, logs, strict=True):
+            started.append(start(command, folder, log))
+            stack.callback(end, started[-1])
         give_up_at = time.monotonic() + DEADLINE_S
         for process, log in zip(started, logs, strict=True):
             assert process.wait(timeout=give_up_at - time.monotonic()) == 0, log.read_text()[-6000:]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Script | subprocess.Popen[bytes]) -> None:
     """Kill the processes of a command that are still running."""
     if process.poll() is None:
         process.terminate()

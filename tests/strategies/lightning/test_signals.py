@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from lightning_realloc.strategies.lightning.signals import (
 )
 from tests.strategies import runs
 from tests.strategies.lightning.test_failures import wait_until
-from tests.strategies.lightning.test_launchers import end, shell_environment
+from tests.strategies.lightning.test_launchers import end, start
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
@@ -287,11 +286,7 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path
     try:
         for name, folder in folders.items():
             folder.mkdir()
-            with (folder / "log").open("w") as output:
-                started[name] = subprocess.Popen(
-                    [sys.executable, *COMMANDS[name], str(folder)], cwd=folder, env=shell_environment(), stdout=output,
-                    stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
+            started[name] = start((*COMMANDS[name], str(folder)), folder, folder / "log")
         for folder in folders.values():
             assert wait_until((folder / "under way").exists, 120.0)
         for process in started.values():
@@ -311,11 +306,7 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path
 
 @pytest.mark.slow
 def test_sigterm_before_the_first_iteration_ends_forked_ranks_at_once(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as output:
-        caller = subprocess.Popen(
-            [sys.executable, SCRIPT, "realloc_fork", str(tmp_path), "early"], cwd=tmp_path, env=shell_environment(),
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    caller = start((SCRIPT, "realloc_fork", str(tmp_path), "early"), tmp_path, tmp_path / "log")
     try:
         set_up = [tmp_path / f"set up {rank}" for rank in range(2)]
         assert wait_until(lambda: all(file.exists() for file in set_up), 120.0), (tmp_path / "log").read_text()
