@@ -16,10 +16,10 @@ from tests.workers import WorkerPool
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 2e-6
-TRAINING_LAYOUTS = ("fsdp4", "tp4", "fsdp2.tp2", "dp2.tp2", "dp4", "dp2.fsdp2")
+TRAINING_LAYOUTS = ("tp4", "fsdp2.tp2", "dp2.fsdp2")
 GRPO_PLANS = (
-    ("fsdp4", "dp4"), ("fsdp4", "dp2.tp2"), ("fsdp4", "tp2@2-3"), ("tp4", "dp2.tp2"), ("fsdp2.tp2", "dp4"),
-    ("dp2.tp2", "tp2@2-3"), ("dp4", "fsdp4"), ("dp2.fsdp2", "dp2.tp2@0,2,1,3"),
+    ("fsdp4", "dp2.tp2"), ("tp4", "dp2.tp2"), ("fsdp2.tp2", "dp4"), ("dp2.tp2", "tp2@2-3"), ("dp4", "fsdp4"),
+    ("dp2.fsdp2", "dp2.tp2@0,2,1,3"),
 )  # fmt: skip
 
 # Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
@@ -120,7 +120,7 @@ def test_layouts_agree_for_mini_batches_epochs_and_micro_batches(workers: Worker
     (packed_apart,) = on_ranks(workers, run_grpo, ["heuristic"], many, batches, 1)
     plans = [
         calls(actor_train=layout, actor_generate="dp2.tp2", reference_infer="fsdp4")
-        for layout in ("fsdp4", "fsdp2.tp2", "dp2.fsdp2")
+        for layout in ("fsdp2.tp2", "dp2.fsdp2")
     ]
     four = on_ranks(workers, run_grpo, plans, many, batches, 4)
     for outcome in (packed_apart, *four):
