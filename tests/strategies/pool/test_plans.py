@@ -127,7 +127,7 @@ def _plans(world_size: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "count"), [(1, 2), (2, 8), (3, 8), (4, 8), (6, 2), (8, 2)])
+@pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 4), (3, 4), (4, 4), (8, 2)])
 def test_random_plans_give_the_results_of_one_rank(
     workers: WorkerPool, alone: Any, world_size: int, count: int
 ) -> None:
