@@ -93,6 +93,10 @@ def module_of(name: str) -> Any:
     return recorded(tiny_model("llama"), reward, reference=tiny_model("llama", seed=1), **given)
 
 
+NUM_ITERATIONS = {"refilled": 6, "distilled_js": 3}
+"""Of other cases: 2. The second one generates from updated weights."""
+
+
 def fit(names: Sequence[str], layouts: Sequence[Mapping[str, str]]) -> dict[str, list[runs.Outcome]]:
     """Train every case under every plan."""
     world_size, found = runs.world_size(), {}
@@ -100,7 +104,7 @@ def fit(names: Sequence[str], layouts: Sequence[Mapping[str, str]]) -> dict[str,
         for kinds in layouts:
             module = module_of(name)
             plan = {call.name: kinds[call.kind] for call in module.dataflow.model_calls}
-            outcome = runs.train(module, {"calls": plan}, world_size, Batches(6 if name == "refilled" else 3))
+            outcome = runs.train(module, {"calls": plan}, world_size, Batches(NUM_ITERATIONS.get(name, 2)))
             found.setdefault(name, []).append(outcome)
     return found
 
