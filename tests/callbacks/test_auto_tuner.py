@@ -35,15 +35,15 @@ from tests.strategies.runs import Batches, calls
 from tests.tuning.examples import PPO_FLOW
 from tests.workers import WorkerPool
 
-START = calls(actor_train="fsdp4", actor_generate="fsdp4", reference_infer="fsdp4")
-IMPOSSIBLE = calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="dp1@4")
+START = calls(actor_train="fsdp2", actor_generate="fsdp2", reference_infer="fsdp2")
+IMPOSSIBLE = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp1@2")
 FEW: dict[str, Any] = {"search_seconds": 0.3, "profile_seconds": 2.0, "max_overhead": 1.0, "max_trials": 2}
-OTHER = calls(actor_train="dp2.fsdp2", actor_generate="dp4", reference_infer="tp2@0-1")
+OTHER = calls(actor_train="dp2", actor_generate="dp2", reference_infer="tp2")
 DESCENT = partial(SGD, lr=0.05, momentum=0.9)
 SAMPLING = replace(runs.SAMPLING, max_new_tokens=4)
 ITERATIONS = 28
 """Enough for times that settle as late as the tuner waits for."""
-WORLD_SIZE = 4
+WORLD_SIZE = 2
 
 
 @dataclass
@@ -144,7 +144,9 @@ def tuned_and_untuned(folder: str) -> list[Kept]:
 
 @pytest.mark.slow
 def test_a_tuned_run_gives_the_same_results_as_an_untuned_one(workers: WorkerPool, tmp_path: Path) -> None:
-    everyone = workers.run(tuned_and_untuned, str(tmp_path), world_size=4, init_process_group=False, deadline_s=90.0)
+    everyone = workers.run(
+        tuned_and_untuned, str(tmp_path), world_size=WORLD_SIZE, init_process_group=False, deadline_s=90.0
+    )
     tuned, untuned = everyone[0]
     assert tuned.outcome.tokens == untuned.outcome.tokens
     for ours, theirs in zip(tuned.outcome.logged, untuned.outcome.logged, strict=True):
@@ -165,7 +167,7 @@ def test_a_tuned_run_gives_the_same_results_as_an_untuned_one(workers: WorkerPoo
         assert not written.exists(), "nothing changed"
     else:
         assert ExecutionPlan.load(written).digest == tuned.digest
-        assert written.read_text().startswith("# RecordedGRPO on 4 x cpu: ")
+        assert written.read_text().startswith("# RecordedGRPO on 2 x cpu: ")
 
 
 def too_short(folder: str) -> tuple[list[str], int, Any, list[str]]:
@@ -177,7 +179,8 @@ def too_short(folder: str) -> tuple[list[str], int, Any, list[str]]:
 
 
 def test_a_run_that_is_too_short_is_left_alone(workers: WorkerPool, tmp_path: Path) -> None:
-    for plans, tunings, costs, files in workers.run(too_short, str(tmp_path), world_size=4, init_process_group=False):
+    everyone = workers.run(too_short, str(tmp_path), world_size=WORLD_SIZE, init_process_group=False)
+    for plans, tunings, costs, files in everyone:
         assert plans == [ExecutionPlan.from_mapping(START).digest] * 12
         assert (tunings, files) == (1, []) and set(costs.values()) == {0.0}
 
@@ -207,7 +210,9 @@ def stopped_and_resumed(folder: str) -> Resumed:
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_committed_plan_or_continues_tuning(workers: WorkerPool, tmp_path: Path) -> None:
-    found = workers.run(stopped_and_resumed, str(tmp_path), world_size=4, init_process_group=False, deadline_s=120.0)[0]
+    found = workers.run(
+        stopped_and_resumed, str(tmp_path), world_size=WORLD_SIZE, init_process_group=False, deadline_s=120.0
+    )[0]
     start = ExecutionPlan.from_mapping(START).digest
     assert found.in_a_trial.phase == "trial" and found.in_a_trial.digest != start
     # Interrupted in a trial: that plan does not run again, the others do, and one is committed.
