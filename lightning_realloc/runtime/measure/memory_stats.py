@@ -86,7 +86,7 @@ class StorageMeter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # dispatched again for the local tensors
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             for storage in _storages(leaf):
                 self._count(storage)
         return result
