@@ -9,8 +9,6 @@ import dataclasses
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 from typing import Any
 
 import lightning as L
@@ -193,18 +191,6 @@ def test_a_users_subclass_may_take_a_setting_that_has_a_hint() -> None:
             super().__init__(*args, **settings)
 
     assert Mine("x", max_length=7).max_length == 7
-
-
-def test_hints_are_loaded_only_after_an_unknown_setting() -> None:
-    script = (
-        "from lightning_realloc import DPO, SamplingParams, setting_hints\n"
-        "SamplingParams(n=2); DPO('x', beta=0.3)\n"
-        "assert setting_hints._read_tables.cache_info().currsize == 0\n"
-        "try: SamplingParams(max_tokens=2)\n"
-        "except ValueError: pass\n"
-        "assert setting_hints._read_tables.cache_info().currsize == 1\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_options_with_hints_can_be_copied_and_pickled() -> None:
