@@ -38,7 +38,7 @@ SAMPLED = {
 def test_greedy_tokens_are_those_of_generate_with_any_drafter(drafter: str) -> None:
     model, prompts = target(), prompts_of(6)
     params = SamplingParams(max_new_tokens=20, temperature=0)
-    for depth in (0, 1, 4, 8, None):
+    for depth in (0, 1, 8, None):
         engine = speculating(model, drafter, depth)
         for _ in range(2):  # the second time with a history
             assert tokens_of(engine.generate(prompts, params)) == greedy_by_generate()
@@ -61,11 +61,18 @@ def greedy_by_generate() -> list[tuple[int, ...]]:
 )
 def test_sampled_tokens_are_the_same_with_and_without_drafts(drafter: str, verification: str, params: str) -> None:
     model, prompts = copy.deepcopy(target()).double(), prompts_of(4)
-    expected = tokens_of(speculating(model, "none", 0, verification).generate(prompts, SAMPLED[params]))
+    expected = tokens_without_drafts(verification, params)
     for depth in (3, None):
         engine = speculating(model, drafter, depth, verification)
         for _ in range(2):  # the second time with a history
             assert tokens_of(engine.generate(prompts, SAMPLED[params])) == expected
+
+
+@cache
+def tokens_without_drafts(verification: str, params: str) -> list[tuple[int, ...]]:
+    """Return the responses to four prompts if nothing is drafted."""
+    engine = speculating(copy.deepcopy(target()).double(), "none", 0, verification)
+    return tokens_of(engine.generate(prompts_of(4), SAMPLED[params]))
 
 
 def test_a_draft_by_the_target_itself_is_always_accepted() -> None:
@@ -152,8 +159,8 @@ def drawn(
 def test_responses_follow_the_distribution_of_the_target(verification: str, drafter: str) -> None:
     prompt = prompts_of(1, seed=1)[0]
     law = joint_law(target(), prompt, HOT.temperature)
-    for seed in (0, 1, 2):
-        assert probability_of_counts(drawn(verification, drafter, seed, prompt), law) > 1e-3
+    # With one seed the same test refuses both wrong rules below.
+    assert probability_of_counts(drawn(verification, drafter, 0, prompt), law) > 1e-3
 
 
 @pytest.mark.parametrize(("verification", "drafter"), [("match", "model"), ("reject", "model"), ("reject", "random")])
