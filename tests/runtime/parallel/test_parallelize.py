@@ -25,7 +25,7 @@ def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
             assert not found, f"rank {rank}, {case}: {found[:6]}"
 
 
-@pytest.mark.parametrize("layout", ["tp2@2-3", "tp4@0-3", "fsdp2.tp2@0-3"])
+@pytest.mark.parametrize("layout", ["tp4@0-3", "fsdp2.tp2@0-3"])
 def test_training_under_tensor_parallelism_equals_one_process(workers: WorkerPool, layout: str) -> None:
     cases = [Case(family, layout) for family in TENSOR_PARALLEL_FAMILIES]
 
