@@ -49,10 +49,32 @@ def page(browser: Any, report: tuple[Json, Path]) -> Iterator[Any]:
         yield page
 
 
-def test_every_chart_has_data(page: Any, report: tuple[Json, Path]) -> None:
+@pytest.fixture(scope="module")
+def shared_page(browser: Any, report: tuple[Json, Path]) -> Iterator[Any]:
+    """Open the report once, for tests that change nothing which another one reads."""
+    with watched_page(browser, report[1].as_uri()) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def narrow_page(browser: Any, report: tuple[Json, Path]) -> Iterator[Any]:
+    """Open the report in the size of a phone, in light colors."""
+    narrow = {"viewport": {"width": 390, "height": 900}, "color_scheme": "light"}
+    with watched_page(browser, report[1].as_uri(), **narrow) as page:
+        yield page
+
+
+@pytest.fixture
+def dark_page(browser: Any, report: tuple[Json, Path]) -> Iterator[Any]:
+    """Open the report in dark colors."""
+    with watched_page(browser, report[1].as_uri(), color_scheme="dark") as page:
+        yield page
+
+
+def test_every_chart_has_data(shared_page: Any, report: tuple[Json, Path]) -> None:
     charts = [chart for section in report[0]["sections"] for chart in section["charts"]]
 
-    measured = page.evaluate(MEASURES)
+    measured = shared_page.evaluate(MEASURES)
 
     assert [one["title"] for one in measured] == [chart["title"] for chart in charts]
     assert all(one["points"] > 0 for one in measured), measured
@@ -81,10 +103,10 @@ def test_search_and_sorting_choose_rows(page: Any) -> None:
     assert rows.first.locator("td").last.inner_text() == "0"
 
 
-def test_more_rows_are_shown_on_demand(page: Any) -> None:
-    page.get_by_role("button", name="Show more rows").last.click()
+def test_more_rows_are_shown_on_demand(shared_page: Any) -> None:
+    shared_page.get_by_role("button", name="Show more rows").last.click()
 
-    assert page.locator("#table-rollouts tbody tr").count() == 50
+    assert shared_page.locator("#table-rollouts tbody tr").count() == 50
 
 
 def test_newer_data_keep_zoom_search_and_place(page: Any) -> None:
@@ -110,15 +132,16 @@ def test_newer_data_keep_zoom_search_and_place(page: Any) -> None:
     assert page.evaluate("scrollY") == before
 
 
-def test_the_slider_chooses_an_iteration(page: Any) -> None:
-    slider = page.get_by_label("Iteration")
-    assert page.locator("#chart-lanes output").inner_text().startswith("8,")
+def test_the_slider_chooses_an_iteration(shared_page: Any) -> None:
+    slider = shared_page.get_by_label("Iteration")
+    assert shared_page.locator("#chart-lanes output").inner_text().startswith("8,")
 
     slider.focus()
-    page.keyboard.press("Home")
+    shared_page.keyboard.press("Home")
 
-    assert page.locator("#chart-lanes output").inner_text().startswith("1,")
-    assert "predicted" in page.evaluate("document.querySelector('#chart-lanes .plot').data.map(trace => trace.name)")
+    assert shared_page.locator("#chart-lanes output").inner_text().startswith("1,")
+    names = shared_page.evaluate("document.querySelector('#chart-lanes .plot').data.map(trace => trace.name)")
+    assert "predicted" in names
 
 
 def test_the_keyboard_reaches_contents_colors_tables_and_cells(page: Any) -> None:
@@ -135,29 +158,26 @@ def test_the_keyboard_reaches_contents_colors_tables_and_cells(page: Any) -> Non
     page.wait_for_selector(DRAWN)
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("opened", "width", "scheme"), [("narrow_page", 390, "light"), ("dark_page", 1440, "dark")])
 def test_pages_fit_and_have_no_serious_barrier(
-    browser: Any, report: tuple[Json, Path], tmp_path: Path, width: int, scheme: str
+    request: pytest.FixtureRequest, tmp_path: Path, opened: str, width: int, scheme: str
 ) -> None:
-    with watched_page(
-        browser, report[1].as_uri(), viewport={"width": width, "height": 900}, color_scheme=scheme
-    ) as page:
-        assert page.evaluate("document.documentElement.dataset.theme") == scheme
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        page.screenshot(path=tmp_path / "page.png", full_page=True)
-        assert serious_barriers(page) == []
+    page = request.getfixturevalue(opened)
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert page.evaluate("innerWidth") == width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    assert serious_barriers(page) == []
 
 
-def test_calls_of_one_iteration_differ_in_color(page: Any) -> None:
-    colors = page.evaluate("""() => document.querySelector('#chart-lanes .plot').data
+def test_calls_of_one_iteration_differ_in_color(shared_page: Any) -> None:
+    colors = shared_page.evaluate("""() => document.querySelector('#chart-lanes .plot').data
         .filter(trace => trace.name !== 'predicted').map(trace => trace.marker.color)""")
 
     assert len(set(colors)) == len(colors)
 
 
-def test_legends_are_shown_whole_and_names_in_tables_in_one_line(browser: Any, report: tuple[Json, Path]) -> None:
-    with watched_page(browser, report[1].as_uri(), viewport={"width": 390, "height": 900}) as page:
-        assert page.locator(".legend .scrollbar[height]:not([height='0'])").count() == 0
-        names = page.locator("#table-purposes tbody td:first-child")
-        assert max(names.nth(at).bounding_box()["height"] for at in range(names.count())) < 40  # of one line
+def test_legends_are_shown_whole_and_names_in_tables_in_one_line(narrow_page: Any) -> None:
+    assert narrow_page.locator(".legend .scrollbar[height]:not([height='0'])").count() == 0
+    names = narrow_page.locator("#table-purposes tbody td:first-child")
+    assert max(names.nth(at).bounding_box()["height"] for at in range(names.count())) < 40  # of one line
