@@ -91,7 +91,7 @@ def test_static_plans_have_one_layout_and_the_fastest_that_fits_is_first() -> No
 
 def test_the_found_plan_fits_the_forecast_and_beats_plans_without_a_search() -> None:
     bench = pricer(4 << 30, cluster="a100-80g:1x2")
-    best, found = bench.search(seed=0, seconds=2, clock=time.process_time)
+    best, found = bench.search(seed=0, seconds=0.5, clock=time.process_time)
     assert best.missing_bytes == 0
     assert best.seconds == pytest.approx(found.seconds, rel=0.02)
     others = [priced.seconds for priced in (*bench.heuristic(), *bench.static()) if not priced.missing_bytes]
@@ -159,7 +159,7 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
 def test_the_chosen_plan_leaves_a_tenth_of_a_device_free() -> None:
     bench = pricer(4 << 30, cluster="a100-80g:1x2", headroom=HEADROOM)
     assert bench.task.usable_bytes == usable_bytes(4 << 30) == int(0.9 * (4 << 30))
-    best, _ = bench.search(seed=0, seconds=2, clock=time.process_time)
+    best, _ = bench.search(seed=0, seconds=0.5, clock=time.process_time)
     assert best.peak.parts.total <= 0.9 * (4 << 30) < pricer(4 << 30).task.usable_bytes
     priced = bench.price(bench.with_best_options(plan_of(dict.fromkeys(best.plan.to_mapping()["calls"], "fsdp2"))))
     assert priced.peak.parts.total <= priced.usable_bytes < priced.memory_budget == 4 << 30
@@ -176,7 +176,7 @@ def test_a_search_counts_the_replica_for_generation_in_the_training_layout(devic
     assert needed.copies == 2 * MODEL.spec().num_elements
     for budget in (needed.total, needed.total - 1):
         found = search_plan(
-            PPO_FLOW, bench.task.models, bench.task.cluster, bench.estimator, memory_budget=budget, seed=0, seconds=2,
+            PPO_FLOW, bench.task.models, bench.task.cluster, bench.estimator, memory_budget=budget, seed=0, seconds=0.5,
             clock=time.process_time,
         )  # fmt: skip
         assert bench.price(found.plan).peak.parts.total <= budget
