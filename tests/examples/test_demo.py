@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from examples.demo import Settings
+from tests.scripts import Script
 
 ROOT = Path(__file__).parents[2]
 SMALL_RUN = """
@@ -31,15 +30,15 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_small_run_writes_metrics_checkpoint_and_model(tmp_path: Path) -> None:
-    (tmp_path / "small.py").write_text(SMALL_RUN)
-    done = subprocess.run(
-        [sys.executable, "small.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=170, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Held-out prompts answered right" in done.stdout
-    # Only progress bars: no warning with Lightning's prefix or Python's.
-    assert not [line for line in done.stderr.splitlines() if ".py:" in line or "Warning" in line]
+    script, log = tmp_path / "small.py", tmp_path / "log"
+    script.write_text(SMALL_RUN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    code = Script([str(script)], tmp_path, environment, log).wait(timeout=170)
+    printed = log.read_text()
+    assert code == 0, printed
+    assert "Held-out prompts answered right" in printed
+    # Apart from results only progress bars: no warning with Lightning's prefix or Python's.
+    assert not [line for line in printed.splitlines() if ".py:" in line or "Warning" in line]
 
     summary = json.loads((tmp_path / "demo/summary.json").read_text())
     assert summary["world_size"] == 2
