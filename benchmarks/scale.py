@@ -15,11 +15,14 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from statistics import linear_regression
 from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.harness import BenchmarkReport, be_quiet, make_parser
 from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ModelSpec
@@ -27,7 +30,7 @@ from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.realloc.schedule import schedule_transfers
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
-from lightning_realloc.runtime.parallel.mesh import rank_groups
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry, rank_groups
 from lightning_realloc.runtime.transfer.executor import MAX_STAGING_BYTES
 from lightning_realloc.strategies.pool.memory_check import settings_of_precision
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
@@ -72,6 +75,7 @@ def measure(num_ranks: int) -> dict[str, Any]:
         "simulate, ms": 1e3 * simulate_s,
         "groups of a rank": sum(0 in ranks for ranks in groups),
         "groups": len(groups),
+        "create groups, s": create_groups({call.layout for _, call in best.plan.calls}, num_ranks),
     }
     actor = roles["actor"].model
     row |= move(actor, f"dp{max(1, num_ranks // MOST_FSDP)}.fsdp{min(num_ranks, MOST_FSDP)}", request.cluster)
@@ -79,6 +83,14 @@ def measure(num_ranks: int) -> dict[str, Any]:
         flat = move(actor, f"fsdp{num_ranks}", request.cluster)
         row |= {f"FSDP over all: {name}": flat[name] for name in ("plan, s", "schedule, s", "messages")}
     return row | {"peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
+
+
+def create_groups(layouts: Iterable[Layout], num_ranks: int) -> float:
+    """Return the seconds that one rank takes to create its process groups, without the waits for its peers."""
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    _, seconds = _timed(lambda: MeshRegistry("cpu").create(layouts))
+    dist.destroy_process_group()
+    return seconds
 
 
 def move(model: ModelSpec, training: str, cluster: ClusterSpec) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import AXES, Coordinate, Layout, ParallelDims, format_ranks, parse_ranks
@@ -63,6 +64,12 @@ def test_tensor_parallel_neighbours_are_adjacent_in_the_list_of_ranks() -> None:
 def test_groups_follow_the_order_of_the_ranks() -> None:
     assert Layout.parse("dp2.tp2@0,2,1,3").groups("tp") == ((0, 2), (1, 3))
     assert Layout.parse("dp2.tp2@0,2,1,3").groups("dp") == ((0, 1), (2, 3))
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts(), st.sets(st.sampled_from(AXES)))
+def test_groups_are_those_of_each_rank_in_the_order_of_their_first(layout: Layout, axes: set[str]) -> None:
+    assert layout.groups(*axes) == tuple(dict.fromkeys(layout.group(rank, *axes) for rank in layout.ranks))
 
 
 def test_the_data_parallel_index_counts_fsdp_fastest() -> None:

@@ -1,12 +1,15 @@
 """Create the process groups of layouts, and the device meshes of FSDP.
 
-All ranks create all groups here in one order, because groups created in different orders deadlock. Groups of layouts
-live as long as the process and are reused by the next fit, because every gloo group has three threads, and one wakes a
-hundred times a second. The host group is not reused: messages of one fit must not reach another.
+All ranks create all groups here in one order, because groups created in different orders deadlock. A rank outside a
+group only counts it, without a message: torch names groups by that count. docs/internals/reallocation.md has the
+alternatives. Groups of layouts live as long as the process and are reused by the next fit, because every gloo group has
+three threads, and one wakes a hundred times a second. The host group is not reused: messages of one fit must not reach
+another.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
@@ -123,7 +126,8 @@ def _common_groups() -> _Groups:
     """Return the existing groups; clear them if ranks do not have the same ones. Collective."""
     assert dist.group.WORLD is not None, "the default group is initialized"
     groups = _groups_by_world.setdefault(dist.group.WORLD, {})
-    if any(keys != sorted(groups) for keys in gather_objects(sorted(groups))):
+    digest = hashlib.sha256(repr(sorted(groups)).encode()).digest()  # the keys grow with the number of ranks
+    if any(theirs != digest for theirs in gather_objects(digest)):
         groups.clear()
     return groups
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import AXES, Layout
-from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry, forget_groups
 from tests.workers import WorkerPool
 
 
@@ -72,6 +72,46 @@ def test_every_group_is_made_once_and_subsets_work_in_parallel(workers: WorkerPo
     # (0, 1) and (2, 3) serve both; dp2.tp2 adds (0, 2) and (1, 3), the world, and four groups of one rank for "fsdp".
     assert {count for _, _, count, _ in answers} == {9}
     assert [total for *_, total in answers] == [1.0, 1.0, 5.0, 5.0]
+
+
+def _groups_of_one_rank_of_many(num_ranks: int) -> tuple[int, int, int]:
+    """Return the groups that a rank of a world without peers is in, has made, and has counted."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=5, world_size=num_ranks, store=FakeStore())
+    try:
+        meshes = MeshRegistry("cpu")
+        texts = (f"dp{num_ranks // 64}.fsdp64", f"dp{num_ranks // 4}.tp4", f"pp2.dp{num_ranks // 2}", f"dp{num_ranks}")
+        meshes.create([Layout.parse(text) for text in texts])
+        made = dist.distributed_c10d._world.pg_names
+        return sum(group is not None for group in meshes._groups.values()), len(made), len(meshes._groups)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_of_thousands_makes_only_its_own_groups(workers: WorkerPool) -> None:
+    ((own, made, known),) = workers.run(_groups_of_one_rank_of_many, 4096, world_size=1, init_process_group=False)
+
+    # fsdp 64, dp 64, tp 4, dp 1,024, pp 2, dp 2,048, and the one of rank 5 alone that FSDP's mesh needs; and the world.
+    assert own == made == 8
+    # 64 + 64, 1,024 + 4, 2,048 + 2, 4,096 groups of one rank, and the world.
+    assert known == 7303
+
+
+def _groups_that_ranks_lost() -> tuple[int, int]:
+    meshes, layout = MeshRegistry("cpu"), Layout.parse("dp2.tp2")
+    meshes.create([layout])
+    if dist.get_rank() == 2:
+        forget_groups()  # as after an exception on this rank alone
+    again = MeshRegistry("cpu")
+    again.create([layout])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=again.group(layout, "tp"))
+    return again.group(layout, "tp") is meshes.group(layout, "tp"), total.item()
+
+
+def test_groups_that_one_rank_lost_are_made_anew_on_all(workers: WorkerPool) -> None:
+    assert workers.run(_groups_that_ranks_lost) == [(False, 2.0)] * 4
 
 
 def _misuse() -> list[str]:
