@@ -51,7 +51,7 @@ from lightning_realloc.commands.checkpoint_commands import (
 )
 from lightning_realloc.commands.dashboard_command import DASHBOARD_HELP, run_dashboard
 from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
-from lightning_realloc.commands.output_checks import check_outputs, resolve_last
+from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import describe_full_device, has_bf16, strategy_with
 from lightning_realloc.commands.report_command import REPORT_HELP, run_report
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
@@ -284,12 +284,6 @@ class ReallocCLI(LightningCLI):
         except _ONE_LINE_ERRORS:
             end_started_ranks(self.trainer.strategy.launcher)  # they fail alike; report the error last
             raise
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        arguments = super()._prepare_subcommand_kwargs(subcommand)
-        if "ckpt_path" in arguments:
-            arguments["ckpt_path"] = resolve_last(self.trainer, arguments["ckpt_path"])
-        return arguments
 
     def _add_instantiators(self) -> None:
         with warnings.catch_warnings():

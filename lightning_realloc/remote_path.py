@@ -43,7 +43,7 @@ class RemotePath:
         return f"{self.protocol}{_SEPARATOR}{self.path}"
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.protocol, f"{self.path}/{name}") if name else self
+        return self if name in ("", ".") else RemotePath(self.protocol, f"{self.path}/{name}")
 
     @property
     def name(self) -> str:
@@ -138,6 +138,11 @@ class RemotePath:
         """Write the file in one request, so that readers see the earlier content or the new one."""
         store, path = self._store()
         store.pipe_file(path, content)
+
+    def upload(self, file: Path) -> None:
+        """Write the content of a local file, which may be larger than memory."""
+        store, path = self._store()
+        store.put_file(str(file), path)
 
     def unlink(self) -> None:
         """Remove the file."""

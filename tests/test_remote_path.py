@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
-from lightning.pytorch.loggers import CSVLogger
 
-from lightning_realloc import RolloutTable, SaveHuggingFace, Timeline
 from lightning_realloc.callbacks import PredictionWriter
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import as_path as path_of
 from lightning_realloc.remote_path import files_below, local_folder
-from tests.strategies import runs
 
 
-@pytest.mark.parametrize(
-    ("make", "setting"),
-    [
-        (lambda place: SaveHuggingFace(place), "SaveHuggingFace"),
-        (lambda place: Timeline(folder=place), r"Timeline\(folder=...\)"),
-        (lambda place: RolloutTable(path=place), r"RolloutTable\(path=...\)"),
-        (lambda place: PredictionWriter(place), "PredictionWriter"),
-    ],
-)
-def test_callbacks_whose_files_grow_refuse_an_address(make: Callable[[str], Any], setting: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"{setting}: 's3://bucket/x' is an address, but .*; give a folder on a disk"
-    ):
-        make("s3://bucket/x")
-
-
-@pytest.mark.parametrize("callback", [Timeline, RolloutTable])
-def test_callbacks_refuse_a_trainer_that_logs_to_an_address(callback: Callable[[], Any]) -> None:
-    logger = CSVLogger("memory://logs")
-    fitted = runs.trainer("realloc", 1, max_steps=1, logger=logger, callbacks=[callback()])
-    with pytest.raises(ConfigError, match="is an address, but an object store cannot take files that grow"):
-        fitted.fit(runs.sft() if callback is Timeline else runs.grpo(), runs.Batches(1, responses=True))
+def test_a_file_that_is_written_row_by_row_needs_a_disk() -> None:
+    told = "PredictionWriter: 's3://bucket/x' is an address, but .*; give a folder on a disk"
+    with pytest.raises(ConfigError, match=told):
+        PredictionWriter("s3://bucket/x")
 
 
 def test_small_files_of_a_run_go_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from lightning_realloc.callbacks.ema import EMA, averaged_weights
 from lightning_realloc.callbacks.model_card import CARD_FILE, make_model_card
 from lightning_realloc.callbacks.phase import realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.output_files import write_problem
-from lightning_realloc.remote_path import local_path
+from lightning_realloc.remote_output import folder_problem
+from lightning_realloc.remote_path import AnyPath, as_path
 
 _DEFAULT_ROLE = "actor"
 
@@ -45,8 +45,8 @@ class SaveHuggingFace(Callback):
     """Write folders for ``from_pretrained``: ``dirpath`` at the end of training, ``dirpath/step-…`` before.
 
     Args:
-        dirpath: Output folder; every rank takes part, the first one writes. No role may be loaded from it. Before
-            the first step, it must be possible to write there.
+        dirpath: Output folder, or an address such as ``s3://bucket/x``; every rank takes part, the first one writes.
+            No role may be loaded from it. Before the first step, it must be possible to write there.
         role: Role to write; by default the only trained role, or else the actor.
         every_n_steps: Iterations between writes; None writes at the end only.
         every_n_epochs: Epochs between writes; None writes at the end only.
@@ -85,7 +85,13 @@ class SaveHuggingFace(Callback):
                 raise ConfigError(f"{name}={every} must be at least 1; use None for never")
         if push_to_hub is not None and not at_end:
             raise ConfigError(f"push_to_hub={push_to_hub!r} uploads the files written at the end; set at_end=True")
-        self.dirpath = local_path(dirpath, "SaveHuggingFace").expanduser()
+        place = as_path(dirpath)
+        self.dirpath = place.expanduser() if isinstance(place, Path) else place
+        if push_to_hub is not None and not isinstance(self.dirpath, Path):
+            raise ConfigError(
+                f"push_to_hub={push_to_hub!r} uploads files from a disk, and {str(dirpath)!r} is an address; give "
+                f"dirpath= a folder, or use a second SaveHuggingFace"
+            )
         self.role = role
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
@@ -115,7 +121,7 @@ class SaveHuggingFace(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before the first step that the role, the folder and the repository can be written."""
         realloc_strategy(trainer).check_huggingface(self._role_of(trainer), dtype=self.dtype)
-        problem = trainer.strategy.broadcast(write_problem(self.dirpath) if trainer.is_global_zero else None)
+        problem = trainer.strategy.broadcast(folder_problem(self.dirpath) if trainer.is_global_zero else None)
         if problem is not None:
             raise CheckpointError(f"SaveHuggingFace: {problem}")
         if self.hub is not None:
@@ -136,15 +142,17 @@ class SaveHuggingFace(Callback):
         """Write the final weights, and upload them if a repository is given."""
         if not self.at_end:
             return
-        before = file_stamps(self.dirpath)
-        self._write(trainer, pl_module, self.dirpath)
-        hub = self.hub
-        if hub is not None:
-            _run_on_rank_zero(
-                trainer,
-                lambda: hub.upload(self.dirpath, self._own_files(before), message=f"Step {trainer.global_step}"),
-                f"the model is in {self.dirpath}, but not on the hub; try `hf upload {hub.name} {self.dirpath}`",
-            )
+        hub, folder = self.hub, self.dirpath
+        if hub is None or not isinstance(folder, Path):
+            self._write(trainer, pl_module, folder)
+            return
+        before = file_stamps(folder)
+        self._write(trainer, pl_module, folder)
+        _run_on_rank_zero(
+            trainer,
+            lambda: hub.upload(folder, _own_files(folder, before), message=f"Step {trainer.global_step}"),
+            f"the model is in {folder}, but not on the hub; try `hf upload {hub.name} {folder}`",
+        )
 
     def _role_of(self, trainer: Trainer) -> str:
         """Return the role to write.
@@ -177,12 +185,14 @@ class SaveHuggingFace(Callback):
                     )
 
     def _overwrites(self, folder: Path) -> bool:
+        if not isinstance(self.dirpath, Path):  # models are loaded from folders and from the hub alone
+            return False
         mine, theirs = self.dirpath.resolve(), folder.expanduser().resolve()
         at_steps = self.every_n_steps is not None or self.every_n_epochs is not None
         is_of_step = theirs.parent == mine and theirs.name.startswith("step-")
         return (self.at_end and theirs == mine) or (at_steps and is_of_step)
 
-    def _write(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
+    def _write(self, trainer: Trainer, module: LightningModule, folder: AnyPath) -> None:
         strategy: Any = trainer.strategy
         role = self._role_of(trainer)
         with averaged_weights(strategy, role) if self.averaged else nullcontext():
@@ -190,14 +200,10 @@ class SaveHuggingFace(Callback):
         if self.model_card:
             _run_on_rank_zero(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
 
-    def _describe(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
-        title, is_adapter = self.dirpath.absolute().name, (folder / "adapter_config.json").exists()
+    def _describe(self, trainer: Trainer, module: LightningModule, folder: AnyPath) -> None:
+        named = self.dirpath.absolute() if isinstance(self.dirpath, Path) else self.dirpath
+        title, is_adapter = named.name, (folder / "adapter_config.json").exists()
         make_model_card(trainer, module, self._role_of(trainer), title=title, is_adapter=is_adapter).write(folder)
-
-    def _own_files(self, before: dict[str, tuple[int, int]]) -> list[str]:
-        """Return the card and the files that changed since ``before``; other files in the folder are not uploaded."""
-        now = file_stamps(self.dirpath)
-        return sorted(name for name, mark in now.items() if before.get(name) != mark or name == CARD_FILE)
 
 
 def _run_on_rank_zero(trainer: Trainer, action: Callable[[], None], problem: str) -> None:
@@ -212,6 +218,12 @@ def _run_on_rank_zero(trainer: Trainer, action: Callable[[], None], problem: str
     message = trainer.strategy.broadcast(message)
     if message is not None:
         raise CheckpointError(message) from error
+
+
+def _own_files(folder: Path, before: dict[str, tuple[int, int]]) -> list[str]:
+    """Return the card and the files that changed since ``before``; other files in the folder are not uploaded."""
+    now = file_stamps(folder)
+    return sorted(name for name, mark in now.items() if before.get(name) != mark or name == CARD_FILE)
 
 
 def file_stamps(folder: Path) -> dict[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_realloc.output_files import write_text
+from lightning_realloc.remote_path import AnyPath, RemotePath
 
 CARD_FILE = "README.md"
 MARK = "<!-- Written by SaveHuggingFace. Without this line it is yours, and is not written again. -->"
@@ -70,11 +71,14 @@ class ModelCard:
         ]
         return "\n".join(lines) + "\n"
 
-    def write(self, folder: Path) -> None:
-        """Write the card to a folder, unless it holds a card from elsewhere."""
+    def write(self, folder: AnyPath) -> None:
+        """Write the card to a folder or an address, unless it holds a card from elsewhere."""
         file = folder / CARD_FILE
         if not file.exists() or MARK in file.read_text(encoding="utf-8"):
-            write_text(file, self.text())
+            if isinstance(file, RemotePath):
+                file.write_bytes(self.text().encode())
+            else:
+                write_text(file, self.text())
 
 
 def make_model_card(trainer: Trainer, module: LightningModule, role: str, *, title: str, is_adapter: bool) -> ModelCard:

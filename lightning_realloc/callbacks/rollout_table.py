@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.output_files import write_problem
-from lightning_realloc.remote_path import local_path
+from lightning_realloc.remote_output import folder_problem
+from lightning_realloc.remote_path import as_path
 
 _TABLE_NAME = "rollouts"
 """Name of the table in loggers and of its files."""
@@ -34,7 +33,8 @@ class RolloutTable(Callback):
     Args:
         every_n_steps: Iterations between tables.
         num_samples: Rows per table.
-        path: CSV file to write in addition to loggers; a resumed run appends to it. None writes to loggers only.
+        path: CSV file to write in addition to loggers, or its address; a resumed run appends to it. None writes to
+            loggers only.
 
     Example:
         >>> from lightning_realloc import RolloutTable
@@ -47,7 +47,7 @@ class RolloutTable(Callback):
                 raise ConfigError(f"{name}={value} must be at least 1; remove the callback for no table")
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
-        self.path = None if path is None else local_path(path, "RolloutTable(path=...)")
+        self.path = None if path is None else as_path(path)
         self._begins_run = True
         self._output = LoggerOutput()
 
@@ -66,10 +66,7 @@ class RolloutTable(Callback):
                 f"RolloutTable writes to {', '.join(WRITERS)}, but the loggers are: {names}; add one, or give "
                 f"path='rollouts.csv'"
             )
-        for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                local_path(logger.save_dir, "RolloutTable next to a CSVLogger")
-        problem = None if self.path is None else write_problem(self.path.parent)
+        problem = None if self.path is None else folder_problem(self.path.parent)
         if problem is not None:
             raise ConfigError(f"RolloutTable's path: {problem}")
 

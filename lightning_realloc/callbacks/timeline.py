@@ -19,7 +19,6 @@ from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, shows_pictures
 from lightning_realloc.callbacks.phase import PhaseCallback, planned_iterations, realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import ConfigError, ReallocError
-from lightning_realloc.output_files import write_problem
 from lightning_realloc.recording.events import Event, PlanInstalled, PlanPredicted, RunEnded, RunStarted, event_to_json
 from lightning_realloc.recording.iteration_picture import draw_iteration
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
@@ -33,7 +32,8 @@ from lightning_realloc.recording.rank_recorder import (
     rank_file,
 )
 from lightning_realloc.recording.trace import write_trace
-from lightning_realloc.remote_path import local_path
+from lightning_realloc.remote_output import folder_problem, local_copy
+from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
@@ -49,6 +49,8 @@ DETAILED_AFTER_PLAN = 3
 """Iterations after a change of plans whose pieces are written in any case."""
 MAX_RANKS_OF_IMAGE = 64
 """Ranks that a picture in loggers shows, the first ones; the record has all. A larger number takes longer to draw."""
+TRACE_FILE = "trace.json"
+"""Name of the trace in the folder of the record."""
 _IMAGE_NAME = "timeline"
 """Name of the pictures in loggers and of their files."""
 _READER = "timeline"
@@ -66,7 +68,8 @@ class Timeline(PhaseCallback):
 
     Args:
         folder: Folder of the record; None: ``record`` in the folder of the first logger with files, else in the
-            Trainer's ``default_root_dir``. With several hosts, all of them must see it.
+            Trainer's ``default_root_dir``. With several hosts, all of them must see it. Files at an address such as
+            ``s3://bucket/x`` are written once a minute and at the end.
         predict: Whether to predict seconds and memory of the plan after its second iteration, to compare them with
             measured ones. It takes milliseconds, once for each plan.
         image_every_n_steps: Iterations between pictures in loggers; None: no pictures.
@@ -84,10 +87,10 @@ class Timeline(PhaseCallback):
     ) -> None:
         if image_every_n_steps is not None and image_every_n_steps < 1:
             raise ConfigError(f"image_every_n_steps={image_every_n_steps} must be at least 1; None logs no pictures")
-        self.folder = None if folder is None else local_path(folder, "Timeline(folder=...)")
+        self.folder = None if folder is None else as_path(folder)
         self.predict = predict
         self.image_every_n_steps = image_every_n_steps
-        self._record_folder: Path | None = None
+        self._record_folder: AnyPath | None = None
         self._recorder: RankRecorder | None = None
         self._events: JsonLines | None = None
         self._metrics: JsonLines | None = None
@@ -107,11 +110,9 @@ class Timeline(PhaseCallback):
                 f"Timeline records the calls of this package's algorithms under strategy='realloc'; this is "
                 f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}, remove the callback"
             )
-        problem = None if self.folder is None else write_problem(self.folder)
-        if stage == "fit" and problem is not None:
+        problem = folder_problem(self.folder) if stage == "fit" and self.folder is not None else None
+        if problem is not None:
             raise ConfigError(f"Timeline's folder: {problem}")
-        if stage == "fit" and self.folder is None:
-            _default_folder(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the files of the record. Collective over all ranks."""
@@ -206,8 +207,11 @@ class Timeline(PhaseCallback):
         """Write the trace of the record; a failure is no failure of the run."""
         assert self._record_folder is not None, "set in on_train_start"
         try:
-            write_trace(self._record_folder, self._record_folder / "trace.json")
-        except (OSError, ReallocError) as error:
+            with local_copy(self._record_folder, wanted=lambda name: name.endswith(".jsonl")) as folder:
+                write_trace(folder, folder / TRACE_FILE)
+                if isinstance(self._record_folder, RemotePath):
+                    (self._record_folder / TRACE_FILE).upload(folder / TRACE_FILE)
+        except Exception as error:  # stores raise errors of any class
             log.warning("no trace of this run: %s", error)
 
     def _write(self, event: Event) -> None:
@@ -281,13 +285,9 @@ def _prediction(evaluator: PlanEvaluator, plan: Any, trainer: Trainer, source: s
     )
 
 
-def _default_folder(trainer: Trainer) -> Path:
-    """Return the folder of a record in the one that the Trainer logs to. Collective over all ranks.
-
-    Raises:
-        ConfigError: if the Trainer logs to an object store.
-    """
-    return local_path(trainer.log_dir or trainer.default_root_dir, "Timeline without folder=") / RECORD_FOLDER
+def _default_folder(trainer: Trainer) -> AnyPath:
+    """Return the folder of a record in the one that the Trainer logs to. Collective over all ranks."""
+    return as_path(trainer.log_dir or trainer.default_root_dir) / RECORD_FOLDER
 
 
 def _device_name(device: torch.device) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
@@ -21,7 +20,7 @@ def export_parser() -> ArgumentParser:
     """Return the parser of ``lightning-realloc export``."""
     parser = ArgumentParser(prog="lightning-realloc export", description=EXPORT_HELP)
     parser.add_argument("checkpoint", type=str, help="Folder or address (s3://...) that a run saved to.")
-    parser.add_argument("--output", type=str, required=True, help="New or empty folder, or an earlier export.")
+    parser.add_argument("--output", type=str, required=True, help="New folder or address, or an earlier export.")
     parser.add_argument("--role", type=str, default="actor", help="Model of the checkpoint to export.")
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
     parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
@@ -39,7 +38,7 @@ def run_export(arguments: Sequence[str]) -> int:
     chosen = export_parser().parse_args(list(arguments))
     folder = export_checkpoint(
         chosen.checkpoint,
-        Path(chosen.output),
+        chosen.output,
         role=chosen.role,
         dtype=parse_dtype(chosen.dtype),
         merge=chosen.merge,

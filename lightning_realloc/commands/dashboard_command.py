@@ -10,12 +10,22 @@ from pathlib import Path
 
 from lightning_realloc.commands.parsing import CommandParser
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import is_remote
 from lightning_realloc.report.live.live_runs import sources_of
 from lightning_realloc.report.live.server import DashboardServer, is_loopback
 
 DASHBOARD_HELP = "Serve the report of running runs in the browser, and follow them."
 PORT = 8899
 """Default of ``--port``."""
+
+
+def _local_run(text: str) -> Path:
+    if is_remote(text):
+        raise ConfigError(
+            f"{text} is an address, and the dashboard follows files on a disk; copy the run to one, or see it by "
+            f"`lightning-realloc report {text}`"
+        )
+    return Path(text)
 
 
 def run_dashboard(arguments: Sequence[str], write: Callable[[str], object], stop: threading.Event | None = None) -> int:
@@ -26,7 +36,7 @@ def run_dashboard(arguments: Sequence[str], write: Callable[[str], object], stop
     """
     parser = CommandParser("dashboard", DASHBOARD_HELP, epilog="Nothing can be changed through it.")
     parser.add_argument(
-        "runs", type=Path, nargs="+", help="folders of runs; the first one's report, compared with others"
+        "runs", type=str, nargs="+", help="folders of runs; the first one's report, compared with others"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a token")
     parser.add_argument("--port", type=int, default=PORT, help="default: %(default)s; 0 takes a free one")
@@ -36,7 +46,7 @@ def run_dashboard(arguments: Sequence[str], write: Callable[[str], object], stop
     token = _token(chosen.token)
     if not 0 <= chosen.port < 2**16:
         raise ConfigError(f"--port={chosen.port} must lie between 0 and {2**16 - 1}")
-    sources = sources_of(chosen.runs, with_prometheus=chosen.prometheus)
+    sources = sources_of([_local_run(run) for run in chosen.runs], with_prometheus=chosen.prometheus)
     server = DashboardServer(sources, host=chosen.host, port=chosen.port, token=token)
     name = "localhost" if is_loopback(chosen.host) else chosen.host
     secret = "" if token is None else f"?token={token}"

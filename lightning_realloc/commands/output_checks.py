@@ -1,4 +1,4 @@
-"""Check a run's output folders before it starts, and find the checkpoint in them that it continues from."""
+"""Check a run's output folders before it starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_problem
-from lightning_realloc.remote_path import AnyPath, as_path, is_remote
-from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, checkpoints_in
 
 
 def check_outputs(trainer: Trainer, command: str, *, ckpt_path: str | None) -> None:
@@ -38,23 +36,6 @@ def check_outputs(trainer: Trainer, command: str, *, ckpt_path: str | None) -> N
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 _refuse_used(callback, ckpt_path)
-
-
-def resolve_last(trainer: Trainer, ckpt_path: str | None) -> str | None:
-    """Return the address of the newest ``last`` checkpoint for ``"last"``, and any other path as it is.
-
-    Lightning looks for it in local folders only, and would start from step 0. ``"last"`` stays for local folders.
-    """
-    if ckpt_path != "last":
-        return ckpt_path
-    found: list[AnyPath] = []
-    for callback in trainer.checkpoint_callbacks:
-        folder = getattr(callback, "dirpath", None)
-        if isinstance(callback, ModelCheckpoint) and folder is not None and is_remote(folder):
-            checkpoints = checkpoints_in(as_path(folder))
-            found += [path for path in checkpoints if path.name.startswith(callback.CHECKPOINT_NAME_LAST)][:1]
-    newest = max(found, key=lambda path: age_s(path) or 0.0, default=None)
-    return ckpt_path if newest is None else str(newest)
 
 
 def _folders(trainer: Trainer, command: str) -> Iterator[str]:

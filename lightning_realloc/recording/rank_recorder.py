@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 from lightning_realloc.recording.iteration_record import IterationRecord, WeightMove
 from lightning_realloc.recording.pieces import divide_into_pieces
+from lightning_realloc.remote_output import UploadedText
+from lightning_realloc.remote_path import AnyPath, RemotePath
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
 
 log = logging.getLogger(__name__)
@@ -29,16 +30,21 @@ def rank_file(rank: int) -> str:
 class JsonLines:
     """File with one JSON object a line, which a reader may follow: every line is written at once.
 
-    A line that cannot be written, as on a full disk, ends the file with a warning, and no run.
+    A line that cannot be written, as on a full disk, ends the file with a warning, and no run. A file in an object
+    store is written once a minute, see `UploadedText`.
 
     Args:
         path: The file; lines are appended to an existing one.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: AnyPath) -> None:
         self._path = path
-        self._file: TextIO | None = path.open("a", encoding="utf-8")
+        self._file: TextIO | UploadedText | None
+        if isinstance(path, RemotePath):
+            self._file = UploadedText(path)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Append an object. Numbers that are not finite become NaN or Infinity, as Python reads them."""
@@ -68,7 +74,7 @@ class RankRecorder:
         zero: Moment of `time.monotonic` that is 0 on the record's clock, the same on all ranks.
     """
 
-    def __init__(self, path: Path, record: FlightRecord, zero: float) -> None:
+    def __init__(self, path: AnyPath, record: FlightRecord, zero: float) -> None:
         self._lines, self._record, self._zero = JsonLines(path), record, zero
         self._activities: list[Activity] = []
         self._moves: dict[str, WeightMove] = {}

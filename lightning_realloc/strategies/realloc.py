@@ -23,6 +23,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.measure.host_memory import InfrequentCollection, collect_garbage, give_back_freed_memory
 from lightning_realloc.runtime.messages.watchdog import StallAction
 from lightning_realloc.runtime.transfer.agreement import TransportName
@@ -373,14 +374,13 @@ class ReallocStrategy(DataParallelStrategy):
     def _checkpoint_hooks(self) -> RoleCheckpoints | FileCheckpoints:
         return super()._checkpoint_hooks if self.dataflow is None else self._checkpoints
 
-    def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None, merge: bool = False) -> None:
-        """Write a role's current weights as a folder that ``from_pretrained`` reads. Collective over all ranks.
+    def save_huggingface(
+        self, role: str, folder: str | AnyPath, *, dtype: str | None = None, merge: bool = False
+    ) -> None:
+        """Write a role as a folder, or to an address, that ``from_pretrained`` reads. Collective over all ranks.
 
-        For a role with adapters it is the folder that PEFT reads, or, with ``merge``, the merged model.
-
-        Raises:
-            CheckpointError: on every rank, if the role has no Hugging Face form, the folder cannot be written, or
-                trained weights are not finite.
+        For a role with adapters it is what PEFT reads, or, with ``merge``, the merged model. Raises CheckpointError on
+        every rank, if the role has no such form, it cannot be written, or trained weights are not finite.
         """
         self._checkpoints.save_huggingface(role, folder, dtype=dtype, merge=merge)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fsspec
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_realloc.callbacks import PredictionWriter
-from lightning_realloc.commands.output_checks import check_outputs, resolve_last
+from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.errors import ConfigError
 
 
@@ -36,16 +35,3 @@ def test_a_folder_is_checked_by_commands_that_write_to_it(tmp_path: Path, place:
                 check_outputs(trainer, command, ckpt_path=None)
         else:
             check_outputs(trainer, command, ckpt_path=None)
-
-
-def test_the_last_checkpoint_of_a_store_is_found_by_its_address(tmp_path: Path) -> None:
-    store = fsspec.filesystem("memory")
-    folder = f"memory://{tmp_path.name}/x"
-    trainer = _trainer(tmp_path, folder, tmp_path / "rows.jsonl")
-    assert resolve_last(trainer, "last") == "last", "there is none yet"
-    for name in ("last.ckpt", "last-v1.ckpt", "step=9.ckpt"):
-        store.pipe_file(f"/{tmp_path.name}/x/{name}/realloc.json", b"{}")
-    store.pipe_file(f"/{tmp_path.name}/x/last-v2.ckpt/save-0123456789ab/meta.pt", b"")  # an unfinished save
-    assert resolve_last(trainer, "last") == f"{folder}/last-v1.ckpt"
-    assert resolve_last(trainer, "runs/last.ckpt") == "runs/last.ckpt"
-    assert resolve_last(_trainer(tmp_path, tmp_path, tmp_path / "rows.jsonl"), "last") == "last"

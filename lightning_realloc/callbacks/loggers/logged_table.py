@@ -7,7 +7,9 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TextIO
+
+from lightning_realloc.remote_path import AnyPath, RemotePath
 
 MAX_MARKDOWN_CELL_CHARACTERS = 1000
 """Longest cell in Markdown, which is shown whole; longer cells are cut."""
@@ -43,20 +45,35 @@ class Table:
         csv.writer(file).writerows([self.columns, *self.cells])
         return file.getvalue()
 
-    def append_to(self, path: Path) -> None:
+    def append_to(self, path: AnyPath) -> None:
         """Append the rows to a CSV file; columns that its header lacks are dropped.
 
+        In an object store, which cannot append, the whole file is written again, in one request.
+
         Raises:
-            OSError: if it cannot be written.
+            OSError: if it cannot be written. Stores raise errors of other classes, too.
         """
         appends = path.is_file() and not self.begins_run
-        header = _header(path) if appends else []
+        if isinstance(path, RemotePath):
+            earlier = path.read_text("utf-8") if appends else ""
+            path.write_bytes((earlier + self._to_csv_below(_header(io.StringIO(earlier)))).encode())
+            return
+        header = []
+        if appends:
+            with path.open(newline="", encoding="utf-8") as file:
+                header = _header(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if appends else "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, header or self.columns, extrasaction="ignore")
-            if not header:
-                writer.writeheader()
-            writer.writerows(dict(zip(self.columns, row, strict=True)) for row in self.cells)
+            file.write(self._to_csv_below(header))
+
+    def _to_csv_below(self, header: Sequence[str]) -> str:
+        """Return the rows as lines of a CSV file with a header; with a header of their own if that is empty."""
+        file = io.StringIO(newline="")
+        writer = csv.DictWriter(file, header or self.columns, extrasaction="ignore")
+        if not header:
+            writer.writeheader()
+        writer.writerows(dict(zip(self.columns, row, strict=True)) for row in self.cells)
+        return file.getvalue()
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -75,9 +92,8 @@ def cell_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _header(path: Path) -> list[str]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return next(csv.reader(file), [])
+def _header(file: TextIO) -> list[str]:
+    return next(csv.reader(file), [])
 
 
 def _markdown_cell(value: object) -> str:

@@ -9,11 +9,11 @@ import io
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_realloc.callbacks.loggers.logged_table import Table, markdown
 from lightning_realloc.callbacks.loggers.raster import paint
+from lightning_realloc.remote_path import as_path
 from lightning_realloc.tuning.timeline.drawing import Drawing
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class LoggerWriter:
 
 # ---- one function for each logger and kind of content
 def _csv_table(logger: Any, table: Table) -> None:
-    table.append_to(Path(logger.log_dir) / f"{table.name}.csv")
+    table.append_to(as_path(logger.log_dir) / f"{table.name}.csv")
 
 
 def _tensorboard_table(logger: Any, table: Table) -> None:

@@ -20,6 +20,7 @@ import yaml
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE
 from lightning_realloc.recording.reader import RecordError, RunReader, RunRecord
+from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.report.runs.rank_time import RankTime, RankTimeBuilder
 from lightning_realloc.report.runs.series import Series, collect_series
 
@@ -52,7 +53,7 @@ class RunFolder:
 
     name: str
     """The folder as it was asked for."""
-    log_folder: Path
+    log_folder: AnyPath
     """Folder of Lightning's logger, or of the record where there is none."""
     record: RunRecord | None
     """None if the run was not recorded."""

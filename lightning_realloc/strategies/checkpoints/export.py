@@ -14,8 +14,9 @@ from torch import Tensor
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.output_files import PARTIAL, write_problem
-from lightning_realloc.remote_path import AnyPath, RemotePath, as_path, files_below, is_remote
+from lightning_realloc.output_files import PARTIAL
+from lightning_realloc.remote_output import folder_problem
+from lightning_realloc.remote_path import AnyPath, RemotePath, as_path, files_below
 from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
@@ -31,14 +32,14 @@ from lightning_realloc.strategies.checkpoints.sharded_state import optimizer_key
 
 def export_checkpoint(
     checkpoint: str | Path | RemotePath,
-    folder: str | Path,
+    folder: str | Path | RemotePath,
     *,
     role: str = "actor",
     dtype: torch.dtype | None = None,
     merge: bool = False,
     averaged: bool = False,
     base: str | Path | None = None,
-) -> Path:
+) -> AnyPath:
     """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
 
     A role with adapters is written as the folder of adapters that PEFT reads or, with ``merge``, as the merged model.
@@ -46,7 +47,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: Folder that ModelCheckpoint or ``trainer.save_checkpoint`` wrote, or its address.
-        folder: Folder to write to: new, empty, or an earlier export, which is overwritten.
+        folder: Folder or address to write to: new, empty, or an earlier export, which is overwritten.
         role: Name of the role.
         dtype: Dtype of the written floating-point weights; None keeps the dtype of training.
         merge: Whether adapters are merged into their base.
@@ -57,26 +58,34 @@ def export_checkpoint(
         CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
             or ``folder`` holds other files or cannot be written.
     """
-    if is_remote(folder):
-        raise CheckpointError(f"{folder} is an address, but a Hugging Face folder is written to a disk; give a path")
-    source = as_path(checkpoint)
-    source, folder = source.expanduser() if isinstance(source, Path) else source, Path(folder).expanduser()
+    source, target = (
+        place.expanduser() if isinstance(place, Path) else place for place in (as_path(checkpoint), as_path(folder))
+    )
     with raise_on_all_ranks(source):
         description = read_description(source)
         content = content_folder(source, description)
         entry = _role_entry(source, description["roles"], role)
         local = source if isinstance(source, Path) else None
         model_class = hf_folder.import_model_class(entry["class"], role, checkpoint=local)
-        check_output(folder)
+        check_output(target)
         check_files(source, description)
         weights = _read_weights(content, role, entry, averaged=averaged)
-        with _local_copy(content / MODELS_FOLDER / role) as configs:
-            hf_folder.write_model(model_class, configs, weights, folder, dtype=dtype, merge=merge, base=base)
-        if entry.get("model_card") is not None:  # earlier versions stored none
-            is_adapter = (folder / ADAPTER_CONFIG_FILE).is_file()
-            stored = {**entry["model_card"], "title": folder.absolute().name, "is_adapter": is_adapter}
-            ModelCard(**stored).write(folder)
-    return folder
+        with (
+            _local_copy(content / MODELS_FOLDER / role) as configs,
+            hf_folder.uploaded_model(target, configs, merge=merge) as local_target,
+        ):
+            hf_folder.write_model(model_class, configs, weights, local_target, dtype=dtype, merge=merge, base=base)
+            if isinstance(target, RemotePath):  # the card is uploaded with the model
+                _write_card(entry, local_target, title=target.name)
+        if isinstance(target, Path):
+            _write_card(entry, target, title=target.absolute().name)
+    return target
+
+
+def _write_card(entry: dict[str, Any], folder: Path, *, title: str) -> None:
+    if entry.get("model_card") is not None:  # earlier versions stored none
+        is_adapter = (folder / ADAPTER_CONFIG_FILE).is_file()
+        ModelCard(**{**entry["model_card"], "title": title, "is_adapter": is_adapter}).write(folder)
 
 
 @contextmanager
@@ -93,7 +102,7 @@ def _local_copy(folder: AnyPath) -> Iterator[Path]:
         yield Path(name)
 
 
-def check_output(folder: Path) -> None:
+def check_output(folder: AnyPath) -> None:
     """Refuse to write into a folder with other files.
 
     Raises:
@@ -101,7 +110,7 @@ def check_output(folder: Path) -> None:
     """
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
-    if (problem := write_problem(folder)) is not None:
+    if (problem := folder_problem(folder)) is not None:
         raise CheckpointError(problem)
     earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
     others = folder.is_dir() and any(file.name != PARTIAL for file in folder.iterdir())  # a kill leaves it

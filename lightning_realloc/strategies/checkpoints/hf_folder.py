@@ -11,6 +11,7 @@ import importlib
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.remote_output import uploaded_folder
+from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.strategies.checkpoints.adapter_files import (
     ADAPTER_CONFIG_FILE,
@@ -198,7 +201,7 @@ def write_running_model(
     model: nn.Module,
     weights: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path,
+    folder: AnyPath,
     *,
     role: str,
     dtype: torch.dtype | None = None,
@@ -208,7 +211,15 @@ def write_running_model(
     model_class = import_model_class(class_path(model), role)
     with tempfile.TemporaryDirectory() as description:
         write_configs(model, tokenizer, Path(description))
-        write_model(model_class, Path(description), weights, folder, dtype=dtype, merge=merge)
+        with uploaded_model(folder, Path(description), merge=merge) as local:
+            write_model(model_class, Path(description), weights, local, dtype=dtype, merge=merge)
+
+
+def uploaded_model(folder: AnyPath, description: Path, *, merge: bool) -> AbstractContextManager[Path]:
+    """Give a folder for `write_model`, whose files are uploaded at the end if ``folder`` is an address."""
+    is_adapter = (description / ADAPTER_CONFIG_FILE).is_file() and not merge
+    marker, weights = (ADAPTER_CONFIG_FILE, "adapter_model*") if is_adapter else (CONFIG_FILE, "model*.safetensors*")
+    return uploaded_folder(folder, last=marker, replaces=weights)
 
 
 def parse_dtype(text: str | None) -> torch.dtype | None:

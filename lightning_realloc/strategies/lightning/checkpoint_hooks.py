@@ -284,20 +284,20 @@ class RoleCheckpoints:
             strategy.runner.restore(waiting_batches(checkpoint))
         return checkpoint
 
-    def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None, merge: bool) -> None:
+    def save_huggingface(self, role: str, folder: str | Path | RemotePath, *, dtype: str | None, merge: bool) -> None:
         """See `ReallocStrategy.save_huggingface`."""
         strategy, models, parsed = self._strategy, self._trained_models(), hf_folder.parse_dtype(dtype)
-        pool = strategy.pool
+        pool, place = strategy.pool, as_path(folder)
         names = None if merge else pool.saved_parameters(role, include_frozen=False)
         name = "save_huggingface"
         with strategy.runner.collective(name, kind="save"), warn_if_stalled(name, strategy.global_rank):
             strategy.bring_back()
             if role in pool.changing_roles:
-                require_finite_weights(pool, role, strategy.global_rank, Path(folder))
+                require_finite_weights(pool, role, strategy.global_rank, place)
             weights = self.full_weights(role, names)
         models.run_on_first_rank(
             lambda: hf_folder.write_running_model(
-                pool.home(role).model, weights, models.tokenizer, Path(folder), role=role, dtype=parsed, merge=merge
+                pool.home(role).model, weights, models.tokenizer, place, role=role, dtype=parsed, merge=merge
             )
         )
 

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.strategies.lightning.last_checkpoint import InProcessLauncher
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, refuse_in_notebook
 from lightning_realloc.strategies.lightning.ray_cluster import check_ray
 from lightning_realloc.strategies.lightning.ray_launcher import RayLauncher
@@ -66,8 +67,8 @@ def launcher_name(launcher: LauncherName, start_method: LauncherName | None) -> 
     return start_method
 
 
-def make_launcher(strategy: DataParallelStrategy, options: LaunchOptions) -> _Launcher | None:
-    """Return the launcher of a strategy; None if the processes exist already, or one is enough.
+def make_launcher(strategy: DataParallelStrategy, options: LaunchOptions) -> _Launcher:
+    """Return the launcher of a strategy; one that starts nothing if the processes exist already, or one is enough.
 
     Raises:
         ConfigError: in a notebook for launchers that run a script again, without Ray where it is asked for, and for
@@ -78,7 +79,7 @@ def make_launcher(strategy: DataParallelStrategy, options: LaunchOptions) -> _La
     environment = strategy.cluster_environment
     assert environment is not None, "Lightning sets the environment before it configures the launcher"
     if environment.creates_processes_externally or strategy.num_processes * strategy.num_nodes == 1:
-        return None  # one process works in notebooks without a launcher, and ends without waiting for an observer
+        return InProcessLauncher()  # one process works in notebooks, and ends without waiting for an observer
     launcher: _Launcher
     if options.launcher == "popen":
         launcher = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)

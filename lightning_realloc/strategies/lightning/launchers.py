@@ -25,6 +25,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.parent_watch import end_with_parent
 from lightning_realloc.strategies.lightning.failures import report_failures
+from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.signals import (
     INTERRUPT_EXIT_CODE,
     STOP_SIGNALS,
@@ -54,6 +55,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
             SIGTERMException: if the processes ended because of a signal, with their exit code.
             RankLost: if another signal ended one of them.
         """
+        args, kwargs = with_last_resolved(trainer, function, args, kwargs)
         leave_process_group()
         self.procs, self._early_signal = [], None
         with signals_forwarded(self), _stuck_processes_killed(self):

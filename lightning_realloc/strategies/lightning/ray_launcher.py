@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.strategies.checkpoints.checkpoint_files import is_complete
 from lightning_realloc.strategies.lightning.failures import report_failures
+from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, drop_callbacks, leave_process_group
 from lightning_realloc.strategies.lightning.ray_cluster import RankGroup, RayPlacement, connect
 from lightning_realloc.strategies.lightning.ray_ranks import CheckpointList
@@ -107,6 +108,7 @@ class RayLauncher(FullStateLauncher):
         leave_process_group()
         placement = self._placement()
         connect(placement.num_ranks)
+        args, kwargs = with_last_resolved(trainer, function, args, kwargs)
         work = RankWork(self, function, args, kwargs, trainer, _GlobalStateSnapshot.capture())
         self._signals = SimpleQueue()
         with signals_forwarded(self):

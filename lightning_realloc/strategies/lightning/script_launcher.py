@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_realloc.parent_watch import children_watch_this_process
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failed_ranks
+from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.launchers import STUCK_S
 
 
@@ -35,6 +36,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     ) -> Any:
         """Start the processes unless they exist, and call the function here, too."""
         self._patience_s, self._is_success = STUCK_S, False
+        args, kwargs = with_last_resolved(trainer, function, args, kwargs)
         try:
             result = super().launch(function, *args, trainer=trainer, **kwargs)
         except SIGTERMException:  # all ranks have agreed on it, and end alike

@@ -108,7 +108,7 @@ def test_script_torchrun_spawn_and_fork_give_the_same_results(tmp_path: Path, wo
     logged, sums = workers.run(fit_here, world_size=1, init_process_group=False)[0]
     expected = {
         "script/realloc": "ScriptLauncher",
-        "torchrun/realloc": "NoneType",
+        "torchrun/realloc": "InProcessLauncher",
         "processes/realloc_spawn": "FullStateLauncher",
         "processes/realloc_fork": "FullStateLauncher",
     }

@@ -49,6 +49,12 @@ class ObjectStore(AbstractFileSystem):
         """Return when an object was written."""
         return datetime.fromtimestamp(Path(self._strip_protocol(path)).stat().st_mtime, UTC)
 
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        """Write an object in one request: the whole content, or the earlier one stays."""
+        _take_room(len(value))
+        with _Upload(Path(self._strip_protocol(path))) as upload:
+            io.BytesIO.write(upload, value)
+
     def rm_file(self, path: str) -> None:
         """Remove an object."""
         Path(self._strip_protocol(path)).unlink()
@@ -73,6 +79,14 @@ class ObjectStore(AbstractFileSystem):
         return place.is_file() or any(one.is_file() for one in place.rglob("*"))
 
 
+def _take_room(num_bytes: int) -> None:
+    """Count bytes that are written; raise ConnectionError if there is no room for them."""
+    if ObjectStore.bytes_left is not None:
+        ObjectStore.bytes_left -= num_bytes
+        if ObjectStore.bytes_left < 0:
+            raise ConnectionError("the store has closed the connection")
+
+
 class _Upload(io.BytesIO):
     """An object that is being written."""
 
@@ -82,10 +96,7 @@ class _Upload(io.BytesIO):
 
     def write(self, content: Any) -> int:
         """Add bytes, while there is room."""
-        if ObjectStore.bytes_left is not None:
-            ObjectStore.bytes_left -= len(content)
-            if ObjectStore.bytes_left < 0:
-                raise ConnectionError("the store has closed the connection")
+        _take_room(len(content))
         return super().write(content)
 
     def close(self) -> None:

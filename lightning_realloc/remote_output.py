@@ -1,0 +1,151 @@
+"""Write files and folders of a run to an object store: through memory or a folder on this machine, and then as a whole.
+
+Stores cannot append to a file and cannot rename a folder. Local paths need none of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.output_files import write_problem
+from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
+
+log = logging.getLogger(__name__)
+
+UPLOAD_EVERY_S = 60.0
+"""Seconds between two uploads of a file that grows. Fewer: readers see lines earlier; each upload is the whole file."""
+
+
+def folder_problem(folder: AnyPath) -> str | None:
+    """Return why files cannot be written to a folder or an address, with the way out; None if they can."""
+    return folder.write_problem() if isinstance(folder, RemotePath) else write_problem(folder)
+
+
+def describe_store_error(error: Exception) -> str:
+    """Return the class and the first line of an error of a store."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+# ---- folders
+@contextmanager
+def uploaded_folder(folder: AnyPath, *, last: str, replaces: str) -> Iterator[Path]:
+    """Give a folder to write to: ``folder`` itself or, for an address, one on this machine that is uploaded at the end.
+
+    Args:
+        folder: Folder or address.
+        last: Name of the file by which a reader knows that the folder is complete. It is removed first, written last.
+        replaces: Pattern of earlier files that are removed unless a new one has their name.
+
+    Raises:
+        CheckpointError: if the store fails. What was uploaded is removed, unless the store does not answer.
+    """
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+        _upload(Path(name), folder, last=last, replaces=replaces)
+
+
+def _upload(source: Path, target: RemotePath, *, last: str, replaces: str) -> None:
+    files = sorted(files_below(source).items(), key=lambda item: item[0] == last)
+    new = {name: target / name for name, _ in files}
+    try:
+        if (target / last).is_file():
+            (target / last).unlink()
+        for name, file in files:
+            new[name].upload(Path(str(file)))
+        target.remove_below([path for path in target.files() if fnmatch(path.name, replaces) and path.name not in new])
+    except Exception as error:  # stores raise errors of any class
+        with suppress(Exception):
+            target.remove_below([path for path in target.files() if path in new.values()])
+        raise CheckpointError(
+            f"{target} cannot be written: {describe_store_error(error)}; no model is left there, write it again or "
+            f"give another address"
+        ) from error
+
+
+@contextmanager
+def local_copy(folder: AnyPath, *, wanted: Callable[[str], bool]) -> Iterator[Path]:
+    """Give a folder on this machine: ``folder`` itself or, for an address, a copy of its files with ``wanted`` names.
+
+    Files keep the time of their last change.
+
+    Raises:
+        ConfigError: if the store fails.
+    """
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        copy = Path(parent) / folder.name
+        copy.mkdir()
+        try:
+            for name, path in files_below(folder).items():
+                if wanted(name) and isinstance(path, RemotePath):
+                    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                    (copy / name).write_bytes(path.read_bytes())
+                    os.utime(copy / name, (path.modified_s(), path.modified_s()))
+        except Exception as error:  # stores raise errors of any class
+            raise ConfigError(
+                f"{folder} cannot be read: {describe_store_error(error)}; correct the address or its access keys"
+            ) from error
+        yield copy
+
+
+# ---- files that grow
+class UploadedText:
+    """Text file in an object store that grows: it stays in memory, and is written as a whole every `UPLOAD_EVERY_S`.
+
+    A store that fails gets one warning, and the next upload has all lines. Readers see an earlier file until then.
+
+    Args:
+        path: The file; lines are appended to an existing one.
+        clock: Returns seconds.
+
+    Raises:
+        ConfigError: if an existing file cannot be read.
+    """
+
+    def __init__(self, path: RemotePath, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        try:
+            self._content = bytearray(path.read_bytes() if path.is_file() else b"")
+        except Exception as error:  # stores raise errors of any class
+            raise ConfigError(
+                f"{path} cannot be read: {describe_store_error(error)}; correct the address or its access keys"
+            ) from error
+        self._uploaded_at = clock()
+        self._is_warned = False
+
+    def write(self, text: str) -> None:
+        """Append text."""
+        self._content += text.encode()
+
+    def flush(self) -> None:
+        """Upload the file if `UPLOAD_EVERY_S` have passed since the last time."""
+        if self._clock() - self._uploaded_at >= UPLOAD_EVERY_S:
+            self._upload("its latest lines follow when the store answers")
+
+    def close(self) -> None:
+        """Upload the file."""
+        self._is_warned = False
+        self._upload("its latest lines are lost")
+
+    def _upload(self, consequence: str) -> None:
+        self._uploaded_at = self._clock()
+        try:
+            self._path.write_bytes(bytes(self._content))
+            self._is_warned = False
+        except Exception as error:  # stores raise errors of any class
+            if not self._is_warned:
+                log.warning("%s cannot be written (%s); %s", self._path, describe_store_error(error), consequence)
+            self._is_warned = True

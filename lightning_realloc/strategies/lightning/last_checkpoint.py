@@ -1,0 +1,78 @@
+"""Find the checkpoint that ``ckpt_path="last"`` means in an object store, before the Trainer looks for it.
+
+Lightning lists local folders only, and would start from step 0. Launchers see the arguments of ``fit`` before it does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_realloc.remote_path import AnyPath, as_path, is_remote
+from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, checkpoints_in
+
+
+class InProcessLauncher(_Launcher):
+    """Launcher that starts no process: there is one rank, or all exist already."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in a notebook."""
+        return True
+
+    def launch(
+        self, function: Callable[..., Any], *args: object, trainer: Trainer | None = None, **kwargs: object
+    ) -> Any:
+        """Call the function."""
+        args, kwargs = with_last_resolved(trainer, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """Do nothing: there are no processes."""
+
+
+def with_last_resolved(
+    trainer: Trainer | None, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the arguments of a Trainer's method, with `resolve_last` of its ``ckpt_path``."""
+    if trainer is None:
+        return args, kwargs
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    asked: Any = bound.arguments.get("ckpt_path")
+    if asked != "last":
+        return args, kwargs
+    bound.arguments["ckpt_path"] = resolve_last(trainer, asked)
+    return bound.args, bound.kwargs
+
+
+def resolve_last(trainer: Trainer, ckpt_path: str | None) -> str | None:
+    """Return the address of the newest ``last`` checkpoint for ``"last"``, and any other path as it is.
+
+    ``"last"`` stays for local folders, and where there is no complete one.
+    """
+    if ckpt_path != "last":
+        return ckpt_path
+    newest = max(_last_checkpoints(trainer), key=lambda path: age_s(path) or 0.0, default=None)
+    return ckpt_path if newest is None else str(newest)
+
+
+def _last_checkpoints(trainer: Trainer) -> Iterator[AnyPath]:
+    """Yield the newest ``last`` checkpoint at the address of every callback that saves to one."""
+    for callback in trainer.checkpoint_callbacks:
+        name = callback.CHECKPOINT_NAME_LAST if isinstance(callback, ModelCheckpoint) else None
+        folder = getattr(callback, "dirpath", None)
+        if folder is None and not trainer.loggers:  # where Lightning then saves
+            folder = f"{trainer.default_root_dir}/checkpoints"
+        if folder is None or not is_remote(folder):
+            continue
+        if name is None:  # OnExceptionCheckpoint, which has one path
+            name = as_path(getattr(callback, "ckpt_path", "")).name
+        yield from [path for path in checkpoints_in(as_path(folder)) if name and path.name.startswith(name)][:1]
+
+
+__all__ = ["InProcessLauncher", "resolve_last", "with_last_resolved"]
