@@ -11,7 +11,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LinearLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from examples import report, sorting
-from examples.recorder import Recorder, mean_seconds
+from examples.recorder import Recorder, Recording, mean_seconds
 from lightning_realloc import (
     GRPO,
     SFT,
@@ -41,6 +41,9 @@ from lightning_realloc import (
     TrainOptions,
     exact_match,
 )
+
+RECORDING = "recording.json"
+"""Name of the file with the figures of all iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,11 @@ class Settings:
     train_layout: str = "fsdp4"
 
     engine: Literal["native", "vllm"] = "native"
+
+    # Where the ranks run: processes of this machine, or actors of a Ray cluster.
+    launcher: Literal["popen", "spawn", "ray"] = "popen"
+    num_nodes: int = 1
+    max_failures: int = 0
 
     @property
     def plan(self) -> dict[str, dict[str, str]]:
@@ -159,7 +167,7 @@ def warm_up(settings: Settings) -> None:
     data = SFTDataModule(
         settings.path("demonstrations.jsonl"), batch_size=settings.demonstrations_per_step, seed=settings.seed
     )
-    strategy = ReallocStrategy(plan={"calls": {"actor.train": settings.warm_up_layout}})
+    strategy = make_strategy(settings, {"calls": {"actor.train": settings.warm_up_layout}})
     save = SaveHuggingFace(settings.path("warm"))
     trainer = make_trainer(settings, "warm_up", strategy, [save], max_epochs=settings.warm_up_epochs)
     trainer.fit(model, data)
@@ -173,26 +181,25 @@ class Outcome:
     """Fraction of held-out prompts answered right, one response sampled for each."""
     reward_after: float
     """The same fraction with the trained actor."""
-    recorder: Recorder
-    """Every iteration and every switch of layouts."""
     checkpoint: str
     """Path of the checkpoint to resume from."""
 
 
-def learn_from_rewards(settings: Settings) -> Outcome:
-    """Train with GRPO, and write the actor to ``trained``."""
+def learn_from_rewards(settings: Settings, further: Sequence[Callback] = ()) -> Outcome:
+    """Train with GRPO and further callbacks, and write the actor to ``trained``."""
     report.heading(f"3/3  GRPO: {settings.num_iterations} iterations on {settings.num_ranks} ranks")
     report.say("Each iteration samples answers, scores them under the warm-up model (for KL), and trains on rewards.")
     model, data = make_grpo(settings), make_prompts(settings)
-    recorder = Recorder()
+    recorder = Recorder(settings.path(RECORDING))
     checkpoint = ModelCheckpoint(settings.path("checkpoints"), filename="last", enable_version_counter=False)
     shown = [Timeline(), RolloutTable(every_n_steps=5)]
-    callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained")), *shown]
-    trainer = make_trainer(settings, "grpo", ReallocStrategy(plan=settings.plan), callbacks, max_epochs=settings.epochs)
+    callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained")), *shown, *further]
+    strategy = make_strategy(settings, settings.plan)
+    trainer = make_trainer(settings, "grpo", strategy, callbacks, max_epochs=settings.epochs)
     (before,) = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)  # validates at the end of each epoch
     after = float(trainer.callback_metrics["val/reward"])
-    return Outcome(before["val/reward"], after, recorder, checkpoint.best_model_path)
+    return Outcome(before["val/reward"], after, checkpoint.best_model_path)
 
 
 def make_grpo(settings: Settings, make: Callable[..., GRPO] = GRPO) -> GRPO:
@@ -221,13 +228,19 @@ def make_prompts(settings: Settings) -> PromptDataModule:
     )
 
 
+def make_strategy(settings: Settings, plan: dict[str, dict[str, str]]) -> ReallocStrategy:
+    """Return the strategy that runs a plan on this machine or on a Ray cluster."""
+    return ReallocStrategy(plan=plan, launcher=settings.launcher, max_failures=settings.max_failures)
+
+
 def make_trainer(
     settings: Settings, name: str, strategy: ReallocStrategy, callbacks: list[Callback], *, max_epochs: int
 ) -> L.Trainer:
     """Return a trainer on CPU ranks that writes its curves to ``logs/name``."""
     return L.Trainer(
         accelerator="cpu",
-        devices=settings.num_ranks,
+        devices=settings.num_ranks // settings.num_nodes,
+        num_nodes=settings.num_nodes,
         strategy=strategy,
         max_epochs=max_epochs,
         logger=CSVLogger(settings.folder, name="logs", version=name),
@@ -245,15 +258,15 @@ def falling_to_zero(num_steps: int) -> Callable[[Optimizer], LinearLR]:
 
 def conclude(settings: Settings, outcome: Outcome, *, wall_s: float) -> None:
     """Write ``summary.json`` and show it as tables."""
-    recorder = outcome.recorder
+    recording = Recording.from_dict(json.loads((settings.folder / RECORDING).read_text()))
     summary_path = settings.folder / "summary.json"
-    summary_path.write_text(json.dumps(summarize(settings, outcome, wall_s=wall_s), indent=2) + "\n")
+    summary_path.write_text(json.dumps(summarize(settings, outcome, recording, wall_s=wall_s), indent=2) + "\n")
     report.heading(f"Done in {wall_s:.0f} s")
     report.show_rewards(outcome.reward_before, outcome.reward_after, settings.num_held_out)
     report.show_examples(compare_answers(settings))
-    report.show_iterations(recorder.iterations)
+    report.show_iterations(recording.iterations)
     layouts = settings.plan["calls"]
-    report.show_switches(recorder, {call: f"{settings.train_layout} → {layouts[call]}" for call in layouts})
+    report.show_switches(recording, {call: f"{settings.train_layout} → {layouts[call]}" for call in layouts})
     report.show_files(
         {
             "Checkpoint, to resume from": outcome.checkpoint,
@@ -264,17 +277,16 @@ def conclude(settings: Settings, outcome: Outcome, *, wall_s: float) -> None:
     )
 
 
-def summarize(settings: Settings, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
+def summarize(settings: Settings, outcome: Outcome, recording: Recording, *, wall_s: float) -> dict[str, Any]:
     """Return the figures of the run, ready for JSON."""
-    recorder = outcome.recorder
-    switches = recorder.switches
+    switches = recording.switches
     return {
         "world_size": settings.num_ranks,
         "seed": settings.seed,
         "reward_before": outcome.reward_before,
         "reward_after": outcome.reward_after,
-        "reward_by_iteration": [iteration.reward for iteration in recorder.iterations],
-        "seconds_per_call": mean_seconds(recorder.iterations),
+        "reward_by_iteration": [iteration.reward for iteration in recording.iterations],
+        "seconds_per_call": mean_seconds(recording.iterations),
         "reallocation": {
             "bytes_moved": sum(switch.bytes_moved for switch in switches),
             "bytes_minimum": sum(switch.bytes_minimum for switch in switches),
@@ -318,6 +330,10 @@ def read_arguments() -> tuple[Settings, bool]:
     parser.add_argument("--seed", type=int, help="of data, weights and sampling")
     parser.add_argument("--folder", type=Path, help="where everything is written")
     parser.add_argument("--engine", choices=("native", "vllm"), help="vllm: needs `make vllm-env` and VLLM_PYTHON")
+    parser.add_argument("--launcher", choices=("popen", "spawn", "ray"), help="ray: ranks are actors of a Ray cluster")
+    parser.add_argument("--num-nodes", type=int, help="machines of the Ray cluster, which share the four ranks")
+    parser.add_argument("--max-failures", type=int, help="lost ranks or machines that a run on Ray survives")
+    parser.add_argument("--epochs", type=int, help="passes over the prompts, of 15 iterations each")
     parser.add_argument("--prepare-only", action="store_true", help="stop when data and warmed-up model are written")
     given = vars(parser.parse_args())
     prepare_only = given.pop("prepare_only", False)

@@ -1,10 +1,13 @@
-"""Callback that keeps every iteration's reward and seconds, and every switch of layouts."""
+"""Callback that writes every iteration's reward and seconds, and every switch of layouts, to a file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -39,12 +42,48 @@ class Switch:
     """Wall time."""
 
 
-class Recorder(PhaseCallback):
-    """Keeps the figures that the demo shows at its end."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Figures of a run."""
 
-    def __init__(self) -> None:
+    iterations: tuple[Iteration, ...]
+    """In order."""
+    switches: tuple[Switch, ...]
+    """In order."""
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Recording:
+        """Return the figures that `dataclasses.asdict` made a dictionary of, such as the file of a `Recorder`."""
+        return cls(
+            tuple(Iteration(**each) for each in stored["iterations"]),
+            tuple(Switch(**each) for each in stored["switches"]),
+        )
+
+    def switches_by_call(self) -> dict[str, list[Switch]]:
+        """Return call -> its switches."""
+        return {call: [s for s in self.switches if s.call == call] for call in {s.call: None for s in self.switches}}
+
+
+class Recorder(PhaseCallback):
+    """Writes the figures that the demo shows at its end; on Ray, its ranks are other processes than the demo's.
+
+    Args:
+        path: File that the first rank writes when training ends.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.iterations: list[Iteration] = []
         self.switches: list[Switch] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the figures for a checkpoint: a run that goes on from it has those from before, too."""
+        return asdict(Recording(tuple(self.iterations), tuple(self.switches)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the figures of a checkpoint."""
+        stored = Recording.from_dict(state_dict)
+        self.iterations, self.switches = list(stored.iterations), list(stored.switches)
 
     def on_reallocate(
         self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
@@ -58,9 +97,10 @@ class Recorder(PhaseCallback):
         seconds = {kind: float(logged[f"seconds/{call}"]) for kind, call in CALLS.items()}
         self.iterations.append(Iteration(float(logged["reward"]), seconds))
 
-    def switches_by_call(self) -> dict[str, list[Switch]]:
-        """Return call -> its switches."""
-        return {call: [s for s in self.switches if s.call == call] for call in {s.call: None for s in self.switches}}
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write all figures."""
+        if trainer.is_global_zero:
+            Path(self.path).write_text(json.dumps(self.state_dict()) + "\n")
 
 
 def mean_seconds(iterations: Sequence[Iteration]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from examples.recorder import CALLS, Iteration, Recorder, Switch, mean_seconds
+from examples.recorder import CALLS, Iteration, Recording, Switch, mean_seconds
 
 HARMLESS_WARNINGS = (
     r".*isinstance.treespec, LeafSpec.*",  # Lightning's, about torch's pytrees
@@ -88,11 +88,11 @@ def _add_iterations(table: Table, label: str, part: Sequence[Iteration]) -> None
     table.add_row(label, f"{fmean(i.reward for i in part):.2f}", *(f"{seconds[kind]:.3f}" for kind in CALLS))
 
 
-def show_switches(recorder: Recorder, routes: Mapping[str, str]) -> None:
+def show_switches(recording: Recording, routes: Mapping[str, str]) -> None:
     """Show the cost of changing layouts; ``routes`` has the source and target layout of each call."""
     columns = ("before", "layouts", "times", "moved", "minimum", "ms", "GB/s")
     table = _table("Switches of layout, the mean of one", *columns)
-    for call, switches in recorder.switches_by_call().items():
+    for call, switches in recording.switches_by_call().items():
         table.add_row(call, routes[call], str(len(switches)), *_means(switches))
     console.print(table)
     say("A model this small shows latency; for throughput: python -m benchmarks.reallocation")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_realloc.recording.rank_recorder import (
     RECORD_FOLDER,
     JsonLines,
     RankRecorder,
+    RecordClock,
     rank_file,
 )
 from lightning_realloc.recording.trace import write_trace
@@ -95,6 +96,7 @@ class Timeline(PhaseCallback):
         self._events: JsonLines | None = None
         self._metrics: JsonLines | None = None
         self._energy: EnergyMeter | None = None
+        self._now: Callable[[], float] = time.time
         self._plan: Any = None
         self._baseline_bytes: int | None = None
         """Memory before the models are built, which predictions leave out."""
@@ -119,8 +121,10 @@ class Timeline(PhaseCallback):
         strategy = realloc_strategy(trainer)
         folder = self.folder or _default_folder(trainer)
         self._record_folder = folder
+        if trainer.is_global_zero:  # all times are of its clock: hosts may differ
+            self._now = RecordClock(folder).now
         shows_images = self.image_every_n_steps is not None and shows_pictures(trainer.loggers)
-        ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), time.time(), shows_images))
+        ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), self._now(), shows_images))
         *_, unix_s, self._logs_images = ranks[0]  # other ranks may have other loggers
         strategy.barrier("timeline")  # ranks leave it together: the zero of all clocks
         self._recorder = RankRecorder(folder / rank_file(trainer.global_rank), strategy.runner.record, time.monotonic())
@@ -183,13 +187,13 @@ class Timeline(PhaseCallback):
             self._log_image(trainer, made.pieces or ())
         if self._metrics is not None:
             values = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(("val/", "test/"))}
-            self._metrics.write({"step": trainer.global_step, "unix_s": time.time(), "metrics": values})
+            self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of held-out samples."""
         if self._metrics is not None and not trainer.sanity_checking:
             values = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-            self._metrics.write({"step": trainer.global_step, "unix_s": time.time(), "metrics": values})
+            self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the end of the run, and the trace. Collective over all ranks."""
@@ -221,7 +225,7 @@ class Timeline(PhaseCallback):
     def _end(self, trainer: Trainer, error: str | None) -> None:
         if self._recorder is None:
             return
-        self._write(RunEnded(unix_s=time.time(), step=trainer.global_step, error=error))
+        self._write(RunEnded(unix_s=self._now(), step=trainer.global_step, error=error))
         self._recorder.close()
         for file in (self._events, self._metrics):
             if file is not None:

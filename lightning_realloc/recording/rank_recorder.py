@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 RECORD_FOLDER = "record"
 """Name of the folder below a run's log."""
 EVENTS_FILE, METRICS_FILE = "events.jsonl", "metrics.jsonl"
+
+
+MIN_BREAK_S = 1e-3
+"""Seconds between the latest time of a session and the next one, at least, so that their times differ."""
 
 
 def rank_file(rank: int) -> str:
@@ -63,6 +68,38 @@ class JsonLines:
             with suppress(OSError):  # of content that could not be written
                 self._file.close()
             self._file = None
+
+
+class RecordClock:
+    """Time of day of a record's first rank, which goes on from the latest time in it.
+
+    A run may resume on a host whose clock is behind that of the one before. Readers tell sessions apart by time.
+
+    Args:
+        folder: Folder of the record.
+        clock: Returns the time of day, in seconds since 1970.
+    """
+
+    def __init__(self, folder: AnyPath, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        latest = max(_latest_unix_s(folder / name) for name in (EVENTS_FILE, METRICS_FILE))
+        self._ahead_s = max(0.0, latest + MIN_BREAK_S - clock())
+
+    def now(self) -> float:
+        """Return the time of day."""
+        return self._clock() + self._ahead_s
+
+
+def _latest_unix_s(path: AnyPath) -> float:
+    """Return the latest time in a file of a record; minus infinity without one."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    except Exception:  # stores raise errors of any class; whoever opens the file for writing reports it
+        return -math.inf
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):  # broken lines, and events without a time
+            return float(json.loads(line)["unix_s"])
+    return -math.inf
 
 
 class RankRecorder:

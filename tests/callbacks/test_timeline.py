@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,29 @@ def test_a_later_fit_continues_the_record(tmp_path: Path) -> None:
     first, second = read_run(tmp_path).sessions
     assert [row.step for row in (*first.metrics, *second.metrics)] == [1, 2, 3, 4, 5]
     assert second.started.step == 2 and second.started.max_steps == 5
+
+
+def record_with_a_skewed_clock(folder: str) -> None:
+    """Record a run on two ranks, the second of which has a clock that is an hour ahead."""
+    right = time.time
+    if int(os.environ["RANK"]) == 1:
+        time.time = lambda: right() + 3600.0
+    try:
+        record(folder, {"plan": APART})
+    finally:
+        time.time = right
+
+
+def test_hosts_with_different_clocks_have_one_time_in_the_record(workers: WorkerPool, tmp_path: Path) -> None:
+    began = time.time()
+    workers.run(record_with_a_skewed_clock, str(tmp_path), world_size=2, init_process_group=False)
+    session = read_run(tmp_path).last
+    assert began <= session.started.unix_s < began + 120.0
+    assert {rank: [one.step for one in iterations] for rank, iterations in session.ranks.items()} == {
+        0: [1, 2, 3, 4], 1: [1, 2, 3, 4],
+    }  # fmt: skip
+    for ours, theirs in zip(session.ranks[0], session.ranks[1], strict=True):
+        assert ours.end == pytest.approx(theirs.end, abs=1.0), "both count seconds from the same moment"
 
 
 def test_an_error_that_ends_the_run_is_recorded(tmp_path: Path) -> None:

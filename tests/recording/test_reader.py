@@ -9,8 +9,9 @@ import pytest
 
 from lightning_realloc.recording.events import PlanInstalled, RunEnded
 from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord, is_detailed
-from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE
+from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE, RecordClock
 from lightning_realloc.recording.reader import RecordError, RunReader, read_run
+from lightning_realloc.report.runs.sections.run_cost import iteration_seconds
 from tests.recording.records import PREDICTION, iteration, started, write_events, write_session
 
 
@@ -51,6 +52,19 @@ def test_a_later_session_replaces_the_iterations_that_it_repeats(tmp_path: Path)
     assert [one.step for one in first.ranks[0]] == [one.step for one in first.ranks[1]] == [1, 2, 3]
     assert [one.step for one in second.ranks[0]] == [row.step for row in second.metrics] == [4, 5, 6, 7]
     assert 1 not in second.ranks
+
+
+def test_a_run_that_resumes_on_a_host_whose_clock_is_behind_keeps_all_rows(tmp_path: Path) -> None:
+    write_session(tmp_path, started(unix_s=5000.0), steps=4)
+    clock = RecordClock(tmp_path, clock=lambda: 1000.0)  # an hour behind; the latest row is of 5004
+    assert clock.now() == pytest.approx(5004.001)
+    write_session(tmp_path, started(unix_s=clock.now(), step=2), steps=2)
+    first, second = read_run(tmp_path).sessions
+    assert [row.step for row in first.metrics] == [1, 2] and [row.step for row in second.metrics] == [3, 4]
+    assert all(len(session.ranks) == 2 for session in (first, second))
+    assert all(seconds >= 0 for seconds in iteration_seconds(read_run(tmp_path)))
+    assert RecordClock(tmp_path, clock=lambda: 9000.0).now() == 9000.0
+    assert RecordClock(tmp_path / "new", clock=lambda: 1000.0).now() == 1000.0
 
 
 def test_a_run_from_the_start_replaces_an_earlier_one(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Create the process groups of layouts, and the device meshes of FSDP.
 
-All ranks create all groups here in one order, because groups created in different orders deadlock. A rank outside a
-group only counts it, without a message: torch names groups by that count. docs/internals/reallocation.md has the
-alternatives. Groups of layouts live as long as the process and are reused by the next fit, because every gloo group has
-three threads, and one wakes a hundred times a second. The host group is not reused: messages of one fit must not reach
-another.
+All ranks create all groups here in one order, because groups created in different orders deadlock. Over gloo, a rank
+outside a group only counts it, without a message: torch names groups by that count. The alternatives are in
+docs/internals/reallocation.md. Groups of layouts live as long as the process and are reused by the next fit, because
+every gloo group has three threads, and one wakes a hundred times a second. The host group is not reused: messages of
+one fit must not reach another.
 """
 
 from __future__ import annotations

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from lightning_realloc.errors import ReallocError
+from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,21 @@ def ending_started_ranks(launcher: object) -> Iterator[None]:
     except BaseException:
         end_started_ranks(launcher)
         raise
+
+
+@contextlib.contextmanager
+def naming_taken_port(environment: ClusterEnvironment) -> Iterator[None]:
+    """Raise ConfigError, in one line, if the port on which the first rank is to listen is taken."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        place = f"{environment.main_address}:{environment.main_port}"
+        raise ConfigError(
+            f"another process listens on {place}, where the ranks of this run were to meet; end it, or export "
+            f"MASTER_PORT with a free port (torchrun: --master-port)"
+        ) from error
 
 
 def is_started_by_torchrun() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_realloc.data.rows import read_rows
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
 from tests.strategies import runs
@@ -151,6 +152,20 @@ def test_a_process_group_that_cannot_start_ends_the_started_ranks(monkeypatch: p
     with pytest.raises(RuntimeError, match="the port is taken"):
         strategy.setup_environment()
     assert waiting.poll() is not None
+
+
+def test_a_port_that_another_process_listens_on_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        trainer = runs.trainer("realloc", 1)
+        with pytest.raises(ConfigError) as error:
+            trainer.fit(runs.sft(), runs.Batches(1, responses=True))
+    told = f"another process listens on 127.0.0.1:{port}, where the ranks of this run were to meet; end it, or "
+    assert str(error.value).startswith(told) and "\n" not in str(error.value)
 
 
 def test_lightnings_observer_kills_no_process_before_its_report() -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from safetensors.torch import load_file
 from torch import Tensor
 
+from examples import demo
 from lightning_realloc.errors import ConfigError, RankLost, RewardError
 from lightning_realloc.rewards import RayReward
 from lightning_realloc.strategies import ReallocStrategy
@@ -27,6 +34,19 @@ from tests.strategies.lightning.ray_runs import Fails, Fault, OddError
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'lightning-realloc[ray]'")
 pytestmark = pytest.mark.ray
 
+SMALL = {
+    "num_ranks": 2, "num_demonstrations": 3200, "right_demonstrations": 1.0, "warm_up_epochs": 3,
+    "warm_up_layout": "dp2", "num_prompts": 16, "epochs": 3, "prompts_per_iteration": 8, "responses_per_prompt": 4,
+    "num_held_out": 16, "generate_layout": "tp2", "infer_layout": "dp2", "train_layout": "fsdp2",
+}  # fmt: skip
+"""Settings with which a few answers are right, so that rewards and gradients are not zero."""
+SMALL_DEMO = f"""
+from pathlib import Path
+from examples.demo import Settings, run
+
+if __name__ == "__main__":
+    run(Settings(**{SMALL!r}, folder=Path("here")))
+"""
 MACHINE = {"num_cpus": 2, "object_store_memory": 78_643_200}  # bytes: the smallest store that Ray starts
 DETECTION = {
     "health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000,
@@ -186,6 +206,82 @@ def test_actors_and_remote_functions_are_rewards(two_machines: Any) -> None:
         RayReward(named, columns=["answer"], timeout_s=30.0)(**given, answer=["x"] * 5)
     with pytest.raises(RewardError, match="Ray has no actor named 'nobody'"):
         RayReward("nobody").start()
+
+
+# ---- the demo
+@pytest.fixture(scope="module")
+def demo_here(tmp_path_factory: pytest.TempPathFactory) -> demo.Settings:
+    """Settings of a small run of the demo, after a run on two processes that the ordinary launcher started."""
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "small.py").write_text(SMALL_DEMO)
+    variables = os.environ | {"PYTHONPATH": str(Path(demo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "small.py"],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return demo.Settings(**(SMALL | {"folder": folder / "here"}))
+
+
+def logged(settings: demo.Settings) -> list[dict[str, str]]:
+    """Return the metrics of GRPO that a run has logged, without those that depend on the clock."""
+    with (settings.folder / "logs/grpo/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    clock = ("seconds/", "idle_share", "reallocation_", "tokens_per_s", "peak_memory", "moved_samples/")
+    return [{name: cell for name, cell in row.items() if not name.startswith(clock)} for row in rows]
+
+
+def weights(settings: demo.Settings) -> dict[str, Tensor]:
+    """Return the trained actor of a run."""
+    return load_file(settings.folder / "trained/model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_on_two_machines_reaches_the_same_rewards_and_weights(
+    two_machines: Any, demo_here: demo.Settings, tmp_path: Path
+) -> None:
+    there = replace(demo_here, folder=tmp_path / "ray", launcher="ray", num_nodes=2)
+    demo.run(there)
+    here = json.loads((demo_here.folder / "summary.json").read_text())
+    summary = json.loads((there.folder / "summary.json").read_text())
+    same = ("reward_before", "reward_after", "reward_by_iteration", "iterations", "world_size", "plan")
+    assert {name: summary[name] for name in same} == {name: here[name] for name in same}
+    assert len(summary["reward_by_iteration"]) == 6 and summary["iterations"] == 6
+    assert 0.0 < min(summary["reward_by_iteration"]) < max(summary["reward_by_iteration"]) < 1.0
+    # The first row is of the evaluation before training, whose processes on Ray are others than those of the fit.
+    assert logged(there) == logged(demo_here)[1:] and len(logged(there)) == 9
+    assert_equal(weights(there), weights(demo_here))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_survives_a_lost_rank_and_a_lost_machine(
+    two_machines: Any, demo_here: demo.Settings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ray"
+    shutil.copytree(
+        demo_here.folder, folder, ignore=shutil.ignore_patterns("logs", "checkpoints", "trained", "summary.json")
+    )
+    there = replace(demo_here, folder=folder, launcher="ray", num_nodes=2, max_failures=2)
+    spared = ray.get_runtime_context().get_node_id()
+    faults = [Fault(tmp_path, 3, "rank", spared), Fault(tmp_path, 5, "machine", spared)]
+    with pytest.warns(UserWarning) as caught:
+        demo.learn_from_rewards(there, faults)
+    again = [str(one.message) for one in caught if "starting again from" in str(one.message)]
+    assert len(again) == 2 and all(text.endswith("last.ckpt") for text in again), again
+    assert {fault.mark.exists() for fault in faults} == {True}
+    rewards, expected = (
+        [each["reward"] for each in json.loads((place.folder / demo.RECORDING).read_text())["iterations"]]
+        for place in (there, demo_here)
+    )
+    assert rewards == expected and len(rewards) == 6
+    assert_equal(weights(there), weights(demo_here))
 
 
 def test_a_cluster_that_is_too_small_or_not_there_is_refused(
