@@ -17,31 +17,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.generation import checked, draw_workload, run_engine, run_generate
 from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
+from benchmarks.llamas import SHAPES, VOCABULARY, build_llama
 from lightning_realloc.generation import GenerationEngine
-
-VOCABULARY = 128256
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Shape of a Llama."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_blocks: int
-    num_heads: int
-    head_dim: int
-    tied: bool
-
-
-SHAPES = {
-    "1b": Shape(2048, 8192, 16, 32, 64, tied=True),
-    "8b": Shape(4096, 14336, 32, 32, 128, tied=False),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +51,6 @@ CASES = (
 )
 
 
-def build_model(name: str, device: torch.device) -> PreTrainedModel:
-    """Return a Llama with random weights."""
-    shape = SHAPES[name]
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_blocks, num_attention_heads=shape.num_heads, num_key_value_heads=8,
-        head_dim=shape.head_dim, max_position_embeddings=4096, tie_word_embeddings=shape.tied, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, dtype="bfloat16", attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM._from_config(config)
-    return model.to(torch.bfloat16).eval().requires_grad_(False)
-
-
 def measure(case: Case, model: PreTrainedModel, report: BenchmarkReport, seed: int) -> None:
     """Time one case's arms and add its rows and target."""
     work = draw_workload(case.samples, VOCABULARY, seed)
@@ -99,7 +65,7 @@ def measure(case: Case, model: PreTrainedModel, report: BenchmarkReport, seed: i
     runs: dict[str, Callable[[], int]] = {"generate": lambda: run_generate(model, work, case.batch)}
     runs.update({name: arm_of(engine) for name, engine in engines.items()})
     total = sum(work.lengths)
-    arms = {name: checked(_finished(run), total) for name, run in runs.items()}
+    arms = {name: checked(finished(run), total) for name, run in runs.items()}
     # The first round loads kernels and captures graphs; the second one captures shapes that occur once per call.
     for warm_up in (arms, {name: arms[name] for name in engines}):
         interleave(warm_up, repeats=1, clock=time.perf_counter)
@@ -117,7 +83,7 @@ def measure(case: Case, model: PreTrainedModel, report: BenchmarkReport, seed: i
         engine.release()
 
 
-def _finished(run: Callable[[], int]) -> Callable[[], int]:
+def finished(run: Callable[[], int]) -> Callable[[], int]:
     """Return ``run`` with a wait for its last kernel."""
 
     def finished() -> int:
@@ -144,7 +110,7 @@ def main() -> int:
     device = torch.device("cuda")
     cases = [replace(case, repeats=options.repeats or case.repeats) for case in CASES if options.only in case.name]
     for name in dict.fromkeys(case.model for case in cases):
-        model = build_model(name, device)
+        model = build_llama(SHAPES[name], device)
         for case in cases:
             if case.model == name:
                 measure(case, model, report, options.seed)

@@ -49,6 +49,8 @@ class BenchmarkReport:
     targets: list[Target] = field(default_factory=list)
     load_before: tuple[float, ...] = field(default_factory=lambda: load_average())
     started_s: float = field(default_factory=time.monotonic)
+    group_by: str | None = None
+    """Column by whose values rows are printed in tables of their own; None prints one table."""
 
     def add_row(self, **cells: Any) -> None:
         """Append one row of the table. Its columns are the keys, in the order in which rows first have them."""
@@ -82,10 +84,21 @@ class BenchmarkReport:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
 
+    def _tables(self) -> dict[str, list[dict[str, Any]]]:
+        """Return title -> rows of each printed table."""
+        if self.group_by is None:
+            return {self.name: self.rows}
+        tables: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            rest = {column: cell for column, cell in row.items() if column != self.group_by}
+            tables.setdefault(str(row[self.group_by]), []).append(rest)
+        return tables
+
     def finish(self, options: argparse.Namespace) -> int:
         """Print the tables, write the JSON for ``--json``, and return the exit code of the process."""
         console = Console(width=None if os.isatty(1) else 160)
-        console.print(_rows_table(self.name, self.rows))
+        for title, rows in self._tables().items():
+            console.print(_rows_table(title, rows))
         if self.targets:
             console.print(_targets_table(self.targets))
         self.write(options.json)

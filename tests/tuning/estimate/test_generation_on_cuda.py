@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.generation import draw_workload
-from benchmarks.generation_cuda import CASES, SHAPES, VOCABULARY, Case
+from benchmarks.generation_cuda import CASES, Case
+from benchmarks.llamas import SHAPES, VOCABULARY
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
