@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -21,6 +22,7 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that processes may be forked after a check for GPUs
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -43,6 +45,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("starts a cluster of two machines, and takes minutes: run with -m ray")
     if item.get_closest_marker("real") is not None and "real" not in item.config.option.markexpr:
         pytest.skip("needs the model of `make demo-real`, and minutes: run with -m real")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu``, leave out files without such tests: they may import packages that a machine with a GPU lacks."""
+    if config.option.markexpr != "gpu" or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text()
+    return None if "mark.gpu" in text or "tests.devices" in text else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -184,12 +184,13 @@ def world_size() -> int:
 
 
 def trainer(strategy: Any, world_size: int, **options: Any) -> L.Trainer:
-    """Return a quiet Trainer on CPU ranks."""
+    """Return a quiet Trainer on CPU ranks, unless ``options`` name another accelerator."""
     quiet = {
+        "accelerator": "cpu", "devices": world_size, "strategy": strategy,
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "num_sanity_val_steps": 0, "max_epochs": 1,
     }  # fmt: skip
-    return L.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **{**quiet, **options})
+    return L.Trainer(**{**quiet, **options})
 
 
 @dataclass

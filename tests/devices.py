@@ -1,0 +1,34 @@
+"""Devices on which tests run: the CPU everywhere, and the first CUDA device where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+"""Values of a test's parameter ``device``."""
+
+
+class SharedGPU(CUDAAccelerator):
+    """Lets all ranks work on the first CUDA device, for which Lightning wants one device per rank.
+
+    NCCL refuses that; use ``process_group_backend="gloo"``.
+    """
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        """Return a number for each rank."""
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        """Return the first device once for each rank."""
+        return [torch.device("cuda", 0)] * len(devices)
+
+
+def accelerator_on(device: str) -> CUDAAccelerator | str:
+    """Return the Trainer's ``accelerator`` for ranks that share a device."""
+    return SharedGPU() if device == "cuda" else device

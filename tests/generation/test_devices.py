@@ -1,0 +1,55 @@
+"""Responses are the same on every device: those of `generate`, and those that the engine draws on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from tests.devices import DEVICES
+from tests.generation.test_engine import draw_prompts, tokens_of
+from tests.models import EXPERT_FAMILIES, FAMILIES, SCORING_FAMILIES, tiny_model
+
+ALL_FAMILIES = (*FAMILIES, *EXPERT_FAMILIES, *SCORING_FAMILIES)
+NUM_TOKENS = 24
+SAMPLED = SamplingParams(max_new_tokens=40, n=2, seed=3, ignore_eos=True)
+LIMITS = [3, 40, 11, 25, 7, 32, 18, 40, 9]
+ENGINES: Mapping[str, Any] = {
+    "four slots": {"max_slots": 4},
+    "bounded cache": {"max_cache_bytes": 400_000},
+    "drafts from the text": {"speculation": Speculation(drafter="ngram", num_draft_tokens=3)},
+    "drafts from the first block": {"speculation": Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=3)},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_greedy_responses_are_those_of_generate(family: str, device: str) -> None:
+    model, prompts = tiny_model(family).to(device), draw_prompts(7)
+    engine = GenerationEngine(model, max_slots=3)
+    greedy = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    first, again = (engine.generate(prompts, greedy) for _ in range(2))  # on CUDA, the second one replays graphs
+    assert tokens_of(again) == tokens_of(first)
+    for prompt, completion in zip(prompts, first, strict=True):
+        ids = torch.tensor([prompt], device=device)
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert list(completion.token_ids) == output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_sampled_responses_are_those_of_an_engine_on_a_cpu(family: str, device: str) -> None:
+    prompts = draw_prompts(len(LIMITS))
+    alone = GenerationEngine(tiny_model(family), max_slots=18).generate(prompts, SAMPLED, token_limits=LIMITS)
+    model = tiny_model(family).to(device)
+    for name, settings in ENGINES.items():
+        made = GenerationEngine(model, **settings).generate(prompts, SAMPLED, token_limits=LIMITS)
+        assert tokens_of(made) == tokens_of(alone), name
+        for one, other in zip(made, alone, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4), name
