@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-multinode test-ray clean
+.PHONY: test lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-multinode test-ray clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -54,7 +54,7 @@ $(VLLM_ENV)/.ready: Makefile
 	touch $@
 
 # Every benchmark, one after the other: some take a quarter of an hour. `make bench BENCHMARKS=reallocation` runs one.
-BENCHMARKS ?= reallocation scale checkpoints watching timeline report head set_up generation generation_cuda speculative migration fusion everything everything_demo iteration plans staleness search real_figures estimator autotune adapters shared_heads compiled learning trl learners
+BENCHMARKS ?= reallocation scale checkpoints watching timeline report head set_up generation generation_cuda one_gpu speculative migration fusion everything everything_demo iteration plans staleness search real_figures estimator autotune adapters shared_heads compiled learning trl learners
 bench: $(VENV)/.ready
 	@for name in $(BENCHMARKS); do $(RUN) benchmarks.$$name || exit 1; done
 
@@ -73,6 +73,10 @@ resume: $(VENV)/.ready
 # Thousands of iterations, and many fits in one process: does anything grow? Ten minutes on two cores.
 soak: $(VENV)/.ready
 	$(RUN) tests.soak
+
+# Tests marked `gpu`, on one CUDA device, in under five minutes; without one they are skipped.
+test-gpu: $(VENV)/.ready
+	$(RUN) pytest -m gpu --timeout 120
 
 # Runs over two and four hosts, which are network namespaces: five minutes on two cores. Linux and root.
 test-multinode: $(VENV)/.ready

@@ -1,0 +1,223 @@
+"""A step of GRPO for `benchmarks.one_gpu`, next to TRL with its default generation and with continuous batching.
+
+All arms train the same random model from the same folder, on the same number of prompts, responses and tokens, with
+fp32 weights under bf16 autocast. TRL keeps its defaults where the workload fixes nothing, such as gradient
+checkpointing. No arm has a reference model. Each arm is a part with a process of its own, because Lightning and
+Accelerate both read the environment of a process group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.one_gpu_iterations import (
+    LEAST_MFU,
+    IterationClock,
+    fit,
+    make_grpo,
+    save_model,
+    share_of_even_ids,
+    train_flops,
+)
+from benchmarks.one_gpu_setting import Recorder, Scale, Setting
+from benchmarks.workload import random_texts
+
+OVER_TRL, OVER_BATCHING = 3.0, 2.0
+"""How many times as long TRL's step has to take, with its default generation and with continuous batching."""
+CPU_BATCHING = {"page_size": 32, "num_blocks": 32, "max_batch_tokens": 64}
+"""Settings of continuous batching on a CPU, where its defaults allocate 13 GB."""
+
+
+@dataclass(slots=True)
+class StepSeconds:
+    """Seconds of one step."""
+
+    total: float = 0.0
+    generate: float = 0.0
+    rollout: float = 0.0
+    """Generation with rewards, and log-probabilities where the trainer computes some."""
+
+    @property
+    def infer(self) -> float:
+        """Seconds of rewards and log-probabilities."""
+        return self.rollout - self.generate
+
+    @property
+    def train(self) -> float:
+        """Seconds of training, with the optimizer."""
+        return self.total - self.rollout
+
+
+def grpo_cases(scale: Scale) -> tuple[str, ...]:
+    """Return the case of :func:`measure_grpo`."""
+    return (f"realloc {_work(scale)}",)
+
+
+def trl_cases(scale: Scale) -> tuple[str, ...]:
+    """Return the case of TRL's parts."""
+    return (f"trl {_work(scale)}",)
+
+
+def measure_grpo(setting: Setting, recorder: Recorder) -> None:
+    """Time this package's step."""
+    (case,), step = grpo_cases(setting.scale), step_of_realloc(setting)
+    _ours(setting).write_text(json.dumps(step.total))
+    mfu = _add_row(recorder, case, step, setting)
+    recorder.at_least("MFU of training", mfu, LEAST_MFU)
+
+
+def measure_trl(setting: Setting, recorder: Recorder) -> None:
+    """Time TRL's step with `generate`."""
+    _measure_trl(setting, recorder, batching=False, target=OVER_TRL)
+
+
+def measure_trl_batching(setting: Setting, recorder: Recorder) -> None:
+    """Time TRL's step with transformers' continuous batching."""
+    _measure_trl(setting, recorder, batching=True, target=OVER_BATCHING)
+
+
+def _measure_trl(setting: Setting, recorder: Recorder, *, batching: bool, target: float) -> None:
+    (case,) = trl_cases(setting.scale)
+    missing = [name for name in ("trl", "datasets", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        recorder.skip(case, f"{', '.join(missing)} not installed; see --wheels")
+        return
+    step = step_of_trl(setting, batching=batching)
+    over = step.total / json.loads(_ours(setting).read_text()) if _ours(setting).exists() else None
+    _add_row(recorder, case, step, setting, over_ours=over)
+    if over is not None:
+        recorder.at_least("seconds over ours", over, target)
+
+
+def _add_row(recorder: Recorder, case: str, step: StepSeconds, setting: Setting, **cells: Any) -> float:
+    """Hand on a row, and return the MFU of training."""
+    num_sequences = _num_sequences(setting.scale)
+    mfu = train_flops(setting.scale, num_sequences) / step.train / setting.peak_flops_per_s()
+    recorder.row(
+        case, seconds=step.total, generate_s=step.generate, infer_s=step.infer, train_s=step.train,
+        sequences_per_s=num_sequences / step.total, train_mfu=mfu, **cells,
+    )  # fmt: skip
+    return mfu
+
+
+def _ours(setting: Setting) -> Path:
+    """Return the file with the seconds of this package's step, which TRL's parts compare with."""
+    return setting.folder / "grpo.json"
+
+
+def _work(scale: Scale) -> str:
+    return f"{scale.num_prompts} x {scale.num_responses} x {scale.response_tokens} tokens"
+
+
+def _num_sequences(scale: Scale) -> int:
+    return scale.num_prompts * scale.num_responses
+
+
+def step_of_realloc(setting: Setting) -> StepSeconds:
+    """Return the seconds of the third step: graphs are captured in the first two."""
+    clock = IterationClock(setting)
+    fit(setting, make_grpo(setting), setting.scale.num_prompts, iterations=3, callbacks=[clock])
+    calls, total = clock.calls[-1], clock.iterations[-1]
+    return StepSeconds(total, generate=calls["actor.generate"], rollout=total - calls["actor.train"])
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _TrlClock:
+    """Collects the seconds of TRL's steps."""
+
+    setting: Setting
+    steps: list[StepSeconds] = field(default_factory=list)
+    begin: float = 0.0
+
+    def timed(self, name: str, work: Callable[[], Any]) -> Any:
+        """Add the seconds of ``work`` to a field of the current step, and return its result."""
+        self.setting.synchronize()
+        begin = time.perf_counter()
+        result = work()
+        self.setting.synchronize()
+        setattr(self.steps[-1], name, getattr(self.steps[-1], name) + time.perf_counter() - begin)
+        return result
+
+
+def step_of_trl(setting: Setting, *, batching: bool) -> StepSeconds:
+    """Return the seconds of TRL's second step."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.trainer_callback import PrinterCallback
+
+    folder, scale, clock = save_model(setting), setting.scale, _TrlClock(setting)
+    prompts = random_texts(2 * scale.num_prompts, length=scale.prompt_tokens, seed=1)
+    trainer = _trainer_class(clock)(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=_trl_config(setting, batching=batching),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=share_of_even_ids,
+        callbacks=[_trl_callback(clock)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return clock.steps[-1]
+
+
+def _trl_config(setting: Setting, *, batching: bool) -> Any:
+    from trl import GRPOConfig
+
+    scale = setting.scale
+    options: dict[str, Any] = {}
+    if batching:
+        options["use_transformers_continuous_batching"] = True
+        if not setting.is_gpu:
+            options["transformers_continuous_batching_config"] = CPU_BATCHING
+    else:
+        options["generation_kwargs"] = {"min_new_tokens": scale.response_tokens}
+    return GRPOConfig(
+        output_dir=str(setting.folder / "trl"), use_cpu=not setting.is_gpu, bf16=setting.is_gpu,
+        per_device_train_batch_size=scale.trl_micro_batch,
+        gradient_accumulation_steps=_num_sequences(scale) // scale.trl_micro_batch,
+        num_generations=scale.num_responses, max_completion_length=scale.response_tokens, learning_rate=1e-6,
+        lr_scheduler_type="constant", max_steps=2, logging_steps=1, save_strategy="no", report_to=[],
+        disable_tqdm=True, dataloader_num_workers=0, seed=0, **options,
+    )  # fmt: skip
+
+
+def _trainer_class(clock: _TrlClock) -> Any:
+    from trl import GRPOTrainer
+
+    class ClockedTrainer(GRPOTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
+            generate = super()._generate_single_turn
+            return clock.timed("generate", lambda: generate(*args, **options))
+
+        def _generate_and_score_completions(self, *args: Any, **options: Any) -> Any:
+            roll_out = super()._generate_and_score_completions
+            return clock.timed("rollout", lambda: roll_out(*args, **options))
+
+    return ClockedTrainer
+
+
+def _trl_callback(clock: _TrlClock) -> Any:
+    from transformers.trainer_callback import TrainerCallback
+
+    class StepClock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.setting.synchronize()
+            clock.steps.append(StepSeconds())
+            clock.begin = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.setting.synchronize()
+            clock.steps[-1].total = time.perf_counter() - clock.begin
+
+    return StepClock()
