@@ -2,7 +2,7 @@
 
 At most eight minutes on one H200. Each part runs in a process of its own with a limit in seconds; time that a part
 leaves is given to later ones. A part that is over its limit is ended, and cases without a figure are listed as not
-measured. The JSON is written after every part.
+measured. The JSON is written after every figure.
 
 Models are Llamas with random weights in the shapes of Llama 3.2 1B and 3.1 8B, so nothing is downloaded. Without a GPU
 the parts run with tiny models, in a minute or two, and without targets.
@@ -17,13 +17,14 @@ import argparse
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
@@ -73,11 +74,11 @@ PARTS = {
     "prefill": Part(measure_prefill, prefill_cases, 30.0),
     "switch": Part(measure_switch, switch_cases, 15.0),
     "grpo": Part(measure_grpo, grpo_cases, 40.0),
-    "trl": Part(measure_trl, trl_cases, 55.0),
+    "trl": Part(measure_trl, trl_cases, 65.0),
     "trl_batching": Part(measure_trl_batching, trl_cases, 45.0),
     "ppo": Part(measure_ppo, ppo_cases, 60.0),
     "start_up": Part(measure_start_up, start_up_cases, 90.0),
-    "generate": Part(measure_generate, generate_cases, 100.0),
+    "generate": Part(measure_generate, generate_cases, 90.0),
 }
 """Parts in the order in which they run. The last one has most cases, and gets the time that the others leave."""
 
@@ -86,50 +87,71 @@ def run_parts(
     parts: dict[str, Part], setting: Setting, report: BenchmarkReport, *, limit_s: float, path: Path | None = None,
     start_method: str = "forkserver",
 ) -> None:  # fmt: skip
-    """Run all parts within the limit, add their rows and targets, and write the report to ``path`` after each.
+    """Run all parts within the limit, add their rows and targets, and write the report to ``path`` after each of them.
 
     Targets are those of a GPU, and left out on a CPU.
     """
     context: Any = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        context.set_forkserver_preload(_PRELOADED)
     give_up_at = time.monotonic() + limit_s
     report.settings["parts"] = {}
     names = list(parts)
     for number, (name, part) in enumerate(parts.items()):
         later_s = sum(parts[other].budget_s for other in names[number + 1 :])
-        left_s = give_up_at - time.monotonic()
-        begin, end = time.monotonic(), _run_part(context, name, part, setting, report, max(left_s - later_s, 0.0))
+        begin, left_s = time.monotonic(), give_up_at - time.monotonic()
+        run = _PartRun(name, part, setting, report, path)
+        end = run.until_end(context, max(left_s - later_s, 0.0))
         report.settings["parts"][name] = {
             "end": end, "seconds": round(time.monotonic() - begin, 1), "load_after": load_average()
         }  # fmt: skip
-        _list_missing(report, name, part.cases(setting.scale), end)
+        run.list_missing(end)
         report.write(path)
         sys.stderr.write(f"{name}: {end} after {time.monotonic() - begin:.0f} s\n")
 
 
-def _run_part(context: Any, name: str, part: Part, setting: Setting, report: BenchmarkReport, limit_s: float) -> str:
-    """Run a part in a process of its own until it ends or is over its limit; return how it ended."""
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(part.measure, name, setting, sending))
-    process.start()
-    sending.close()
-    try:
-        for result in _results(receiving, limit_s):
-            if setting.is_gpu or result.method == "add_row":
-                getattr(report, result.method)(**result.arguments)
-        is_late = not receiving.poll(0)
-        if is_late:
-            return f"over its limit of {limit_s:.0f} s"
-        process.join(timeout=10.0)
-        return "complete" if process.exitcode == 0 else f"failed with exit code {process.exitcode}, see the log"
-    finally:
-        process.kill()
-        process.join()
+@dataclass(frozen=True, slots=True)
+class _PartRun:
+    """One part, whose results go into the report."""
+
+    name: str
+    part: Part
+    setting: Setting
+    report: BenchmarkReport
+    path: Path | None
+
+    def until_end(self, context: Any, limit_s: float) -> str:
+        """Run the part in a process of its own until it ends or is over its limit; return how it ended."""
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(self.part.measure, self.name, self.setting, sending))
+        process.start()
+        sending.close()
+        try:
+            for result in _results(receiving, limit_s):
+                if result is None:
+                    return "complete"
+                self._add(result)
+            if not receiving.poll(0):
+                return f"over its limit of {limit_s:.0f} s"
+            process.join(timeout=10.0)
+            return f"failed with exit code {process.exitcode}, see the log"
+        finally:
+            process.kill()
+            process.join()
+
+    def _add(self, result: Result) -> None:
+        if self.setting.is_gpu or result.method == "add_row":
+            getattr(self.report, result.method)(**result.arguments)
+            self.report.write(self.path)
+
+    def list_missing(self, end: str) -> None:
+        """Add a row for each case that has none."""
+        present = {row["case"] for row in self.report.rows if row["part"] == self.name}
+        for case in self.part.cases(self.setting.scale):
+            if case not in present:
+                self.report.add_row(part=self.name, case=case, not_measured=f"part {end}")
 
 
-def _results(receiving: Connection, limit_s: float) -> Iterator[Result]:
-    """Yield results until the part has closed its end, or the limit is over."""
+def _results(receiving: Connection, limit_s: float) -> Iterator[Result | None]:
+    """Yield results until the part has closed its end or the limit is over; None after the last one."""
     give_up_at = time.monotonic() + limit_s
     while receiving.poll(max(0.0, give_up_at - time.monotonic())):
         try:
@@ -146,6 +168,7 @@ def _work(measure: Callable[[Setting, Recorder], None], name: str, setting: Sett
     _hide_progress()
     try:
         measure(setting, Recorder(name, sending.send))
+        sending.send(None)
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
@@ -160,17 +183,27 @@ def _hide_progress() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _list_missing(report: BenchmarkReport, name: str, cases: Sequence[str], end: str) -> None:
-    """Add a row for each case of a part that has none."""
-    present = {row["case"] for row in report.rows if row["part"] == name}
-    for case in cases:
-        if case not in present:
-            report.add_row(part=name, case=case, not_measured=f"part {end}")
+def choose_start_method(device_type: str) -> str:
+    """Return ``"forkserver"``, or ``"spawn"`` where an import has called CUDA's driver, which survives no fork.
+
+    Processes of ``"spawn"`` import everything anew, which takes ten seconds for each.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=torch.zeros, args=(1,), kwargs={"device": device_type})
+    process.start()
+    process.join()
+    return "spawn" if process.exitcode else "forkserver"
+
+
+def _leave(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the chosen parts and report."""
     options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _leave)  # so that the part that runs is ended, too
     os.environ |= {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
     is_gpu = torch.cuda.is_available()
     parts = {name: part for name, part in PARTS.items() if not options.only or name in options.only}
@@ -179,8 +212,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.wheels is not None:
             unpack_wheels(options.wheels, Path(folder) / "wheels")
         setting = Setting(GPU if is_gpu else TINY, "cuda" if is_gpu else "cpu", Path(folder))
-        report.settings |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "device": describe_device(setting)}
-        run_parts(parts, setting, report, limit_s=options.limit_s, path=options.json)
+        give_up_at = time.monotonic() + options.limit_s
+        method = choose_start_method(setting.device_type)
+        report.settings |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "start_method": method}
+        report.settings["device"] = describe_device(setting)
+        left_s = give_up_at - time.monotonic()
+        run_parts(parts, setting, report, limit_s=left_s, path=options.json, start_method=method)
     return report.finish(options)
 
 

@@ -32,6 +32,8 @@ from benchmarks.workload import random_texts
 
 OVER_TRL, OVER_BATCHING = 3.0, 2.0
 """How many times as long TRL's step has to take, with its default generation and with continuous batching."""
+NUM_STEPS = 3
+"""Steps of this package's arm; the last one is measured, since graphs are captured in the first two."""
 CPU_BATCHING = {"page_size": 32, "num_blocks": 32, "max_batch_tokens": 64}
 """Settings of continuous batching on a CPU, where its defaults allocate 13 GB."""
 
@@ -70,7 +72,7 @@ def measure_grpo(setting: Setting, recorder: Recorder) -> None:
     """Time this package's step."""
     (case,), step = grpo_cases(setting.scale), step_of_realloc(setting)
     _ours(setting).write_text(json.dumps(step.total))
-    mfu = _add_row(recorder, case, step, setting)
+    mfu = _add_row(recorder, case, step, setting, step=NUM_STEPS)
     recorder.at_least("MFU of training", mfu, LEAST_MFU)
 
 
@@ -90,20 +92,24 @@ def _measure_trl(setting: Setting, recorder: Recorder, *, batching: bool, target
     if missing:
         recorder.skip(case, f"{', '.join(missing)} not installed; see --wheels")
         return
-    step = step_of_trl(setting, batching=batching)
-    over = step.total / json.loads(_ours(setting).read_text()) if _ours(setting).exists() else None
-    _add_row(recorder, case, step, setting, over_ours=over)
-    if over is not None:
-        recorder.at_least("seconds over ours", over, target)
+    ours = json.loads(_ours(setting).read_text()) if _ours(setting).exists() else None
+
+    def add_row(number: int, step: StepSeconds) -> None:
+        over = None if ours is None else step.total / ours
+        _add_row(recorder, case, step, setting, step=number, over_ours=over)
+
+    last = step_of_trl(setting, add_row, batching=batching)
+    if ours is not None:
+        recorder.at_least("seconds over ours", last.total / ours, target)
 
 
-def _add_row(recorder: Recorder, case: str, step: StepSeconds, setting: Setting, **cells: Any) -> float:
+def _add_row(recorder: Recorder, case: str, spent: StepSeconds, setting: Setting, **cells: Any) -> float:
     """Hand on a row, and return the MFU of training."""
     num_sequences = _num_sequences(setting.scale)
-    mfu = train_flops(setting.scale, num_sequences) / step.train / setting.peak_flops_per_s()
+    mfu = train_flops(setting.scale, num_sequences) / spent.train / setting.peak_flops_per_s()
     recorder.row(
-        case, seconds=step.total, generate_s=step.generate, infer_s=step.infer, train_s=step.train,
-        sequences_per_s=num_sequences / step.total, train_mfu=mfu, **cells,
+        case, seconds=spent.total, generate_s=spent.generate, infer_s=spent.infer, train_s=spent.train,
+        sequences_per_s=num_sequences / spent.total, train_mfu=mfu, **cells,
     )  # fmt: skip
     return mfu
 
@@ -122,9 +128,9 @@ def _num_sequences(scale: Scale) -> int:
 
 
 def step_of_realloc(setting: Setting) -> StepSeconds:
-    """Return the seconds of the third step: graphs are captured in the first two."""
+    """Return the seconds of the last step."""
     clock = IterationClock(setting)
-    fit(setting, make_grpo(setting), setting.scale.num_prompts, iterations=3, callbacks=[clock])
+    fit(setting, make_grpo(setting), setting.scale.num_prompts, iterations=NUM_STEPS, callbacks=[clock])
     calls, total = clock.calls[-1], clock.iterations[-1]
     return StepSeconds(total, generate=calls["actor.generate"], rollout=total - calls["actor.train"])
 
@@ -132,11 +138,16 @@ def step_of_realloc(setting: Setting) -> StepSeconds:
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
+OnStep = Callable[[int, StepSeconds], None]
+"""Receives the number of a step, from 1 on, and its seconds."""
+
+
 @dataclass(slots=True)
 class _TrlClock:
     """Collects the seconds of TRL's steps."""
 
     setting: Setting
+    on_step: OnStep
     steps: list[StepSeconds] = field(default_factory=list)
     begin: float = 0.0
 
@@ -150,13 +161,13 @@ class _TrlClock:
         return result
 
 
-def step_of_trl(setting: Setting, *, batching: bool) -> StepSeconds:
-    """Return the seconds of TRL's second step."""
+def step_of_trl(setting: Setting, on_step: OnStep, *, batching: bool) -> StepSeconds:
+    """Return the seconds of TRL's second step; call ``on_step`` after each."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
 
-    folder, scale, clock = save_model(setting), setting.scale, _TrlClock(setting)
+    folder, scale, clock = save_model(setting), setting.scale, _TrlClock(setting, on_step)
     prompts = random_texts(2 * scale.num_prompts, length=scale.prompt_tokens, seed=1)
     trainer = _trainer_class(clock)(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -219,5 +230,6 @@ def _trl_callback(clock: _TrlClock) -> Any:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.setting.synchronize()
             clock.steps[-1].total = time.perf_counter() - clock.begin
+            clock.on_step(len(clock.steps), clock.steps[-1])
 
     return StepClock()
