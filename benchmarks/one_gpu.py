@@ -1,4 +1,4 @@
-"""What one GPU brings: decoding, prefill, GRPO next to TRL, PPO with four models, switches, and the first iteration.
+"""Measure one GPU: decoding, prefill, GRPO next to TRL, PPO with four models, switches, and the first iteration.
 
 At most eight minutes on one H200. Each part runs in a process of its own with a limit in seconds; time that a part
 leaves is given to later ones. A part that is over its limit is ended, and cases without a figure are listed as not

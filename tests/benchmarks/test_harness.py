@@ -41,6 +41,17 @@ def test_the_json_holds_rows_targets_and_the_machine(tmp_path: Path) -> None:
     assert {"python", "torch", "transformers", "lightning"} <= written["versions"].keys()
 
 
+def test_rows_can_be_printed_in_a_table_for_each_value_of_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    report = BenchmarkReport("demo", group_by="part")
+    report.add_row(part="first", seconds=0.5)
+    report.add_row(part="second", steps=7)
+    report.add_row(part="first", seconds=1.5)
+    report.finish(make_parser("demo").parse_args([]))
+    first, second = capsys.readouterr().out.split("second ", maxsplit=1)
+    assert ("0.5" in first, "1.5" in first, "steps" in first, "part" in first) == (True, True, False, False)
+    assert ("7" in second, "seconds" in second) == (True, False)
+
+
 def test_arms_take_turns() -> None:
     order: list[str] = []
     ticks = iter(range(100))
