@@ -21,11 +21,13 @@ LEAVE_S = 60.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> Iterator[Any]:
+def answers_of_ranks(
+    work: Callable[..., None], *args: Any, world_size: int, preload: Sequence[str] = ()
+) -> Iterator[Any]:
     """Run ``work(rank, *args, answers)`` on all ranks of a gloo group, and yield the results as they arrive.
 
     ``work`` and its arguments must be picklable; ``answers`` is the sending end of a pipe. Ranks that still run when
-    the iteration ends are killed.
+    the iteration ends are killed. Ranks are forked from a process that has imported the modules ``preload``, if any.
 
     Raises:
         RuntimeError: if a rank fails; the other ranks, which may wait for it, are killed.
@@ -33,7 +35,9 @@ def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> 
     from torch.distributed import TCPStore
 
     os.environ |= _ENVIRONMENT  # before ranks start: torch reads the number of threads when it is imported
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
+    if preload:
+        context.set_forkserver_preload(list(preload))
     receiving, sending = context.Pipe(duplex=False)
     # The store lives in this process, as under torchrun: another process could take a free port before rank 0 listens.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -94,7 +94,7 @@ def _latest_unix_s(path: AnyPath) -> float:
     """Return the latest time in a file of a record; minus infinity without one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    except Exception:  # stores raise errors of any class; whoever opens the file for writing reports it
+    except Exception:  # stores raise errors of any class; `UploadedText` reports it
         return -math.inf
     for line in reversed(lines):
         with suppress(ValueError, KeyError, TypeError):  # broken lines, and events without a time
