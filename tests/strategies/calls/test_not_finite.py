@@ -127,7 +127,6 @@ class Place:
 PLACES: dict[str, Place] = {
     "reward": Place("grpo", settings=lambda: {"reward": infinite_reward}, error="reward"),
     "loss": Place("sft", ("actor", math.inf)),
-    "one gradient": Place("sft", lambda: At("on_after_backward", spoil_gradient)),
     "one rank": Place("sft", lambda: At("on_after_backward", lambda trainer: spoil_gradient(trainer, 1))),
     "critic": Place("ppo", ("critic", math.nan), skipped="critic"),
     "reference": Place(

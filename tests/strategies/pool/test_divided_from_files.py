@@ -23,8 +23,8 @@ from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA
 from tests.workers import WorkerPool
 
-LAYOUTS = ("fsdp2@0-1", "fsdp4@0-3", "tp2@2-3", "dp2.tp2@0-3", "pp2@0-1", "fsdp2.tp2@0-3", "dp4@3,1,2,0", "dp1@2",
-           "dp2.fsdp2@0-3", "pp2.fsdp2@0-3", "pp2.tp2@0-3")  # fmt: skip
+LAYOUTS = ("fsdp4@0-3", "tp2@2-3", "dp2.tp2@0-3", "fsdp2.tp2@0-3", "dp4@3,1,2,0", "dp1@2", "dp2.fsdp2@0-3",
+           "pp2.fsdp2@0-3", "pp2.tp2@0-3")  # fmt: skip
 DEVICE = torch.device("cpu")
 
 
