@@ -63,7 +63,8 @@ def _upload(source: Path, target: RemotePath, *, last: str, replaces: str) -> No
             (target / last).unlink()
         for name, file in files:
             new[name].upload(Path(str(file)))
-        target.remove_below([path for path in target.files() if fnmatch(path.name, replaces) and path.name not in new])
+        earlier = [path for path in target.files() if path.parent == target]  # not those of folders below it
+        target.remove_below([path for path in earlier if fnmatch(path.name, replaces) and path.name not in new])
     except Exception as error:  # stores raise errors of any class
         with suppress(Exception):
             target.remove_below([path for path in target.files() if path in new.values()])

@@ -90,8 +90,12 @@ def test_a_model_in_a_store_is_the_one_of_an_export(store: Path, tmp_path: Path)
     # It replaces an earlier export, with its shards, and nothing else.
     (store / "exported/model-00002-of-00002.safetensors").write_bytes(b"")
     (store / "exported/notes.txt").write_text("mine")
+    (store / "exported/step-1").mkdir()
+    (store / "exported/step-1/model-00001-of-00002.safetensors").write_bytes(b"")  # of a model of its own
     export_checkpoint(address(store / "run.ckpt"), address(store / "exported"))
-    assert set(objects(store / "exported")) == {*objects(tmp_path / "exported"), "notes.txt"}
+    assert set(objects(store / "exported")) == {
+        *objects(tmp_path / "exported"), "notes.txt", "step-1/model-00001-of-00002.safetensors",
+    }  # fmt: skip
     (store / "other").mkdir()
     (store / "other/thesis.txt").write_text("")
     with pytest.raises(CheckpointError, match="holds files but no earlier export that could be overwritten"):
