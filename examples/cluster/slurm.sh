@@ -14,5 +14,5 @@
 #SBATCH --requeue
 set -euo pipefail
 
-srun --kill-on-bad-exit=1 lightning-realloc fit \
-    --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE" --ckpt_path last "$@"
+srun --kill-on-bad-exit=1 lightning-realloc fit "$@" \
+    --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$SLURM_NTASKS_PER_NODE" --ckpt_path last

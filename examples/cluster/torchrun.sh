@@ -9,4 +9,4 @@ DEVICES=${DEVICES:-$(nvidia-smi --list-gpus | wc -l)}
 
 exec torchrun --nnodes "$NODES" --nproc-per-node "$DEVICES" --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29400}" --no-python \
-    lightning-realloc fit --trainer.num_nodes "$NODES" --trainer.devices "$DEVICES" --ckpt_path last "$@"
+    lightning-realloc fit "$@" --trainer.num_nodes "$NODES" --trainer.devices "$DEVICES" --ckpt_path last

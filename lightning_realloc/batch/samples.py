@@ -19,6 +19,8 @@ from lightning_realloc.errors import DataError
 
 Column = Tensor | Ragged | tuple[object, ...]
 """One value per sample: a (B, ...) tensor, B sequences, or B Python objects."""
+TOKEN_AGES = "token_ages"
+"""Column (B,) of the sum of the ages of a response's tokens, in training steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

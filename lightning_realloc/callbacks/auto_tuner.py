@@ -149,7 +149,7 @@ class AutoTuner(Callback):
             )
         if strategy.max_staleness:
             raise ConfigError(
-                "AutoTuner changes plans between iterations, but with max_staleness=1 responses wait there to be "
+                "AutoTuner changes plans between iterations, but with max_staleness responses wait there to be "
                 "trained on; tune with max_staleness=0 and give the saved plan to the run that generates ahead"
             )
         callbacks = trainer_callbacks(trainer)

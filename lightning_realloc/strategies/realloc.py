@@ -68,7 +68,7 @@ class ReallocStrategy(DataParallelStrategy):
         generation_chunks: Chunks in which a generating rank sends its samples to inference on other ranks, which then
             runs during the rest of the generation. Losses change by rounding alone. 1 sends all samples at the end.
             With ``sample_reallocation``, a rank without samples also infers on those that finished there.
-            More than 1 goes with neither ``overlap="none"`` nor ``max_staleness=1``, which run nothing next to it.
+            More than 1 goes with neither ``overlap="none"`` nor ``max_staleness``, which run nothing next to it.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.samples import TOKEN_AGES, Column, Ragged, Samples
 from lightning_realloc.generation import Completion, Conversation, Environment, GenerationEngine, SamplingParams, Turn
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
@@ -106,8 +106,8 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
 def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[str, Column]:
     """Return the columns of B responses whose tokens may come from several versions of the weights.
 
-    ``versions`` ragged int64 of the response tokens: iterations of training; ``stale_tokens`` (B,) int64: the sum of
-    the ages of the tokens that the model sampled, in iterations before ``iteration``.
+    ``versions`` ragged int64 of the response tokens: iterations of training; ``token_ages`` (B,) int64: the sum of the
+    ages of the tokens that the model sampled, in iterations before ``iteration``.
     """
     ages = [
         sum(iteration - version for version, chosen in zip(c.versions, c.model_mask, strict=True) if chosen)
@@ -115,7 +115,7 @@ def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[st
     ]
     return {
         "versions": Ragged.from_list([c.versions for c in completions], dtype=torch.int64),
-        "stale_tokens": torch.tensor(ages, dtype=torch.int64),
+        TOKEN_AGES: torch.tensor(ages, dtype=torch.int64),
     }
 
 

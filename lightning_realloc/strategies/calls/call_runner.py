@@ -24,7 +24,7 @@ from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKi
 from lightning_realloc.strategies.calls.engine_pool import EnginePool, PeerFailure
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
-from lightning_realloc.strategies.calls.metrics import RunMetrics
+from lightning_realloc.strategies.calls.metrics import RunMetrics, mean_age
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
@@ -82,6 +82,8 @@ class CallRunner:
         """States of such batches in the checkpoint that the run continues from."""
         self._version = 0
         """Iterations of training so far."""
+        self._is_off_policy = options.max_staleness > 0
+        """Whether batches may come from older weights; also in a run that continues with such batches."""
         self._run = 0
         """Number of the latest pass over calls, the same on all ranks."""
         self._trained_runs: tuple[int, ...] = (0, 0, 0)
@@ -145,6 +147,7 @@ class CallRunner:
         """
         with self._failing_together():
             self._metrics.idle.begin()
+            self._is_off_policy = self._is_off_policy or bool(self._restored)
             for steps_before, state in zip(range(len(self._restored), 0, -1), self._restored, strict=True):
                 self._ahead = (*self._ahead, self._restore(state, iteration - steps_before, num_shown))
             self._left_out, self._restored = (), ()
@@ -360,8 +363,8 @@ class CallRunner:
         self._run_calls(data.routes.calls_later(), data)
         report, known = self._receive_report(data), data.known()
         metrics = self._metrics.summarize(data, report.metrics, known, wait=is_last)
-        if self._options.max_staleness and "stale_tokens" not in known:
-            metrics["staleness"] = float(self._version - data.version)
+        if self._is_off_policy:
+            metrics["staleness"] = mean_age(known, otherwise=self._version - data.version)
         self._version += 1
         self._pool.streams.version = self._version
         logged = {name: torch.tensor(value) for name, value in metrics.items()}

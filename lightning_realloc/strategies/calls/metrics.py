@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import TOKEN_AGES, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import GenerationStats
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
@@ -187,6 +187,18 @@ def reallocation_metrics(call: str, report: ReallocationReport) -> dict[str, flo
 def speculation_metrics(call: str, stats: GenerationStats) -> dict[str, float]:
     """Return one rank's counts of a call that drafts tokens."""
     return {f"{_GENERATED}{call}": float(stats.generated_tokens), f"{_ROW_STEPS}{call}": float(stats.row_steps)}
+
+
+def mean_age(samples: Samples, *, otherwise: int) -> float:
+    """Return the mean age of the tokens that a model sampled, in training steps.
+
+    ``otherwise``: the age of all tokens, for samples that do not have their own.
+    """
+    if TOKEN_AGES not in samples:
+        return float(otherwise)
+    counted = "num_model_tokens" in samples
+    tokens = samples.tensor("num_model_tokens") if counted else samples.ragged("response_ids").lengths
+    return float(samples.tensor(TOKEN_AGES).sum() / tokens.sum())
 
 
 def count_tokens(samples: Samples) -> int:

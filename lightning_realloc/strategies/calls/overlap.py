@@ -39,9 +39,11 @@ class OverlapOptions:
             raise ConfigError(f"overlap={overlap!r} must be one of {', '.join(get_args(Overlap))}")
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(
-                f"max_staleness={staleness!r} must be a whole number of training steps; 0 generates with the weights "
-                f"as they are, 1 one step ahead"
+                f"max_staleness={staleness!r} must be a whole number of training steps, 0 or more; 0 generates with "
+                f"the weights as they are, k up to k steps ahead"
             )
+        if not isinstance(self.replay_versions, str | Path | None) or self.replay_versions == "":
+            raise ConfigError(f"replay_versions={self.replay_versions!r} must be the folder weight_versions of a run")
         if self.replay_versions is not None and not self.pushes_weights:
             raise ConfigError(
                 f"replay_versions repeats when weights arrived during generation, and with max_staleness={staleness} "

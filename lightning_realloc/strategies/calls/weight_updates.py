@@ -56,6 +56,7 @@ class VersionLog:
     def __init__(self, rank: int, replayed: str | Path | None) -> None:
         self._name = f"rank_{rank}.jsonl"
         self._file: Path | None = None
+        self._has_written = False
         self._replayed = None if replayed is None else _read(Path(replayed) / self._name)
 
     @property
@@ -64,14 +65,16 @@ class VersionLog:
         return self._replayed is not None
 
     def write_to(self, folder: Path) -> None:
-        """Append batches to a file in this folder from now on."""
-        self._file = folder / self._name
+        """Write batches to a file in this folder from now on."""
+        self._file, self._has_written = folder / self._name, False
 
     def write(self, versions: BatchVersions) -> None:
-        """Append a batch."""
+        """Append a batch; the first one of a run from the beginning replaces the log of an earlier run."""
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a") as file:
+            begins = versions.iteration == 0 and not self._has_written
+            self._has_written = True
+            with self._file.open("w" if begins else "a") as file:
                 file.write(versions.line())
 
     def replayed(self, iteration: int, call: str) -> BatchVersions | None:

@@ -7,9 +7,8 @@ are between two tokens, or when they may not go on with older weights.
 
 from __future__ import annotations
 
-import logging
-
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
@@ -19,8 +18,6 @@ from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
 from lightning_realloc.runtime.transfer.version_stream import VersionReceiver, VersionSender
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
-
-_log = logging.getLogger(__name__)
 
 
 class ReplicaStream:
@@ -144,8 +141,8 @@ class WeightStreams:
             obstacle = "ParameterReallocation frees replicas" if frees_copies else _obstacle(call, dataflow, plan)
             if obstacle is None:
                 self._calls += (call.name,)
-            elif self._options.rank == 0:
-                _log.info("weights for %s move between iterations, because %s", call.name, obstacle)
+            else:
+                rank_zero_info(f"weights for {call.name} move between iterations, because {obstacle}")
 
     def is_allowed(self, call: str) -> bool:
         """Return whether a call's replica is filled in the background once it was filled for the first time."""

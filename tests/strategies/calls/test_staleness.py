@@ -235,6 +235,16 @@ def test_a_resumed_run_trains_on_the_batch_that_waited(workers: WorkerPool, tmp_
         assert ours["reward"] == pytest.approx(theirs["reward"])
 
 
+def test_a_run_goes_on_with_another_bound(workers: WorkerPool, tmp_path: Path) -> None:
+    case = CASES["two stale"]
+    workers.run(fit, case, str(tmp_path), None, 0, world_size=2, init_process_group=False)
+    for bound, last in ((0, 0.0), (1, 1.0), (3, 2.0)):
+        other = replace(case, options={"max_staleness": bound})
+        logged = workers.run(fit, other, str(tmp_path), 2, 0, world_size=2, init_process_group=False)[0]
+        ages = [step["staleness"] for step in logged if "staleness" in step]
+        assert ages[0] <= 2.0 and ages[-1] == last, bound
+
+
 def test_a_policy_that_does_not_learn_gives_the_same_responses_one_step_ahead(workers: WorkerPool) -> None:
     ahead, on_policy = (run(workers, TOGETHER, staleness, 0, 1, 2, learning_rate=0.0) for staleness in (1, 0))
     assert ahead.tokens == on_policy.tokens
@@ -242,9 +252,12 @@ def test_a_policy_that_does_not_learn_gives_the_same_responses_one_step_ahead(wo
 
 
 def test_settings_that_cannot_run_ahead_are_refused(workers: WorkerPool) -> None:
-    for wrong in (-1, 1.5, True):
+    for wrong in (-1, 1.5, True, "two"):
         with pytest.raises(ConfigError, match=f"max_staleness={wrong!r} must be a whole number of training steps"):
             ReallocStrategy(max_staleness=wrong)  # type: ignore[arg-type]
+    for folder in (3, ""):
+        with pytest.raises(ConfigError, match=f"replay_versions={folder!r} must be the folder"):
+            ReallocStrategy(max_staleness=2, replay_versions=folder)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="they arrive between calls; use max_staleness of 2 or more"):
         ReallocStrategy(max_staleness=1, replay_versions="runs/x")
     with pytest.raises(WorkerFailure, match="tune with max_staleness=0 and give the saved plan"):

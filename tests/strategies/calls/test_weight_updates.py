@@ -258,6 +258,19 @@ def test_a_log_of_another_run_is_named(workers: WorkerPool, tmp_path: Path, line
         run(workers, 2, APART, str(tmp_path / "run"), replay_versions=str(tmp_path))
 
 
+def test_a_run_from_the_beginning_replaces_an_earlier_log(tmp_path: Path) -> None:
+    for iterations in ((0, 1, 2), (0, 1)):
+        log = VersionLog(0, None)
+        log.write_to(tmp_path)
+        for iteration in iterations:
+            log.write(BatchVersions(iteration, "actor.generate", 0))
+    resumed = VersionLog(0, None)
+    resumed.write_to(tmp_path)
+    resumed.write(BatchVersions(2, "actor.generate", 1))
+    lines = [json.loads(line)["iteration"] for line in (tmp_path / "rank_0.jsonl").read_text().splitlines()]
+    assert lines == [0, 1, 2]
+
+
 def test_the_last_line_of_a_batch_counts(tmp_path: Path) -> None:
     log = VersionLog(3, None)
     log.write_to(tmp_path / "made")
