@@ -227,7 +227,7 @@ def refused(strategy: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ({"max_staleness": 1}, r"which max_staleness=1 generates before .* use ReallocStrategy\(max_staleness=0\)"),
+        ({"max_staleness": 1}, r"which max_staleness generates before .* use ReallocStrategy\(max_staleness=0\)"),
         ({"generation_chunks": 2}, r"generation_chunks=2 sends .* use ReallocStrategy\(generation_chunks=1\)"),
     ],
 )

@@ -25,6 +25,7 @@ from lightning_realloc.errors import ConfigError, RankLost, ReallocError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning import launchers
 from lightning_realloc.strategies.lightning.data_parallel import _end_process_group
+from lightning_realloc.strategies.lightning.last_checkpoint import InProcessLauncher
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from lightning_realloc.strategies.lightning.trainer_checks import check_started_processes, warn_of_stale_addresses
 from tests.scripts import Script
@@ -128,7 +129,7 @@ def test_the_error_in_a_notebook_names_the_strategy_that_works_there(monkeypatch
         with pytest.raises(ConfigError, match=r"use Trainer\(strategy='realloc_fork'\)"):
             runs.trainer(name, 2)
     assert isinstance(runs.trainer("realloc_fork", 2).strategy.launcher, launchers.FullStateLauncher)
-    assert runs.trainer("realloc", 1).strategy.launcher is None
+    assert isinstance(runs.trainer("realloc", 1).strategy.launcher, InProcessLauncher)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(
     assert first.has_checkpoint
     assert SIGNALLED_AFTER <= first.step <= SIGNALLED_AFTER + 2
     if case == "stale":  # within an epoch a batch waits to be trained on
-        assert "waiting_batch" in torch.load(tmp_path / "on_exception.ckpt" / "meta.pt", weights_only=True)
+        assert "waiting_batches" in torch.load(tmp_path / "on_exception.ckpt" / "meta.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("case", ["iterations", "plain"])
