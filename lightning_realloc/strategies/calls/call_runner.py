@@ -320,7 +320,7 @@ class CallRunner:
             if call.kind == "train":
                 self._pool.weights_trained(role)
                 self._pool.update_averages(role)
-                self._pool.streams.push(role)
+                self._metrics.idle.measure(lambda: self._pool.streams.push(role))
         data.record(call, made)
         return takes_part
 
