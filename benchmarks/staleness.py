@@ -26,6 +26,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from benchmarks.everything import digest
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks
 from examples import report as demo_report
@@ -131,7 +132,7 @@ def run_arm(settings: Settings, max_staleness: int) -> Curve:
     )  # fmt: skip
     data = make_prompts(settings)
     trainer.fit(model, data)
-    digest = digest_of(strategy.full_weights("actor"))
+    weights = digest(strategy.full_weights("actor"))
     trainer.limit_val_batches = 1.0
     (after,) = trainer.validate(model, data, verbose=False)
     return Curve(
@@ -140,18 +141,8 @@ def run_arm(settings: Settings, max_staleness: int) -> Curve:
         after["val/reward"],
         clock.times[-1] - clock.times[0],
         fmean(clock.idle),
-        digest,
+        weights,
     )
-
-
-def digest_of(weights: dict[str, torch.Tensor]) -> str:
-    """Return a hash of weights."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def work_on(rank: int, settings: Settings, seeds: Sequence[int], answers: Connection) -> None:

@@ -19,7 +19,9 @@ _FIRST_TAG = 16
 _FIRST_FRAME_BYTES = 16_384
 """Size of a message's first frame: 8 bytes for the content's size, the start of the content, and the mark."""
 _FIRST_CONTENT_BYTES = _FIRST_FRAME_BYTES - 9
-_MARK = 0xA5
+MARK = 0xA5
+"""Last byte of a frame that has arrived."""
+_EXCHANGING = "this one exchanged a message with it"
 
 
 class PendingReceive:
@@ -39,10 +41,10 @@ class PendingReceive:
     def has_arrived(self) -> bool:
         """Return whether `wait` would return at once."""
         if not self._is_open:
-            if self._first[-1] != _MARK:
+            if self._first[-1] != MARK:
                 return False
             self._open()
-        return self._rest_work is None or bool(self._rest[-1] == _MARK)
+        return self._rest_work is None or bool(self._rest[-1] == MARK)
 
     def wait(self) -> Tensor:
         """Return the content, a (bytes,) uint8 tensor on the host, once it has arrived.
@@ -53,7 +55,7 @@ class PendingReceive:
         if not self._is_open:
             self._open()
         if self._rest_work is not None:
-            _wait(self._rest_work)
+            wait_for(self._rest_work, meanwhile=_EXCHANGING)
             self._rest_work = None  # waiting twice for gloo's work never returns
         size = self._size
         head = self._first[8 : 8 + min(size, _FIRST_CONTENT_BYTES)]
@@ -64,7 +66,7 @@ class PendingReceive:
         return int(self._first[:8].view(torch.int64))
 
     def _open(self) -> None:
-        _wait(self._first_work)
+        wait_for(self._first_work, meanwhile=_EXCHANGING)
         self._is_open = True
         if self._size > _FIRST_CONTENT_BYTES:
             self._rest = torch.zeros(self._size - _FIRST_CONTENT_BYTES + 1, dtype=torch.uint8)
@@ -92,7 +94,7 @@ class PendingSend:
             RankLost: if the other end is gone.
         """
         while self._works:
-            _wait(self._works.pop(0))
+            wait_for(self._works.pop(0), meanwhile=_EXCHANGING)
         self._pending.discard(self)
 
 
@@ -113,10 +115,10 @@ class BulkChannel:
         first[:8] = torch.tensor([content.numel()]).view(torch.uint8)
         head, tail = content[:_FIRST_CONTENT_BYTES], content[_FIRST_CONTENT_BYTES:]
         first[8 : 8 + len(head)] = head
-        first[-1] = _MARK
+        first[-1] = MARK
         frames = [first]
         if len(tail):
-            frames.append(torch.cat([tail, torch.tensor([_MARK], dtype=torch.uint8)]))
+            frames.append(torch.cat([tail, torch.tensor([MARK], dtype=torch.uint8)]))
         works = [dist.isend(frame, to, group=self._group, tag=_FIRST_TAG + number) for frame in frames]
         return PendingSend([work for work in works if work is not None], frames, self._pending)
 
@@ -125,8 +127,9 @@ class BulkChannel:
         return PendingReceive(self._group, source, _FIRST_TAG + number)
 
 
-def _wait(work: dist.Work) -> None:
+def wait_for(work: dist.Work, *, meanwhile: str) -> None:
+    """Wait for a message. Raises RankLost if the other end is gone; ``meanwhile`` says what was under way."""
     try:
         work.wait()
     except RuntimeError as error:
-        raise RankLost(f"a rank ended while this one exchanged a message with it ({error}); see its own log") from error
+        raise RankLost(f"a rank ended while {meanwhile} ({error}); see its own log") from error

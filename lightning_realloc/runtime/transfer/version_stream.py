@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_realloc.errors import RankLost
 from lightning_realloc.realloc.plan import ReallocationPlan, Transfer
+from lightning_realloc.runtime.messages.bulk_messages import MARK, wait_for
 from lightning_realloc.runtime.transfer.point_to_point import CopyList, region_view
 
 _CLOSED = -1
 """Version in the header that ends a stream."""
-_MARK = 0xA5
+_MOVING = "weights were on their way to or from it"
 _MARK_BYTES = 8
 """Bytes after the pieces, which keep the frame aligned; the last one is the mark."""
 
@@ -54,7 +54,7 @@ class VersionSender:
             content = tuple((each.param, each.sender_offset, each.shape) for each in transfers)
             if content not in frames:  # replicas of the target need the same pieces
                 frames[content], parts = _frame(transfers, dtype)
-                frames[content][-1] = _MARK
+                frames[content][-1] = MARK
                 for transfer, part in zip(transfers, parts, strict=True):
                     self._copies.add(part, region_view(source[transfer.param], transfer.sender_offset, transfer.shape))
             self._frames[receiver] = frames[content]
@@ -80,7 +80,7 @@ class VersionSender:
         self.wait()
 
     def _start(self, version: int, frames: Mapping[int, Tensor]) -> None:
-        header = torch.tensor([version, _MARK])
+        header = torch.tensor([version, MARK])
         for receiver in self._frames:
             self._isend(header, receiver, self._tag)
         for receiver, frame in frames.items():
@@ -94,7 +94,7 @@ class VersionSender:
     def wait(self) -> None:
         """Return once the last version was sent. Raises RankLost if a receiver is gone."""
         while self._works:
-            _wait(self._works.pop(0)[0])
+            wait_for(self._works.pop(0)[0], meanwhile=_MOVING)
 
 
 class VersionReceiver:
@@ -180,10 +180,10 @@ class _Parcel:
     def has_arrived(self) -> bool:
         """Return whether `wait` would return at once."""
         if not self._is_open:
-            if self._header[1] != _MARK:
+            if self._header[1] != MARK:
                 return False
             self._open()
-        return self.is_end or bool(self.frame[-1] == _MARK)
+        return self.is_end or bool(self.frame[-1] == MARK)
 
     @property
     def is_end(self) -> bool:
@@ -195,11 +195,11 @@ class _Parcel:
         if not self._is_open:
             self._open()
         while self._works:
-            _wait(self._works.pop())  # waiting twice for gloo's work never returns
+            wait_for(self._works.pop(), meanwhile=_MOVING)  # waiting twice for gloo's work never returns
         return int(self._header[0])
 
     def _open(self) -> None:
-        _wait(self._works.pop())
+        wait_for(self._works.pop(), meanwhile=_MOVING)
         self._is_open = True
         if not self.is_end:
             self._receive(self.frame, self._tag + 1)
@@ -228,12 +228,3 @@ def _frame(transfers: Sequence[Transfer], dtype: torch.dtype) -> tuple[Tensor, l
     frame = torch.zeros(-(-num_bytes // _MARK_BYTES) * _MARK_BYTES + _MARK_BYTES, dtype=torch.uint8)
     parts = torch.split(frame[:num_bytes].view(dtype), sizes)
     return frame, [part.view(transfer.shape) for part, transfer in zip(parts, transfers, strict=True)]
-
-
-def _wait(work: dist.Work) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise RankLost(
-            f"a rank ended while weights were on their way to or from it ({error}); see its own log"
-        ) from error

@@ -137,7 +137,7 @@ class WeightUpdates:
             while self._all_have_news(stream):
                 stream.take()
         else:
-            self._repeat(stream, self._wanted.begin)
+            self._take_until(stream, self._wanted.begin)
         self._taken = BatchVersions(iteration, self._call, stream.version)
         return stream.version
 
@@ -153,7 +153,7 @@ class WeightUpdates:
         else:
             due = [stream.version + 1] if self._all_have_news(stream) else []
         for version in due:
-            self._repeat(stream, version)
+            self._take_until(stream, version)
             taken.updates.append((self._num_steps, stream.version))
         self._num_steps += 1
         return stream.version if due else None
@@ -182,7 +182,7 @@ class WeightUpdates:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
         return bool(votes.item())
 
-    def _repeat(self, stream: ReplicaStream, version: int) -> None:
+    def _take_until(self, stream: ReplicaStream, version: int) -> None:
         """Take versions until the replica holds ``version``; waits for it."""
         if stream.version > version:
             raise ConfigError(
