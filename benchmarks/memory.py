@@ -43,4 +43,6 @@ def _is_within(address: int, ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _host_storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    return tensor.untyped_storage() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
+    """Return the memory behind ``tensor``; None for those of devices, sparse ones, and fake ones, which have none."""
+    storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+    return storage if storage is not None and storage.device.type == "cpu" else None

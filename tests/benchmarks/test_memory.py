@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.memory import available_bytes, live_bytes, shared_ranges
 
@@ -32,3 +33,11 @@ def test_live_bytes_count_a_shared_storage_once_and_gradients() -> None:
     assert live_bytes(num_sharing=4) - before == pytest.approx(8 << 20, abs=1 << 16)
     del weight, view
     assert live_bytes(num_sharing=4) - before == pytest.approx(0, abs=1 << 16)
+
+
+def test_live_bytes_leave_out_fake_tensors() -> None:
+    before = live_bytes(num_sharing=1)
+    with FakeTensorMode():
+        fake = torch.zeros(1 << 20)
+    assert fake.device.type == "cpu"
+    assert live_bytes(num_sharing=1) - before == pytest.approx(0, abs=1 << 16)
