@@ -48,13 +48,13 @@ Comparison = dict[str, tuple[int, int]]
 
 
 class EvenBatches:
-    """Two batches of eight prompts of equal length."""
+    """Three batches of eight prompts of equal length."""
 
     def __len__(self) -> int:
-        return 2
+        return 3
 
     def __iter__(self) -> Iterator[Samples]:
-        for index in range(2):
+        for index in range(3):
             rows = [torch.arange(3, 3 + LOAD.prompt_tokens) + number for number in range(8)]
             columns = {"prompt_ids": Ragged.from_list(rows), "prompt": tuple(f"prompt {number}" for number in range(8))}
             yield Samples(torch.arange(8) + 8 * index, columns)
@@ -111,7 +111,7 @@ def measure(
     transport: TransportName = "auto",
     **sizes: Any,
 ) -> Measured:
-    """Train for four iterations; return this rank's measured bytes."""
+    """Train for three iterations; return this rank's measured bytes."""
     world_size, monitor = runs.world_size(), IterationPeaks()
     standing = _bytes_alive()  # memory that earlier tests left in this process
     config = tiny_model(family, **sizes).config
@@ -124,7 +124,7 @@ def measure(
     )
     module.share_prompts = False
     strategy = ReallocStrategy(plan, transport=transport)
-    trainer = runs.trainer(strategy, world_size, callbacks=[monitor], precision=precision, max_epochs=2)
+    trainer = runs.trainer(strategy, world_size, callbacks=[monitor], precision=precision)
     trainer.fit(module, EvenBatches())  # type: ignore[arg-type]
     # Packed weights lie in memory that torch did not allocate, and the monitor does not count: tests/tuning does.
     engine = replace(engine_memory(module, torch.device("cpu"), torch.float32), packs_weights=False)
