@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from lightning_realloc.commands.parsing import CommandParser, has_bf16
 from lightning_realloc.report.tables import gib
+from lightning_realloc.runtime.measure.nodes import MAX_USED_SHARE
 from lightning_realloc.runtime.transfer.shared_memory import available_bytes
 from lightning_realloc.strategies.measure.profiling import num_cores
 from lightning_realloc.strategies.measure.self_test import TrialResult, run_trials_in_processes
@@ -30,8 +31,6 @@ MIN_HOST_BYTES = 4 << 30
 """Available host memory below which it is low."""
 MIN_SHARED_BYTES = 1 << 30
 """Free shared memory below which it is low; Docker's default is 64 MiB."""
-MAX_USED_SHARE = 0.1
-"""Share of a GPU's memory above which other processes are said to use it."""
 
 Verdict = Literal["ok", "slow", "low", "missing", "failed"]
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from warnings import warn
 
 import torch
 
@@ -21,6 +22,8 @@ from lightning_realloc.runtime.transfer.shared_memory import host_identity
 
 _COMPARED = ("lightning-realloc", "torch", "transformers", "lightning", "peft")
 """Packages whose versions must be equal: ranks exchange their objects, or compute parts of one result with them."""
+MAX_USED_SHARE = 0.1
+"""Share of a device's memory that other processes may hold: every process of CUDA takes half a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,19 @@ def describe_cluster(num_nodes: int, ranks_per_node: int, device: torch.device) 
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_node
     return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)
+
+
+def warn_of_other_processes(device: torch.device) -> None:
+    """Warn if other processes hold much of a GPU, since plans count on all of its memory."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others > MAX_USED_SHARE * total:
+        warn(
+            f"other processes hold {others / 2**30:.1f} of {total / 2**30:.1f} GiB on {device}, and plans count on all "
+            f"of it; end them (nvidia-smi lists them), or set ReallocStrategy(memory_per_device="
+            f"'{(total - others) / 2**30:.0f}GiB')",
+            stacklevel=2,
+        )
 
 
 def check_nodes(ranks_per_node: int) -> None:

@@ -37,7 +37,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.parent_watch import end_with_parent
 from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
 from lightning_realloc.runtime.measure.links import describe_links, measure_links
-from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster
+from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster, warn_of_other_processes
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
@@ -159,6 +159,8 @@ class DataParallelStrategy(ModelParallelStrategy):
                 end_with_parent(os.getppid())
         if self.root_device.type == "cpu":
             keep_freed_memory()
+        elif self.root_device.type == "cuda":
+            warn_of_other_processes(self.root_device)
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )

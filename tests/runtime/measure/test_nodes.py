@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import ClusterSpec
 from lightning_realloc.runtime.measure import nodes
 from lightning_realloc.runtime.measure.links import measure_links
-from lightning_realloc.runtime.measure.nodes import RankHost, check_nodes, find_problem
+from lightning_realloc.runtime.measure.nodes import RankHost, check_nodes, find_problem, warn_of_other_processes
 from tests.workers import WorkerPool
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
@@ -107,3 +108,17 @@ def test_a_cluster_of_one_device_per_node_keeps_its_nominal_links_inside(workers
 
 def measured_two_nodes() -> ClusterSpec:
     return measure_links(ClusterSpec.parse("cpu:2x1"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("free", "reserved", "is_filled"), [(79, 0, False), (60, 15, False), (40, 10, True)])
+def test_a_device_that_other_processes_fill_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, is_filled: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_other_processes(torch.device("cuda", 0))
+    expected = "other processes hold 30.0 of 80.0 GiB on cuda:0, and plans count on all of it; end them (nvidia-smi "
+    assert [str(each.message).startswith(expected) for each in caught] == [True] * is_filled
+    assert all("memory_per_device='50GiB'" in str(each.message) for each in caught)
