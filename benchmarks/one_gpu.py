@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.batch_invariant import batch_invariant_cases, measure_batch_invariant
 from benchmarks.harness import BenchmarkReport, load_average, make_parser
 from benchmarks.one_gpu_decode import (
     decode_cases,
@@ -78,7 +79,8 @@ PARTS = {
     "trl_batching": Part(measure_trl_batching, trl_cases, 45.0),
     "ppo": Part(measure_ppo, ppo_cases, 60.0),
     "start_up": Part(measure_start_up, start_up_cases, 90.0),
-    "generate": Part(measure_generate, generate_cases, 90.0),
+    "batch_invariant": Part(measure_batch_invariant, batch_invariant_cases, 25.0),
+    "generate": Part(measure_generate, generate_cases, 65.0),
 }
 """Parts in the order in which they run. The last one has most cases, and gets the time that the others leave."""
 

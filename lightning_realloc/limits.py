@@ -34,6 +34,11 @@ CHUNK_ELEMENTS = 1 << 23
 MAX_CAPTURED_TOKENS = 512
 """Tokens of the largest decoding step that is captured as a CUDA graph, padding included. Larger steps keep the device
 busy for longer than launching takes."""
+INVARIANT_TILE = {"cpu": 16, "default": 64}
+"""Tokens of every forward under ``batch_invariant``, by device type. More: prompts are read faster, and a step of few
+samples takes longer. On a GPU 64 tokens take as long as one."""
+INVARIANT_BLOCK = 64
+"""Positions that attention reads at a time there. More: fewer and larger reads, and more unused ones."""
 TILED_ROWS_PER_WIDTH = 2
 """Rows of logits for each feature of a hidden state, up to which the logits of a trained head are computed whole: the
 gradients of its weight, of a tile and summed, take more memory than so few logits."""

@@ -20,11 +20,12 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.model_config import check_loaded, check_supported, length_bounds, vocabulary_of
-from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import Completion, Sample, Tokenizer
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.engine_parts import build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
+from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, check_invariant
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
@@ -42,7 +43,6 @@ from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
 if TYPE_CHECKING:  # imported where they are used: plain generation needs none of these
     from lightning_realloc.generation.rebalance.handover import MigrationStats
     from lightning_realloc.generation.rebalance.peers import Peers
-    from lightning_realloc.generation.rebalance.protocol import Rebalancer
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
 
@@ -75,6 +75,9 @@ class GenerationEngine(SharingEngine):
             models that cannot be captured; a warning names those.
         compile: Backend of ``torch.compile`` for the blocks of captured steps, such as ``"inductor"``: fewer kernels,
             and other rounding. Without effect where no step is captured. None: none.
+        batch_invariant: Compute every token in forwards of the same shape, so that tokens and log-probabilities are the
+            same to the last bit in any batch, slots and chunks, and with any drafts. Slower; without graphs and packed
+            weights. Does not go with ``lockstep``, nor with mixtures of experts.
         clock: Returns the seconds by which drafts are planned and ``stats`` counted. On a shared machine
             ``time.process_time`` describes this process better.
         max_prefill_tokens: Most tokens that one step reads besides those of running samples; longer prompts take
@@ -105,6 +108,7 @@ class GenerationEngine(SharingEngine):
         pack_weights: bool = True,
         cuda_graphs: bool = True,
         compile: str | None = None,
+        batch_invariant: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_cache_bytes: int | None = None,
@@ -123,7 +127,9 @@ class GenerationEngine(SharingEngine):
         check_counts(optional=True, max_length=max_length)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
         check_tokenizer(tokenizer)
-        _check_parts(speculation, drafter, peers, lockstep, poll_weights)
+        check_parts(speculation, drafter, peers, lockstep, poll_weights)
+        if batch_invariant:
+            check_invariant(model, is_collective=lockstep is not None)
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -137,42 +143,17 @@ class GenerationEngine(SharingEngine):
         self._check_stop_strings = StopStringCheck(tokenizer)
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         self._graphs = None
-        if cuda_graphs and lockstep is None and isinstance(self._cache, SlotCache):
+        self._is_invariant = batch_invariant
+        if cuda_graphs and lockstep is None and not batch_invariant and isinstance(self._cache, SlotCache):
             self._graphs = StepGraphs(model, self._cache, compile=compile)
-        self._pack_weights = pack_weights
-        self._decoding = Decoding()
-        if speculation is not None or drafter is not None:
-            self._decoding = self._speculator(speculation, drafter, cuda_graphs=cuda_graphs, clock=clock)
+        self._pack_weights = pack_weights and not batch_invariant
+        self._decoding = build_decoding(
+            model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=cuda_graphs and lockstep is None
+        )
         self._stats = GenerationStats()
         if agree is None:
             self._check_agreement(peers)
-        self._rebalancer: Rebalancer | None = None
-        if peers is not None and peers.others:
-            from lightning_realloc.generation.rebalance.protocol import Rebalancer
-
-            self._rebalancer = Rebalancer(peers, agree=agree, clock=clock)
-
-    def _speculator(
-        self,
-        speculation: Speculation | None,
-        drafter: Drafter | None,
-        *,
-        cuda_graphs: bool,
-        clock: Callable[[], float],
-    ) -> Decoding:
-        """Return speculative decoding."""
-        from lightning_realloc.generation.speculative.config import Speculation
-        from lightning_realloc.generation.speculative.drafter import Drafter
-        from lightning_realloc.generation.speculative.registry import build_drafter
-        from lightning_realloc.generation.speculative.speculator import Speculator
-
-        if speculation is None:
-            proposes = drafter is not None and type(drafter).propose is not Drafter.propose
-            speculation = Speculation(drafter="none", num_draft_tokens=None if proposes else 0)
-        drafter = drafter or build_drafter(speculation, self._model)
-        drafter.cuda_graphs = cuda_graphs and self._lockstep is None
-        vocabulary = vocabulary_of(self._model)
-        return Speculator(speculation, drafter, agree=self._agree, clock=clock, vocabulary=vocabulary)
+        self._rebalancer = build_rebalancer(peers, agree=agree, clock=clock)
 
     @property
     def stats(self) -> GenerationStats:
@@ -279,9 +260,7 @@ class GenerationEngine(SharingEngine):
         check_supported(self._model, max_length=longest)
         num_own = max(1, len(samples))
         num_slots = min(self._max_slots, num_own) if self._rebalancer is None else self._max_slots
-        runner = ModelRunner(
-            self._model, self._cache, num_slots=min(num_slots, num_own), longest=longest, graphs=self._graphs
-        )
+        runner = self._runner(num_slots=min(num_slots, num_own), longest=longest)
         scheduler = self._scheduler(waiting, samples, runner, num_slots)
         max_pause_s = 0.0 if self._lockstep is not None else math.inf
         if self._rebalancer is not None:
@@ -289,6 +268,11 @@ class GenerationEngine(SharingEngine):
         return GenerationRun(
             runner, scheduler, samples, params, stop, self._decoding, conversations, budget, max_pause_s=max_pause_s
         )
+
+    def _runner(self, *, num_slots: int, longest: int) -> ModelRunner:
+        if self._is_invariant:
+            return BatchInvariantRunner(self._model, self._cache, num_slots=num_slots, longest=longest)
+        return ModelRunner(self._model, self._cache, num_slots=num_slots, longest=longest, graphs=self._graphs)
 
     def _carry_out(self, run: GenerationRun, notifier: CompletionNotifier, requests: Requests) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""
@@ -392,35 +376,3 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
             "%d of %d responses were ended by a failure of their environment; the first one: %s",
             len(errors), len(samples), errors[0],
         )  # fmt: skip
-
-
-def _check_parts(speculation: object, drafter: object, peers: object, lockstep: object, poll_weights: object) -> None:
-    """Raise GenerationError for parts of another kind, such as mappings from YAML, or that exclude each other."""
-    if speculation is not None or drafter is not None:
-        from lightning_realloc.generation.speculative.config import Speculation
-        from lightning_realloc.generation.speculative.drafter import Drafter
-
-        _check_part("speculation", speculation, Speculation)
-        if drafter is not None and not isinstance(drafter, Drafter):
-            raise GenerationError(
-                f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
-            )
-    if peers is not None:
-        from lightning_realloc.generation.rebalance.peers import Peers
-
-        _check_part("peers", peers, Peers)
-    if peers is not None and poll_weights is not None:
-        raise GenerationError(
-            "samples cannot move between ranks that take newer weights at different steps; leave peers or "
-            "poll_weights out"
-        )
-    if peers is not None and lockstep is not None:
-        raise GenerationError(
-            "ranks whose forwards wait for each other make every step together, so moving samples between them "
-            "gains nothing; leave peers or lockstep out"
-        )
-
-
-def _check_part(name: str, given: object, kind: type) -> None:
-    if given is not None and not isinstance(given, kind):
-        raise GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind.__name__}(...)")

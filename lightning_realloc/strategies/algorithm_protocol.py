@@ -19,6 +19,10 @@ class EngineOptions(Protocol):
     def compile(self) -> str | None:
         """Backend of ``torch.compile`` for captured steps of the engine ``"native"``; None: none."""
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether results of the engine ``"native"`` are the same to the last bit in any batch."""
+
 
 class RunnableAlgorithm(Protocol):
     """An algorithm as the call runner sees it; `MultiModelModule` is one."""

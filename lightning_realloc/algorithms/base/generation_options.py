@@ -47,6 +47,10 @@ class GenerationOptions:
     """Backend of ``torch.compile`` for the blocks of decoding steps that are captured as CUDA graphs, such as
     ``"inductor"``: fewer kernels, other rounding, and the seconds of one compilation. None: none. Without effect on
     CPU."""
+    batch_invariant: bool = False
+    """Whether tokens and log-probabilities are the same to the last bit in any batch, slots and chunks, and with any
+    drafts. Every forward then has one fixed shape, which is slower. Needs layouts with ``fsdp=1``, and a model without
+    experts."""
     rollout_budget: RolloutBudget | None = None
     """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 
@@ -55,10 +59,16 @@ class GenerationOptions:
         check_type(RolloutBudget, rollout_budget=self.rollout_budget)
         check_type(VLLMOptions, vllm=self.vllm)
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
+        check_type(bool, batch_invariant=self.batch_invariant)
         _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
         if self.compile is not None:
             check_compile_backend(self.compile)
+        if self.batch_invariant and self.compile is not None:
+            raise ConfigError(
+                f"batch_invariant=True captures no steps that compile={self.compile!r} could compile; leave one of "
+                f"them out"
+            )
         if self.engine != "native":
             self._check_foreign()
         if self.vllm is not None and self.engine != "vllm":
@@ -81,6 +91,11 @@ class GenerationOptions:
             raise ConfigError(
                 f"engine={self.engine!r} captures no steps that compile={self.compile!r} could compile; leave compile "
                 f"out, or use engine='native'"
+            )
+        if self.batch_invariant:
+            raise ConfigError(
+                f"engine={self.engine!r} rounds by its own batches, and batch_invariant=True asks for none; leave "
+                f"batch_invariant out, or use engine='native'"
             )
         if self.speculation is not None:
             raise ConfigError(f"engine={self.engine!r} does not draft; leave speculation out, or use engine='native'")

@@ -112,6 +112,10 @@ class KVCache:
         """Return the cache's places for a forward of these tokens."""
         raise NotImplementedError
 
+    def indices(self, slots: Tensor | int, positions: Tensor) -> Tensor:
+        """Return the indices of these positions in a layer's storage with its first two dimensions joined."""
+        raise NotImplementedError
+
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first ``length`` positions of one slot to others."""
 
@@ -230,10 +234,13 @@ class SlotCache(KVCache):
 
     def places(self, places: Places) -> SlotPlaces:
         return SlotPlaces(
-            self, places.slots * self.capacity + places.positions, num_rows=places.num_rows,
+            self, self.indices(places.slots, places.positions), num_rows=places.num_rows,
             attended_length=min(self.capacity, _rounded(places.max_length)), segments=places.segments,
             num_prefill=places.num_prefill,
         )  # fmt: skip
+
+    def indices(self, slots: Tensor | int, positions: Tensor) -> Tensor:
+        return slots * self.capacity + positions
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the storage of a layer, given its ``key`` and ``value`` (…, heads, head size)."""

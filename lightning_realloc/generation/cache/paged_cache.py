@@ -183,14 +183,14 @@ class PagedCache(KVCache):
     def read(self, slot: int, begin: int, end: int) -> Tensor:
         """Return the content of these positions as (bytes,) uint8 on the host, without a draft model's."""
         self._renew_table()
-        places = self.indices(slot, begin, end)
+        places = self.span(slot, begin, end)
         parts = [tensor.flatten(0, 1).index_select(0, places).view(-1).view(torch.uint8)
                  for layer in self._own_layers() for tensor in layer]  # fmt: skip
         return torch.cat(parts).cpu()
 
     def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
         self.begin_forward()
-        places = self.indices(slot, begin, end)
+        places = self.span(slot, begin, end)
         tensors = [tensor for layer in self._own_layers() for tensor in layer]
         for tensor, part in zip(tensors, model_parts(content, end - begin, tensors), strict=True):
             tensor.flatten(0, 1).index_copy_(0, places, part)
@@ -222,10 +222,13 @@ class PagedCache(KVCache):
             self._shapes[layer] = (key.new_empty(0, *key.shape[-2:]), value.new_empty(0, *value.shape[-2:]))
         return self._layers.get(layer)
 
-    def indices(self, slot: int, begin: int, end: int) -> Tensor:
-        """Return the indices of a slot's positions in the storage seen as (pages * page size, …)."""
+    def indices(self, slots: Tensor | int, positions: Tensor) -> Tensor:
+        return self.table[slots, positions // self.page_size] * self.page_size + positions % self.page_size
+
+    def span(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return the indices of a slot's positions from ``begin`` to ``end``."""
         positions = torch.arange(begin, end, device=self.table.device)
-        return self.table[slot, positions // self.page_size] * self.page_size + positions % self.page_size
+        return self.indices(slot, positions)
 
     def gather(self, stored: Stored, pages: Tensor) -> Stored:
         """Copy pages (P) of a layer to the buffer; return their positions (P * page size, heads, head size)."""
@@ -286,18 +289,16 @@ class PagedPlaces(StepPlaces):
 
     def _writes(self, places: Places) -> tuple[Tensor | None, Tensor | None]:
         """Return the tokens of the packed row to write, and their indices; None: all tokens, and no index."""
-        cache, size = self._cache, self._cache.page_size
-        rows = None
+        cache, rows = self._cache, None
         if places.num_rows:
-            pages = cache.table[places.slots, places.positions // size]
-            rows = pages * size + places.positions % size
+            rows = cache.indices(places.slots, places.positions)
         if not places.segments:
             return None, rows
         spans = [span for segment in places.segments for span in _written(segment, cache.tables)]
         device = places.positions.device
         sources = [torch.arange(segment.start + begin - segment.begin, segment.stop, device=device)
                    for segment, _, begin in spans]  # fmt: skip
-        targets = [cache.indices(slot, begin, segment.end) for segment, slot, begin in spans]
+        targets = [cache.span(slot, begin, segment.end) for segment, slot, begin in spans]
         if rows is not None:
             sources.append(torch.arange(places.num_prefill, places.num_prefill + len(rows), device=device))
             targets.append(rows)

@@ -6,9 +6,9 @@ during one generation. The function finds its `PackedStep` among the keyword arg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.cache.kv_cache import StepPlaces
 from lightning_realloc.generation.forward.packed_step import PackedStep, is_visible
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
 
@@ -74,6 +75,62 @@ class Scores:
         return weights.to(values.dtype) @ values
 
 
+@dataclass(slots=True)
+class Tile:
+    """Inputs that the layers of a forward share whose tokens read their sequences in blocks of fixed size.
+
+    See `batch_invariant`.
+    """
+
+    cached: StepPlaces
+    num_tokens: int
+    """Tokens of the tile; what follows repeats the last one, and is not stored."""
+    max_length: int
+    """Largest position + 1."""
+    blocks: Sequence[tuple[Tensor, Tensor]]
+    """For each block of positions, (T, block) indices in the cache, and each token's distance from them; none for a
+    dummy token."""
+    attended: set[int] = field(default_factory=set, init=False)
+    """Layers that have attended."""
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
+    ) -> Tensor:
+        """Store keys and values (T, H_kv, D) of a layer; return the output (T, H, D_v) of queries (T, H, D)."""
+        own = slice(self.num_tokens)
+        stored = self.cached.store(layer, keys[own], values[own])
+        if stored is None or not self.blocks:  # a dummy, which shows a bounded cache the layers' shapes
+            return queries.new_zeros(*queries.shape[:2], values.shape[-1])
+        all_keys, all_values = (tensor.flatten(0, 1) for tensor in stored)
+        with torch.autocast(queries.device.type, enabled=False):
+            return self._attend(queries, all_keys, all_values, scores, window)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None) -> Tensor:
+        """Attend block by block, rescaling what was added before. Source: Milakov, Gimelshein, arXiv:1805.02867."""
+        count, heads, size = queries.shape
+        groups, exact = keys.shape[1], torch.promote_types(queries.dtype, torch.float32)
+        scaling = size**-0.5 if scores.scaling is None else scores.scaling
+        by_group = (queries.to(exact) * scaling).view(count, groups, heads // groups, size)
+        highest = by_group.new_full((count, groups, heads // groups, 1), float("-inf"))
+        total = torch.zeros_like(highest)
+        if scores.sinks is not None:
+            highest = scores.sinks.to(exact).view(1, groups, -1, 1).expand_as(highest)
+            total = torch.ones_like(total)
+        output = by_group.new_zeros(*by_group.shape[:3], values.shape[-1])
+        for places, distance in self.blocks:
+            own = by_group @ keys[places].permute(0, 2, 3, 1).to(exact)
+            if scores.softcap is not None:
+                own = scores.softcap * torch.tanh(own / scores.softcap)
+            own = own.masked_fill(~is_visible(distance, window)[:, None, None], float("-inf"))
+            raised = torch.maximum(highest, own.amax(-1, keepdim=True))
+            shift = raised.masked_fill(raised == float("-inf"), 0.0)  # nothing was visible yet
+            weights, kept = (own - shift).exp(), (highest - shift).exp()
+            total = total * kept + weights.sum(-1, keepdim=True)
+            output = output * kept + weights @ values[places].permute(0, 2, 1, 3).to(exact)
+            highest = raised
+        return (output / total).to(values.dtype).reshape(count, heads, -1)
+
+
 @contextmanager
 def slot_attention(model: nn.Module) -> Iterator[None]:
     """Let the model attend through the slot cache, in evaluation mode; restore everything at the end.
@@ -96,7 +153,7 @@ def slot_attention(model: nn.Module) -> Iterator[None]:
 class StepArgument:
     """Wraps a step on its way through a model's forward: FSDP copies dataclasses, and casts their tensors."""
 
-    def __init__(self, step: PackedStep) -> None:
+    def __init__(self, step: PackedStep | Tile) -> None:
         self.step = step
 
 
@@ -128,11 +185,21 @@ def attend_slots(
         _refuse_attention(module, f"the sinks of {len(scores.sinks)} heads in a layout that leaves it {query.shape[1]}")
     if attention_mask is not None:
         _refuse_attention(module, "a mask of its own")
-    split = step.num_prefill
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    stored = step.cached.store(module.layer_idx, keys, values)  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
+    if isinstance(step, Tile):
+        return step.attend(layer, queries, keys, values, scores, window)[None], None
+    return _attend_packed(layer, queries, keys, values, step, scores, window)[None], None
+
+
+def _attend_packed(
+    layer: int, queries: Tensor, keys: Tensor, values: Tensor, step: PackedStep, scores: Scores, window: int | None
+) -> Tensor:
+    """Attend from a packed step's tokens (N, H, D), whose keys and values are (N, H_kv, D); return (N, H, D_v)."""
+    split = step.num_prefill
+    stored = step.cached.store(layer, keys, values)
     attended = []
-    if step.reads_from_the_beginning and scores.are_plain and can_attend_varlen(query, value):
+    if step.reads_from_the_beginning and scores.are_plain and can_attend_varlen(queries, values):
         read = attend_varlen(
             queries[:split], keys[:split], values[:split], *step.segment_bounds(),
             scaling=scores.scaling, window=window,
@@ -148,10 +215,10 @@ def attend_slots(
     if step.counts:
         attended.append(_decode(queries[split:], stored, step, scores, window))
     # Contiguous like the output of torch's attention: some layers (AFMoE) take a view of it.
-    return (torch.cat(attended) if len(attended) > 1 else attended[0].contiguous())[None], None
+    return torch.cat(attended) if len(attended) > 1 else attended[0].contiguous()
 
 
-def _checked_window(module: nn.Module, step: PackedStep, window: int | Literal["unset"] | None) -> int | None:
+def _checked_window(module: nn.Module, step: PackedStep | Tile, window: int | Literal["unset"] | None) -> int | None:
     """Return the layer's sliding window; refuse layers that attend to other tokens than a causal window's."""
     if module.layer_idx in step.attended:
         _refuse_attention(module, "the same layer twice in a forward")
@@ -167,7 +234,7 @@ def _checked_window(module: nn.Module, step: PackedStep, window: int | Literal["
     return None
 
 
-def check_attended(model: nn.Module, step: PackedStep) -> None:
+def check_attended(model: nn.Module, step: PackedStep | Tile) -> None:
     """Raise GenerationError if no layer attended through the slots: the forward mixed samples."""
     if not step.attended:
         raise GenerationError(

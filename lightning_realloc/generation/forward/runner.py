@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import KVCache, LayerShape, Places
-from lightning_realloc.generation.forward.attention import STEP_ARGUMENT, StepArgument, check_attended
+from lightning_realloc.generation.forward.attention import STEP_ARGUMENT, StepArgument, Tile, check_attended
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep, PrefillChunk, segments_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def _slots_of(counts: Sequence[int], device: torch.device) -> Tensor:
     return slots.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
 
 
-def run_packed(model: nn.Module, ids: Tensor, positions: Tensor, step: PackedStep, *, kept: int | Tensor) -> Tensor:
+def run_packed(
+    model: nn.Module, ids: Tensor, positions: Tensor, step: PackedStep | Tile, *, kept: int | Tensor
+) -> Tensor:
     """Return the logits (K, V) of the last ``kept`` tokens, or of those at these indices.
 
     Args:

@@ -242,6 +242,7 @@ class EnginePool:
             drafter=None if speculation is None else drafter,
             max_cache_bytes=self._algorithm.max_cache_bytes,
             compile=self._algorithm.generation_options.compile,
+            batch_invariant=self._algorithm.generation_options.batch_invariant,
             agree=_agreement(self._context.pool.meshes.group(layout, "tp"), self._context.device),
             # Adapters are merged into the weights during a generation; newer ones wait for the next.
             poll_weights=None if updates is None or adapter_config(replica.model) is not None else updates.poll,
@@ -267,6 +268,8 @@ class EnginePool:
         if self._context.pool.streams.is_allowed(call.name):
             self._check_updates(call)
         asked = "draft by its own first blocks" if speculation is not None and speculation.drafter == "blocks" else None
+        if self._algorithm.generation_options.batch_invariant:
+            asked = "generate with batch_invariant=True"
         if self._algorithm.engine != "native":
             asked = f"generate by engine={self._algorithm.engine!r}"
         if replica.is_sharded and asked is not None:

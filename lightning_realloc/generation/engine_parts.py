@@ -1,0 +1,92 @@
+"""Parts that an engine is given: check that they go together, and build speculative decoding from its settings.
+
+Speculation and rebalancing are imported where a call needs them: plain generation needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.model_config import vocabulary_of
+from lightning_realloc.generation.core.plain_decoding import Decoding
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation.rebalance.peers import Peers
+    from lightning_realloc.generation.rebalance.protocol import Rebalancer
+    from lightning_realloc.generation.speculative.config import Speculation
+    from lightning_realloc.generation.speculative.drafter import Drafter
+
+
+def build_decoding(
+    model: nn.Module,
+    speculation: Speculation | None,
+    drafter: Drafter | None,
+    *,
+    agree: Callable[[Sequence[float]], Sequence[float]] | None,
+    clock: Callable[[], float],
+    cuda_graphs: bool,
+) -> Decoding:
+    """Return decoding with a drafter, or with the one that ``speculation`` names; plain decoding without both."""
+    if speculation is None and drafter is None:
+        return Decoding()
+    from lightning_realloc.generation.speculative.config import Speculation
+    from lightning_realloc.generation.speculative.drafter import Drafter
+    from lightning_realloc.generation.speculative.registry import build_drafter
+    from lightning_realloc.generation.speculative.speculator import Speculator
+
+    if speculation is None:
+        proposes = drafter is not None and type(drafter).propose is not Drafter.propose
+        speculation = Speculation(drafter="none", num_draft_tokens=None if proposes else 0)
+    drafter = drafter or build_drafter(speculation, model)
+    drafter.cuda_graphs = cuda_graphs
+    return Speculator(speculation, drafter, agree=agree, clock=clock, vocabulary=vocabulary_of(model))
+
+
+def build_rebalancer(
+    peers: Peers | None,
+    *,
+    agree: Callable[[Sequence[float]], Sequence[float]] | None,
+    clock: Callable[[], float],
+) -> Rebalancer | None:
+    """Return the rebalancing of samples between ranks; None without other ranks."""
+    if peers is None or not peers.others:
+        return None
+    from lightning_realloc.generation.rebalance.protocol import Rebalancer
+
+    return Rebalancer(peers, agree=agree, clock=clock)
+
+
+def check_parts(speculation: object, drafter: object, peers: object, lockstep: object, poll_weights: object) -> None:
+    """Raise GenerationError for parts of another kind, such as mappings from YAML, or that exclude each other."""
+    if speculation is not None or drafter is not None:
+        from lightning_realloc.generation.speculative.config import Speculation
+        from lightning_realloc.generation.speculative.drafter import Drafter
+
+        _check_part("speculation", speculation, Speculation)
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise GenerationError(
+                f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
+            )
+    if peers is not None:
+        from lightning_realloc.generation.rebalance.peers import Peers
+
+        _check_part("peers", peers, Peers)
+    if peers is not None and poll_weights is not None:
+        raise GenerationError(
+            "samples cannot move between ranks that take newer weights at different steps; leave peers or "
+            "poll_weights out"
+        )
+    if peers is not None and lockstep is not None:
+        raise GenerationError(
+            "ranks whose forwards wait for each other make every step together, so moving samples between them "
+            "gains nothing; leave peers or lockstep out"
+        )
+
+
+def _check_part(name: str, given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind.__name__}(...)")

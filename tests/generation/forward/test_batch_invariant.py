@@ -1,0 +1,111 @@
+"""Under ``batch_invariant`` nothing but a sample's own tokens changes a bit of its log-probabilities."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation.forward.batch_invariant import TokenSpan, cut_into_tiles
+from tests.devices import DEVICES
+from tests.generation.test_engine import reference_greedy, reference_logprobs
+from tests.models import tiny_model
+
+PARAMS = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
+FAMILIES = ("llama", "qwen3", "gemma", "gemma2", "phi3", "gpt_neox", "gpt2", "opt")
+Bits = dict[int, tuple[tuple[int, ...], tuple[float, ...]]]
+"""Sample id -> its tokens and log-probabilities."""
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 128) for _ in range(rng.randrange(1, 24))] for _ in range(count)]
+
+
+def bits_of(completions: Sequence[Completion]) -> Bits:
+    return {one.sample_id: (one.token_ids, one.logprobs) for one in completions}
+
+
+def generate(model: PreTrainedModel, numbers: Sequence[int], params: SamplingParams = PARAMS, **settings: Any) -> Bits:
+    """Return the results of the samples with these numbers, generated together."""
+    engine = GenerationEngine(model, **{"batch_invariant": True, **settings})
+    prompts = prompts_of(64)
+    return bits_of(engine.generate([prompts[number] for number in numbers], params, sample_ids=list(numbers)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_are_equal_to_the_bit_in_any_batch_and_with_drafts(
+    family: str, dtype: torch.dtype, device: str
+) -> None:
+    model = tiny_model(family).to(device, dtype)
+    whole = generate(model, range(64))
+    for numbers in ([5], [40, 3, 21, 9, 63, 5, 0]):
+        some = generate(model, numbers)
+        assert some == {number: whole[number] for number in numbers}
+    few_slots = {"max_slots": 3, "max_prefill_tokens": 5}
+    assert generate(model, range(8), **few_slots) == {number: whole[number] for number in range(8)}
+    drafts = {"speculation": Speculation(drafter="history", num_draft_tokens=3)}
+    assert generate(model, range(20), **drafts) == {number: whole[number] for number in range(20)}
+
+
+def test_other_forwards_round_otherwise() -> None:
+    model = tiny_model("llama", hidden_size=128)
+    whole, alone = (generate(model, numbers, batch_invariant=False) for numbers in (range(64), [5]))
+    assert whole[5] != alone[5]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral", "qwen2"])
+def test_tokens_are_those_of_the_models_own_generate(family: str) -> None:
+    model = tiny_model(family, sliding_window=6) if family == "mistral" else tiny_model(family)
+    model = model.double()
+    greedy = SamplingParams(max_new_tokens=20, temperature=0.0)
+    for number, (tokens, logprobs) in generate(model, range(4), greedy).items():
+        prompt = prompts_of(64)[number]
+        assert list(tokens) == reference_greedy(model, prompt)
+        torch.testing.assert_close(torch.tensor(logprobs).double(), reference_logprobs(model, prompt, tokens))
+
+
+def test_pages_and_shared_prompts_change_no_bit() -> None:
+    model = tiny_model("llama")
+    prompts = [[7] * 20 + [number] for number in range(3, 9)] + [[7] * 20 + [3]]
+    params = SamplingParams(max_new_tokens=30, n=2, seed=1, ignore_eos=True)
+    unbounded, bounded = (
+        GenerationEngine(model, batch_invariant=True, max_slots=6, max_cache_bytes=bound).generate(prompts, params)
+        for bound in (None, 2 * 2 * 16 * 16 * 4 * (2 * 14 + 4))
+    )
+    assert bits_of(unbounded) == bits_of(bounded)
+
+
+def test_experts_and_collective_forwards_are_refused() -> None:
+    with pytest.raises(GenerationError, match=r"MixtralExperts multiplies as many rows as tokens choose an expert"):
+        GenerationEngine(tiny_model("mixtral"), batch_invariant=True)
+    with pytest.raises(GenerationError, match="generate in a layout with fsdp=1"):
+        GenerationEngine(tiny_model("llama"), batch_invariant=True, lockstep=lambda has_work: has_work)
+
+
+def test_matrices_that_round_rows_by_their_place_are_refused() -> None:
+    model = tiny_model("llama", intermediate_size=33).double()
+    with pytest.raises(GenerationError, match=r"\.down_proj with 33 input features in float64 does not; leave"):
+        generate(model, [0])
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 9))
+def test_tiles_hold_all_tokens_in_order(lengths: list[int], size: int) -> None:
+    spans = [TokenSpan(range(length), 3 * number, (number,), bool(number % 2)) for number, length in enumerate(lengths)]
+    tiles = list(cut_into_tiles(spans, size))
+    assert [sum(len(span.tokens) for span in tile) for tile in tiles[:-1]] == [size] * (len(tiles) - 1)
+    assert 1 <= sum(len(span.tokens) for span in tiles[-1]) <= size
+    flat = [(span.slots, span.begin + place, token)
+            for tile in tiles for span in tile for place, token in enumerate(span.tokens)]  # fmt: skip
+    expected = [(span.slots, span.begin + place, token) for span in spans for place, token in enumerate(span.tokens)]
+    assert flat == expected
