@@ -74,13 +74,13 @@ PARTS = {
     "decode": Part(measure_decode, decode_cases, 45.0),
     "prefill": Part(measure_prefill, prefill_cases, 30.0),
     "switch": Part(measure_switch, switch_cases, 15.0),
-    "grpo": Part(measure_grpo, grpo_cases, 40.0),
+    "grpo": Part(measure_grpo, grpo_cases, 55.0),
     "trl": Part(measure_trl, trl_cases, 65.0),
     "trl_batching": Part(measure_trl_batching, trl_cases, 45.0),
     "ppo": Part(measure_ppo, ppo_cases, 60.0),
     "start_up": Part(measure_start_up, start_up_cases, 90.0),
     "batch_invariant": Part(measure_batch_invariant, batch_invariant_cases, 25.0),
-    "generate": Part(measure_generate, generate_cases, 65.0),
+    "generate": Part(measure_generate, generate_cases, 50.0),
 }
 """Parts in the order in which they run. The last one has most cases, and gets the time that the others leave."""
 

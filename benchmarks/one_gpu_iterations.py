@@ -16,7 +16,16 @@ from transformers import LlamaForSequenceClassification
 from benchmarks.llamas import build_llama
 from benchmarks.one_gpu_setting import Recorder, Scale, Setting
 from benchmarks.workload import byte_tokenizer, random_texts
-from lightning_realloc import GRPO, PPO, MemoryMonitor, PromptDataModule, ReallocStrategy, SamplingParams, TrainOptions
+from lightning_realloc import (
+    GRPO,
+    PPO,
+    GenerationOptions,
+    MemoryMonitor,
+    PromptDataModule,
+    ReallocStrategy,
+    SamplingParams,
+    TrainOptions,
+)
 from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
@@ -80,13 +89,13 @@ def save_scorer(setting: Setting) -> str:
     return str(folder)
 
 
-def make_grpo(setting: Setting, compile_backend: str | None = None) -> GRPO:
+def make_grpo(setting: Setting, compile_backend: str | None = None, *, free_cache: bool = True) -> GRPO:
     """Return GRPO on the saved model, with responses of equal length."""
     scale = setting.scale
     options = TrainOptions(micro_batch_tokens=scale.micro_batch_tokens, compile=compile_backend)
     return GRPO(
         save_model(setting), share_of_even_ids, sampling=_sampling(scale, scale.num_responses), learning_rate=1e-6,
-        seed=0, train_options=options,
+        seed=0, train_options=options, generation=GenerationOptions(free_cache=free_cache),
     )  # fmt: skip
 
 

@@ -20,6 +20,10 @@ class EngineOptions(Protocol):
         """Backend of ``torch.compile`` for captured steps of the engine ``"native"``; None: none."""
 
     @property
+    def free_cache(self) -> bool:
+        """Whether the engine ``"native"`` frees keys, values and graphs after each generation."""
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether results of the engine ``"native"`` are the same to the last bit in any batch."""
 

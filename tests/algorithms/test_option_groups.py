@@ -185,12 +185,14 @@ def test_a_backend_of_torch_compile_is_checked() -> None:
         GenerationOptions(engine="hf", compile="inductor")
 
 
-def test_batch_invariance_is_refused_where_it_would_not_hold() -> None:
+def test_options_of_the_native_engine_are_refused_where_they_would_not_hold() -> None:
     assert GenerationOptions(batch_invariant=True).batch_invariant
     with pytest.raises(ConfigError, match="batch_invariant=True captures no steps that compile='inductor' could"):
         GenerationOptions(batch_invariant=True, compile="inductor")
     for engine in ("hf", "vllm"):
         with pytest.raises(ConfigError, match=f"engine='{engine}' rounds by its own batches"):
             GenerationOptions(batch_invariant=True, engine=engine)
+        with pytest.raises(ConfigError, match=f"engine='{engine}' manages its cache itself, so free_cache=False"):
+            GenerationOptions(free_cache=False, engine=engine)
     with pytest.raises(ConfigError, match="batch_invariant='yes' is a str; write True or False"):
         GenerationOptions(batch_invariant="yes")

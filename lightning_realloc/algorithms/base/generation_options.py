@@ -40,6 +40,9 @@ class GenerationOptions:
     max_cache_bytes: int | None = None
     """Bound on the bytes of keys and values per rank; further samples wait. None: room for ``max_slots`` of the
     longest sample."""
+    free_cache: bool = True
+    """Whether the memory of keys, values and CUDA graphs is freed after each generation. False keeps it for the next
+    one, which then captures no steps anew; the other calls have that much less memory."""
     sample_reallocation: SampleReallocation = False
     """Whether samples move between data-parallel ranks so that all ranks finish together. True or ``"queued"``: samples
     that wait for a slot; ``"all"``: running ones as well, with their keys and values. Tokens stay the same."""
@@ -59,7 +62,7 @@ class GenerationOptions:
         check_type(RolloutBudget, rollout_budget=self.rollout_budget)
         check_type(VLLMOptions, vllm=self.vllm)
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
-        check_type(bool, batch_invariant=self.batch_invariant)
+        check_type(bool, batch_invariant=self.batch_invariant, free_cache=self.free_cache)
         _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
         if self.compile is not None:
@@ -90,6 +93,11 @@ class GenerationOptions:
         if self.compile is not None:
             raise ConfigError(
                 f"engine={self.engine!r} captures no steps that compile={self.compile!r} could compile; leave compile "
+                f"out, or use engine='native'"
+            )
+        if not self.free_cache:
+            raise ConfigError(
+                f"engine={self.engine!r} manages its cache itself, so free_cache=False has no effect; leave free_cache "
                 f"out, or use engine='native'"
             )
         if self.batch_invariant:

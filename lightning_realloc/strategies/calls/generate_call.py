@@ -65,9 +65,10 @@ class GenerateCalls:
                 replica_engine.lockstep.give_up()
             raise
         finally:
-            # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
-            # than the fresh one of a run that was resumed here.
-            engine.release()
+            # By default training gets the memory. A cache that has grown also rounds logprobs differently, in the last
+            # bit, than the fresh one of a run that was resumed here.
+            if self._context.algorithm.generation_options.free_cache:
+                engine.release()
 
     def _record_metrics(self, call: str, replica: Replica, generator: ReplicaEngine, report: IterationReport) -> None:
         """Report the metrics of a call; of tensor-parallel ranks, which make the same samples, only the first does."""

@@ -94,6 +94,13 @@ class CallMemory:
         moments = {"train": self._train, "infer": self._infer, "generate": self._generate}[kind]()
         return max(moments, key=lambda parts: parts.total)
 
+    @property
+    def kept_cache_bytes(self) -> int:
+        """Bytes of keys and values that stay after a generation; a draft model frees its own."""
+        if self.cache is None or self.settings.engine.frees_cache:
+            return 0
+        return self.cache.distilling_bytes
+
     # ---- weights that FSDP gathers
     @property
     def _root(self) -> int:
@@ -226,7 +233,9 @@ class CallMemory:
         prompts = math.ceil(slots / load.samples_per_prompt) * (load.prompt_tokens - 1)
         prefill = min(MAX_PREFILL_TOKENS, prompts if cache.positions is None else cache.positions) + slots
         # Where samples wait for slots, prompts are still processed when the cache has grown.
-        read = MemoryParts(kv_cache=cache.prefill_bytes if share == slots else last, activations=self._working(prefill))
+        is_small = share == slots and engine.frees_cache
+        read = MemoryParts(kv_cache=cache.prefill_bytes if is_small else last, activations=self._working(prefill))
+        growth = cache.growth_bytes if engine.frees_cache else 0
         verified = slots * (1 + engine.num_ahead)
         packed = MemoryParts(packed=self._packed(load.response_tokens))
         drawing = MemoryParts(  # logits, and their probabilities in fp32
@@ -238,7 +247,7 @@ class CallMemory:
         moments = [
             *self._gathering(verified, kv_cache=last),
             body + read,
-            body + MemoryParts(kv_cache=last + cache.growth_bytes, activations=self._working(verified)),
+            body + MemoryParts(kv_cache=last + growth, activations=self._working(verified)),
             drawing,
             MemoryParts(kv_cache=cache.distilling_bytes)
             + distillation_memory(engine.draft, samples=share, longest=cache.longest),

@@ -120,6 +120,10 @@ def forecast_memory(
     return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in by_position[positions[rank]]))
 
 
+_Place = tuple[str, Layout]
+"""Role and layout."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Forecaster:
     dataflow: Dataflow
@@ -145,6 +149,7 @@ class _Forecaster:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
+        caches = self._kept_caches(rank)
         averaged = {name: role.average_of for name, role in self.roles.items() if role.average_of is not None}
         schedule = OffloadSchedule(self.dataflow, self.plan, rank, averaged, sharers_of(self.roles))
         yield PhaseMemory(SET_UP, rank, self._set_up(rank))
@@ -152,11 +157,13 @@ class _Forecaster:
             if call.role is None:
                 continue
             base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
+            base += MemoryParts(kv_cache=sum(size for place, size in caches.items() if place != self._place(call)))
             own = copies[self._owner(call.role), self.plan.layout(call.name)] if self._reads_copy(call) else None
             if own is not None and self._frees_copies(self._owner(call.role)):
                 base += own
             if own is not None:
-                yield PhaseMemory(f"-> {call.name}", rank, base)
+                cache = MemoryParts(kv_cache=caches.get(self._place(call), 0))
+                yield PhaseMemory(f"-> {call.name}", rank, base + cache)
             yield PhaseMemory(call.name, rank, base + self._during(call, rank))
 
     def _owner(self, role: str) -> str:
@@ -306,23 +313,41 @@ class _Forecaster:
         return MemoryParts(weights=most + self._quantized_bytes)
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
-        chosen = self.plan.call(call.name)
-        if rank not in chosen.layout:
+        memory = self._call_memory(call, rank)
+        if memory is None:
             return MemoryParts()
-        name = self._owner(str(call.role))
-        sizes = self.elements[name].on_rank(chosen.layout, rank)
-        parts = CallMemory.for_replica(
+        parts = memory.peak(call.kind)
+        if call.kind == "generate" and self._owner(str(call.role)) == call.role and memory.sizes.dims.fsdp == 1:
+            parts += MemoryParts(copies=memory.sizes.num_adapted * self.settings.copy_bytes)  # with merged adapters
+        return parts
+
+    def _call_memory(self, call: ModelFunctionCall, rank: int) -> CallMemory | None:
+        """Return the memory of a call on a rank; None if it does not run there."""
+        chosen, name = self.plan.call(call.name), self._owner(str(call.role))
+        if rank not in chosen.layout:
+            return None
+        return CallMemory.for_replica(
             self.roles[name],
             chosen,
             self.settings,
             self.workload,
-            sizes,
+            self.elements[name].on_rank(chosen.layout, rank),
             is_home=not self._reads_copy(call),
             is_trained=self._is_trained(name),
-        ).peak(call.kind)
-        if call.kind == "generate" and name == call.role and chosen.layout.dims.fsdp == 1:
-            parts += MemoryParts(copies=sizes.num_adapted * self.settings.copy_bytes)  # weights with merged adapters
-        return parts
+        )
+
+    def _place(self, call: ModelFunctionCall) -> _Place | None:
+        """Return role and layout of a generating call, which its engine belongs to; None for other calls."""
+        return (str(call.role), self.plan.layout(call.name)) if call.kind == "generate" else None
+
+    def _kept_caches(self, rank: int) -> dict[_Place | None, int]:
+        """Return the bytes of the caches that engines keep between generations."""
+        found: dict[_Place | None, int] = {}
+        for call in self.dataflow.iteration_calls:
+            place, memory = self._place(call), self._call_memory(call, rank) if call.role is not None else None
+            if place is not None and memory is not None:
+                found[place] = max(found.get(place, 0), memory.kept_cache_bytes)
+        return found
 
 
 def transition_bytes(

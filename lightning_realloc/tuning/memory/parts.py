@@ -47,6 +47,8 @@ class EngineMemory:
     longest sequence."""
     moves_samples: bool = False
     """Whether samples arrive from other ranks, so that a bounded cache takes all bytes that it may."""
+    frees_cache: bool = True
+    """Whether the KV cache is freed after each generation."""
     num_ahead: int = 0
     """Most drafted tokens of a sample that one step verifies."""
     draft: DraftMemory | None = None

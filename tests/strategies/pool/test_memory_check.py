@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -236,6 +237,12 @@ def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded
     drafts = Speculation(drafter="model", draft_model=str(tmp_path), draft_learning_rate=1e-3, num_draft_tokens=2)
     plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2")
     settings = {"speculation": drafts, "max_cache_bytes": 300_000}
+    check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
+
+
+def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool) -> None:
+    plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
+    settings = {"generation": GenerationOptions(free_cache=False)}
     check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
 
 

@@ -1,0 +1,73 @@
+"""Keys, values and graphs are freed after each generation, or kept for the next one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions
+from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation import engine as engine_module
+from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
+from tests.generation.forward.test_cuda_graphs import Recorder
+from tests.strategies import runs
+from tests.strategies.runs import Batches, Outcome
+from tests.workers import WorkerPool
+
+SAMPLING = SamplingParams(n=2, max_new_tokens=8, ignore_eos=True)
+
+
+class Kept(Callback):
+    """Records, after every iteration, the graphs captured so far and the bytes of the engine's cache."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.captured: list[int] = []
+        self.cache_bytes: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Read the engine."""
+        self.captured.append(self.recorder.num_captured)
+        self.cache_bytes.append(sum(engine._cache.num_bytes for engine in ENGINES))
+
+
+ENGINES: list[GenerationEngine] = []
+
+
+class ListedEngine(GenerationEngine):
+    """Makes the engines of a run known to this module."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        ENGINES.append(self)
+
+
+def run_grpo(free_cache: bool) -> tuple[Outcome, list[int], list[int]]:
+    """Train for four iterations, with graphs that run their work again."""
+    ENGINES.clear()
+    recorder = Recorder()
+    kept = Kept(recorder)
+    captured = partial(StepGraphs, make_record=lambda: recorder, device_type="cpu")
+    module = runs.grpo(sampling=SAMPLING, generation=GenerationOptions(free_cache=free_cache))
+    target = "lightning_realloc.strategies.calls.engine_pool.GenerationEngine"
+    with mock.patch.object(engine_module, "StepGraphs", captured), mock.patch(target, ListedEngine):
+        plan = runs.calls(actor_generate="dp1", reference_infer="dp1", actor_train="dp1")
+        outcome = runs.train(module, plan, 1, Batches(4), callbacks=[kept])
+    return outcome, kept.captured, kept.cache_bytes
+
+
+def test_a_kept_cache_keeps_its_graphs_over_changes_of_the_weights(workers: WorkerPool) -> None:
+    ((freed, captured, freed_bytes),), ((kept, captured_once, kept_bytes),) = (
+        workers.run(run_grpo, free, world_size=1, init_process_group=False) for free in (True, False)
+    )
+    assert kept.tokens == freed.tokens
+    assert kept.rewards == freed.rewards
+    assert runs.largest_difference(kept.weights, freed.weights) < 1e-5
+    assert freed_bytes == [0] * 4
+    assert kept_bytes[0] > 0 and len(set(kept_bytes)) == 1
+    assert captured[0] < captured[1] < captured[2] < captured[3]
+    assert 0 < captured_once[1] == captured_once[2] == captured_once[3]
