@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from benchmarks.one_gpu_iterations import (
     LEAST_MFU,
     IterationClock,
+    SyncCounter,
     fit,
+    free_memory,
     make_grpo,
     save_model,
     share_of_even_ids,
@@ -33,7 +36,7 @@ from benchmarks.workload import random_texts
 OVER_TRL, OVER_BATCHING = 3.0, 2.0
 """How many times as long TRL's step has to take, with its default generation and with continuous batching."""
 NUM_STEPS = 3
-"""Steps of this package's arm; the last one is measured, when kernels are loaded and all memory is reserved."""
+"""Steps up to the measured one, when kernels are loaded and all memory is reserved."""
 CPU_BATCHING = {"page_size": 32, "num_blocks": 32, "max_batch_tokens": 64}
 """Settings of continuous batching on a CPU, where its defaults allocate 13 GB."""
 
@@ -60,7 +63,7 @@ class StepSeconds:
 
 def grpo_cases(scale: Scale) -> tuple[str, ...]:
     """Return the cases of :func:`measure_grpo`."""
-    return (f"realloc {_work(scale)}", f"realloc {_work(scale)}, cache kept")
+    return (f"realloc {_work(scale)}", "waits for the device in a step", f"realloc {_work(scale)}, cache kept")
 
 
 def trl_cases(scale: Scale) -> tuple[str, ...]:
@@ -70,11 +73,15 @@ def trl_cases(scale: Scale) -> tuple[str, ...]:
 
 def measure_grpo(setting: Setting, recorder: Recorder) -> None:
     """Time this package's step, and one whose graphs stay from the step before."""
-    usual, kept = grpo_cases(setting.scale)
-    step = step_of_realloc(setting)
+    usual, waits, kept = grpo_cases(setting.scale)
+    counter = SyncCounter(setting, iteration=NUM_STEPS)
+    step = step_of_realloc(setting, counter, extra_steps=1)
     _ours(setting).write_text(json.dumps(step.total))
     mfu = _add_row(recorder, usual, step, setting, step=NUM_STEPS)
     recorder.at_least("MFU of training", mfu, LEAST_MFU)
+    places = "; ".join(f"{place} x{count}" for place, count in counter.places.most_common(12))
+    recorder.row(waits, count=counter.places.total(), places=places or "none")
+    free_memory(setting)
     _add_row(recorder, kept, step_of_realloc(setting, free_cache=False), setting, step=NUM_STEPS)
 
 
@@ -129,11 +136,14 @@ def _num_sequences(scale: Scale) -> int:
     return scale.num_prompts * scale.num_responses
 
 
-def step_of_realloc(setting: Setting, *, free_cache: bool = True) -> StepSeconds:
-    """Return the seconds of the last step."""
+def step_of_realloc(
+    setting: Setting, *callbacks: Callback, free_cache: bool = True, extra_steps: int = 0
+) -> StepSeconds:
+    """Return the seconds of the measured step; ``extra_steps`` follow it."""
     clock, module = IterationClock(setting), make_grpo(setting, free_cache=free_cache)
-    fit(setting, module, setting.scale.num_prompts, iterations=NUM_STEPS, callbacks=[clock])
-    calls, total = clock.calls[-1], clock.iterations[-1]
+    iterations = NUM_STEPS + extra_steps
+    fit(setting, module, setting.scale.num_prompts, iterations=iterations, callbacks=[clock, *callbacks])
+    calls, total = clock.calls[NUM_STEPS - 1], clock.iterations[NUM_STEPS - 1]
     return StepSeconds(total, generate=calls["actor.generate"], rollout=total - calls["actor.train"])
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -66,6 +69,40 @@ class IterationClock(L.Callback):
         self.iterations.append(time.perf_counter() - self._begin)
         after = realloc_strategy(trainer).runner.seconds
         self.calls.append({call: spent - self._before.get(call, 0.0) for call, spent in after.items()})
+
+
+class SyncCounter(L.Callback):
+    """Counts, in one iteration, the places in Python code that make the host wait for the device.
+
+    Torch warns of each such operation if it is asked to, which slows the iteration down.
+
+    Args:
+        setting: Device; on a CPU nothing is counted.
+        iteration: Number of the iteration, from 0 on.
+    """
+
+    def __init__(self, setting: Setting, iteration: int) -> None:
+        self.places: Counter[str] = Counter()
+        self._is_gpu = setting.is_gpu
+        self._iteration = iteration
+        self._recorded = ExitStack()
+        self._caught: list[warnings.WarningMessage] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to count in the chosen iteration."""
+        if self._is_gpu and batch_idx == self._iteration:
+            self._caught = self._recorded.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Stop counting."""
+        if self._is_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+        self._recorded.close()
+        self.places.update(f"{'/'.join(Path(one.filename).parts[-2:])}:{one.lineno}"
+                           for one in self._caught if "synchronizing CUDA operation" in str(one.message))  # fmt: skip
+        self._caught = []
 
 
 def save_model(setting: Setting) -> str:

@@ -81,7 +81,9 @@ def test_a_part_measures_all_of_its_cases(part: str, tmp_path: Path) -> None:
 def test_steps_of_ours_and_trl_are_divided_into_calls_and_compared(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     setting = Setting(SMALL, "cpu", tmp_path)
-    ours, _ = rows_of(measure("grpo", setting))
+    ours, waits, kept = rows_of(measure("grpo", setting))
+    assert waits["count"] == 0 and waits["places"] == "none"  # a CPU is never waited for
+    assert kept["seconds"] > 0
     results = measure("trl", setting)
     first, theirs = rows_of(results)
     assert (first["step"], theirs["step"]) == (1, 2)
