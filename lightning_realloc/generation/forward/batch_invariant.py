@@ -11,49 +11,27 @@ the features of a layer are a multiple of 16. `check_rows` tries each product of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import KVCache, Places, Segment, StepPlaces
+from lightning_realloc.generation.cache.kv_cache import KVCache, Places
 from lightning_realloc.generation.forward.attention import Tile
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner, run_packed
 from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """Consecutive tokens of one sequence."""
+class PlacedToken(NamedTuple):
+    """A token with its place in the cache."""
 
-    tokens: Sequence[int]
-    begin: int
-    """Position of the first token."""
-    slots: tuple[int, ...]
-    """Slots that store the keys and values; the first one is read."""
-    is_row: bool
-    """Whether logits are needed."""
-
-
-def cut_into_tiles(spans: Iterable[TokenSpan], size: int) -> Iterator[list[TokenSpan]]:
-    """Yield the spans in order, cut so that each tile but the last has ``size`` tokens."""
-    tile: list[TokenSpan] = []
-    room = size
-    for span in spans:
-        done = 0
-        while done < len(span.tokens):
-            own = span.tokens[done : done + room]
-            tile.append(replace(span, tokens=own, begin=span.begin + done))
-            done, room = done + len(own), room - len(own)
-            if not room:
-                yield tile
-                tile, room = [], size
-    if tile:
-        yield tile
+    token: int
+    position: int
+    slot: int
 
 
 class BatchInvariantRunner(ModelRunner):
@@ -77,43 +55,31 @@ class BatchInvariantRunner(ModelRunner):
         check_rows(model, self._size)
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
-        spans = [TokenSpan(one.tokens, one.begin, one.slots, False) for one in prefills if one.tokens]
-        spans += [TokenSpan(row.tokens, row.position, (slot,), True) for slot, row in enumerate(rows)]
-        spans = spans or [TokenSpan((0,), 0, (), False)]
-        num_slots = max((slot for span in spans for slot in span.slots), default=-1) + 1
-        self.make_room(max(span.begin + len(span.tokens) for span in spans), num_slots)
-        logits = [self._run_tile(tile) for tile in cut_into_tiles(spans, self._size)]
-        return torch.cat(logits) if len(logits) > 1 else logits[0]
+        slots = [len(rows), *(1 + max(one.slots, default=-1) for one in prefills)]
+        ends = [1, *(row.end for row in rows), *(one.begin + len(one.tokens) for one in prefills)]
+        self.make_room(max(ends), max(slots))
+        read = [placed for one in prefills for placed in _placed(one.tokens, one.begin, one.slots[0])]
+        drawn = [placed for slot, row in enumerate(rows) for placed in _placed(row.tokens, row.position, slot)]
+        logits = [self._run_tile(tile, kept=1)[:0] for tile in self._tiles(read)]
+        for one in prefills:
+            self.cache.copy(one.slots[0], one.slots[1:], one.begin + len(one.tokens))
+        logits += [self._run_tile(tile, kept=self._size)[: len(tile)] for tile in self._tiles(drawn)]
+        return torch.cat(logits) if logits else self._run_tile((), kept=1)[:0]
 
-    def _run_tile(self, spans: Sequence[TokenSpan]) -> Tensor:
-        """Return the logits (N, V) of the rows' tokens in one tile."""
-        tokens = [token for span in spans for token in span.tokens]
-        places = [span.begin + offset for span in spans for offset in range(len(span.tokens))]
-        read = [(span.slots or (0,))[0] for span in spans for _ in span.tokens]
-        num_tokens, longest, spare = len(tokens), max(places) + 1, self._size - len(tokens)
-        padded = [[*own, *own[-1:] * spare] for own in (tokens, places, read)]
-        ids, positions, slots = torch.tensor(padded, device=self._device)  # (T,) each
-        cached = self._places(spans, slots[:num_tokens], positions[:num_tokens])
-        is_dummy = not any(span.slots for span in spans)
-        tile = Tile(cached, num_tokens, longest, () if is_dummy else tuple(self._blocks(slots, positions, longest)))
-        num_rows = sum(len(span.tokens) for span in spans if span.is_row)
-        logits = run_packed(self._model, ids[None], positions[None], tile, kept=self._size if num_rows else 1)
-        return logits[num_tokens - num_rows : num_tokens] if num_rows else logits[:0]
+    def _tiles(self, tokens: Sequence[PlacedToken]) -> list[Sequence[PlacedToken]]:
+        return [tokens[begin : begin + self._size] for begin in range(0, len(tokens), self._size)]
 
-    def _places(self, spans: Sequence[TokenSpan], slots: Tensor, positions: Tensor) -> StepPlaces:
-        """Return the places of a tile's keys and values; prompts come before rows."""
-        segments, start = [], 0
-        for span in spans:
-            stop = start + len(span.tokens)
-            if not span.is_row:
-                segments.append(Segment(start, stop, span.slots, span.begin))
-            start = stop
-        num_prefill = segments[-1].stop if segments else 0
-        own = slice(num_prefill, None)
+    def _run_tile(self, tokens: Sequence[PlacedToken], *, kept: int) -> Tensor:
+        """Return the logits (kept, V) of the last ``kept`` tokens of a tile; the last token fills it up."""
+        last = tokens[-1] if tokens else PlacedToken(0, 0, 0)
+        padded = [*tokens, *[last] * (self._size - len(tokens))]
+        ids, positions, slots = torch.tensor(padded, device=self._device).T.contiguous()  # (T,) each
+        own, longest = slice(len(tokens)), 1 + max(token.position for token in padded)
         # Nothing is read by slots, so their lengths do not matter.
-        return self.cache.places(
-            Places(tuple(segments), num_prefill, slots[own], positions[own], start - num_prefill, (), 1)
-        )
+        cached = self.cache.places(Places((), 0, slots[own], positions[own], len(tokens), row_lengths=(), max_length=1))
+        blocks = tuple(self._blocks(slots, positions, longest)) if tokens else ()
+        tile = Tile(cached, len(tokens), longest, blocks)
+        return run_packed(self._model, ids[None], positions[None], tile, kept=kept)
 
     def _blocks(self, slots: Tensor, positions: Tensor, longest: int) -> Iterator[tuple[Tensor, Tensor]]:
         for begin in range(0, longest, INVARIANT_BLOCK):
@@ -121,6 +87,10 @@ class BatchInvariantRunner(ModelRunner):
             # Positions after a token's own may not exist; they are masked.
             existing = torch.minimum(read, positions[:, None])
             yield self.cache.indices(slots[:, None], existing), positions[:, None] - read
+
+
+def _placed(tokens: Sequence[int], begin: int, slot: int) -> list[PlacedToken]:
+    return [PlacedToken(token, begin + offset, slot) for offset, token in enumerate(tokens)]
 
 
 def check_invariant(model: nn.Module, *, is_collective: bool) -> None:

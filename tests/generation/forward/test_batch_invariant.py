@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
-from lightning_realloc.generation.forward.batch_invariant import TokenSpan, cut_into_tiles
 from tests.devices import DEVICES
 from tests.generation.test_engine import reference_greedy, reference_logprobs
 from tests.models import tiny_model
@@ -97,15 +94,3 @@ def test_matrices_that_round_rows_by_their_place_are_refused() -> None:
     model = tiny_model("llama", intermediate_size=33).double()
     with pytest.raises(GenerationError, match=r"\.down_proj with 33 input features in float64 does not; leave"):
         generate(model, [0])
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 9))
-def test_tiles_hold_all_tokens_in_order(lengths: list[int], size: int) -> None:
-    spans = [TokenSpan(range(length), 3 * number, (number,), bool(number % 2)) for number, length in enumerate(lengths)]
-    tiles = list(cut_into_tiles(spans, size))
-    assert [sum(len(span.tokens) for span in tile) for tile in tiles[:-1]] == [size] * (len(tiles) - 1)
-    assert 1 <= sum(len(span.tokens) for span in tiles[-1]) <= size
-    flat = [(span.slots, span.begin + place, token)
-            for tile in tiles for span in tile for place, token in enumerate(span.tokens)]  # fmt: skip
-    expected = [(span.slots, span.begin + place, token) for span in spans for place, token in enumerate(span.tokens)]
-    assert flat == expected
