@@ -25,7 +25,7 @@ from lightning_realloc.generation.core.sampling import SamplingParams, check_cou
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
 from lightning_realloc.generation.engine_parts import build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
-from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, check_invariant
+from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, TileGraphs, check_invariant
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
@@ -76,8 +76,8 @@ class GenerationEngine(SharingEngine):
         compile: Backend of ``torch.compile`` for the blocks of captured steps, such as ``"inductor"``: fewer kernels,
             and other rounding. Without effect where no step is captured. None: none.
         batch_invariant: Compute every token in forwards of the same shape, so that tokens and log-probabilities are the
-            same to the last bit in any batch, slots and chunks, and with any drafts. Slower; without graphs and packed
-            weights. Does not go with ``lockstep``, nor with mixtures of experts.
+            same to the last bit in any batch, slots and chunks, and with any drafts. Slower; weights are not packed.
+            Does not go with ``lockstep``, nor with mixtures of experts.
         clock: Returns the seconds by which drafts are planned and ``stats`` counted. On a shared machine
             ``time.process_time`` describes this process better.
         max_prefill_tokens: Most tokens that one step reads besides those of running samples; longer prompts take
@@ -142,10 +142,11 @@ class GenerationEngine(SharingEngine):
         self._version = 0
         self._check_stop_strings = StopStringCheck(tokenizer)
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
-        self._graphs = None
         self._is_invariant = batch_invariant
-        if cuda_graphs and lockstep is None and not batch_invariant and isinstance(self._cache, SlotCache):
-            self._graphs = StepGraphs(model, self._cache, compile=compile)
+        self._step_graphs: StepGraphs | None = None
+        self._tile_graphs: TileGraphs | None = None
+        if cuda_graphs and lockstep is None:
+            self._allow_graphs(compile)
         self._pack_weights = pack_weights and not batch_invariant
         self._decoding = build_decoding(
             model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=cuda_graphs and lockstep is None
@@ -154,6 +155,14 @@ class GenerationEngine(SharingEngine):
         if agree is None:
             self._check_agreement(peers)
         self._rebalancer = build_rebalancer(peers, agree=agree, clock=clock)
+
+    def _allow_graphs(self, compile: str | None) -> None:
+        """Let forwards be captured if the cache keeps its places."""
+        if isinstance(self._cache, SlotCache):
+            if self._is_invariant:
+                self._tile_graphs = TileGraphs(self._model, self._cache)
+            else:
+                self._step_graphs = StepGraphs(self._model, self._cache, compile=compile)
 
     @property
     def stats(self) -> GenerationStats:
@@ -179,8 +188,9 @@ class GenerationEngine(SharingEngine):
     def release(self) -> None:
         """Free the storage of cache and CUDA graphs; the next call allocates it again."""
         self._cache.release()
-        if self._graphs is not None:
-            self._graphs.release()
+        for graphs in (self._step_graphs, self._tile_graphs):
+            if graphs is not None:
+                graphs.release()
 
     @torch.no_grad()  # not inference_mode: its tensors break a later training forward under FSDP
     def generate(
@@ -270,9 +280,10 @@ class GenerationEngine(SharingEngine):
         )
 
     def _runner(self, *, num_slots: int, longest: int) -> ModelRunner:
+        model, cache = self._model, self._cache
         if self._is_invariant:
-            return BatchInvariantRunner(self._model, self._cache, num_slots=num_slots, longest=longest)
-        return ModelRunner(self._model, self._cache, num_slots=num_slots, longest=longest, graphs=self._graphs)
+            return BatchInvariantRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self._tile_graphs)
+        return ModelRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self._step_graphs)
 
     def _carry_out(self, run: GenerationRun, notifier: CompletionNotifier, requests: Requests) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""

@@ -83,13 +83,11 @@ class Tile:
     """
 
     cached: StepPlaces
-    num_tokens: int
-    """Tokens of the tile; what follows repeats the last one, and is not stored."""
     max_length: int
     """Largest position + 1."""
     blocks: Sequence[tuple[Tensor, Tensor]]
-    """For each block of positions, (T, block) indices in the cache, and each token's distance from them; none for a
-    dummy token."""
+    """For each block of positions, (T, block) indices in the cache, and each token's distance from them. Without blocks
+    it is a dummy, which neither stores nor reads."""
     attended: set[int] = field(default_factory=set, init=False)
     """Layers that have attended."""
 
@@ -97,9 +95,9 @@ class Tile:
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
     ) -> Tensor:
         """Store keys and values (T, H_kv, D) of a layer; return the output (T, H, D_v) of queries (T, H, D)."""
-        own = slice(self.num_tokens)
-        stored = self.cached.store(layer, keys[own], values[own])
-        if stored is None or not self.blocks:  # a dummy, which shows a bounded cache the layers' shapes
+        is_dummy = not self.blocks  # it shows a bounded cache the layers' shapes
+        stored = self.cached.store(layer, *(part[:0] if is_dummy else part for part in (keys, values)))
+        if stored is None or is_dummy:
             return queries.new_zeros(*queries.shape[:2], values.shape[-1])
         all_keys, all_values = (tensor.flatten(0, 1) for tensor in stored)
         with torch.autocast(queries.device.type, enabled=False):

@@ -11,7 +11,7 @@ the features of a layer are a multiple of 16. `check_rows` tries each product of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, Places
 from lightning_realloc.generation.forward.attention import Tile
+from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner, run_packed
 from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE
@@ -34,24 +35,63 @@ class PlacedToken(NamedTuple):
     slot: int
 
 
+class TileShape(NamedTuple):
+    """Shape of a tile's forward."""
+
+    length: int
+    """Positions that each token reads, in blocks."""
+    kept: int
+    """Tokens with logits."""
+
+
+class TileGraphs(CapturedForwards[TileShape]):
+    """Runs tiles by CUDA graphs where possible, with lengths rounded up to powers of two.
+
+    A shape is captured before its first use, so that all of its results come from the same launches.
+    """
+
+    def forward(self, tile: Tensor, shape: TileShape, forward: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return the logits (kept, V) of ``forward`` for a tile (3, T) on the host; None if no graph can run it."""
+        self.was_usual = True
+        if not self.is_active:
+            return None
+        self._follow_cache()
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self.was_usual = False
+            inputs = tile.to(next(self._model.parameters()).device)
+            graph = self._capture(shape, inputs, lambda: forward(inputs), num_logits=shape.kept)
+            self._num_allocations = self._cache.num_allocations  # the first run of all allocates it
+        if graph is None:
+            return None
+        graph.inputs.copy_(tile)
+        graph.replay()
+        return graph.logits.clone()
+
+
 class BatchInvariantRunner(ModelRunner):
     """Runs a model so that each token's logits depend on its sequence alone; see the module.
 
-    It takes no graphs, and does not suit collective forwards, as ranks have different numbers of tiles.
+    It does not suit collective forwards, as ranks have different numbers of tiles.
 
     Args:
         model: Model to run.
         cache: Its keys and values.
         num_slots: Number of slots.
         longest: Most positions that a slot will ever need.
+        graphs: Replay tiles; None: never.
 
     Raises:
         GenerationError: if a product of the model rounds a row by its place.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int) -> None:
+    def __init__(
+        self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int, graphs: TileGraphs | None = None
+    ) -> None:
         super().__init__(model, cache, num_slots=num_slots, longest=longest)
+        self._captured = self._tile_graphs = graphs if graphs is not None and graphs.begin() else None
         self._size = INVARIANT_TILE.get(self._device.type, INVARIANT_TILE["default"])
+        self._window = getattr(getattr(model, "config", None), "sliding_window", None)
         check_rows(model, self._size)
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
@@ -64,22 +104,41 @@ class BatchInvariantRunner(ModelRunner):
         for one in prefills:
             self.cache.copy(one.slots[0], one.slots[1:], one.begin + len(one.tokens))
         logits += [self._run_tile(tile, kept=self._size)[: len(tile)] for tile in self._tiles(drawn)]
-        return torch.cat(logits) if logits else self._run_tile((), kept=1)[:0]
+        return torch.cat(logits) if logits else self._run_dummy()
 
     def _tiles(self, tokens: Sequence[PlacedToken]) -> list[Sequence[PlacedToken]]:
         return [tokens[begin : begin + self._size] for begin in range(0, len(tokens), self._size)]
 
     def _run_tile(self, tokens: Sequence[PlacedToken], *, kept: int) -> Tensor:
-        """Return the logits (kept, V) of the last ``kept`` tokens of a tile; the last token fills it up."""
-        last = tokens[-1] if tokens else PlacedToken(0, 0, 0)
-        padded = [*tokens, *[last] * (self._size - len(tokens))]
-        ids, positions, slots = torch.tensor(padded, device=self._device).T.contiguous()  # (T,) each
-        own, longest = slice(len(tokens)), 1 + max(token.position for token in padded)
-        # Nothing is read by slots, so their lengths do not matter.
-        cached = self.cache.places(Places((), 0, slots[own], positions[own], len(tokens), row_lengths=(), max_length=1))
-        blocks = tuple(self._blocks(slots, positions, longest)) if tokens else ()
-        tile = Tile(cached, len(tokens), longest, blocks)
-        return run_packed(self._model, ids[None], positions[None], tile, kept=kept)
+        """Return the logits (kept, V) of the last ``kept`` tokens of a tile, which the last of ``tokens`` fills up."""
+        filled = [*tokens, *[tokens[-1]] * (self._size - len(tokens))]
+        tile = torch.tensor(filled).T.contiguous()  # (3, T)
+        longest = 1 + max(token.position for token in tokens)
+        if self._tile_graphs is not None:
+            shape = TileShape(self._rounded(longest), kept)
+            replayed = self._tile_graphs.forward(tile, shape, lambda placed: self._forward(placed, *shape))
+            if replayed is not None:
+                return replayed
+        return self._forward(tile.to(self._device), longest, kept)
+
+    def _rounded(self, longest: int) -> int:
+        """Return a length that few graphs serve."""
+        length = INVARIANT_BLOCK << ((longest - 1) // INVARIANT_BLOCK).bit_length()
+        # Attention refuses some models beyond their window.
+        return min(length, self._window) if self._window and longest <= self._window else length
+
+    def _forward(self, tile: Tensor, longest: int, kept: int) -> Tensor:
+        ids, positions, slots = tile
+        # Nothing is read by slots, so their lengths do not matter. The last token may be stored several times.
+        cached = self.cache.places(Places((), 0, slots, positions, self._size, row_lengths=(), max_length=1))
+        step = Tile(cached, longest, tuple(self._blocks(slots, positions, longest)))
+        return run_packed(self._model, ids[None], positions[None], step, kept=kept)
+
+    def _run_dummy(self) -> Tensor:
+        """Return no logits after a forward that reads and stores nothing."""
+        none = torch.zeros(self._size, dtype=torch.long, device=self._device)
+        cached = self.cache.places(Places((), 0, none[:0], none[:0], 0, row_lengths=(), max_length=1))
+        return run_packed(self._model, none[None], none[None], Tile(cached, 1, ()), kept=1)[:0]
 
     def _blocks(self, slots: Tensor, positions: Tensor, longest: int) -> Iterator[tuple[Tensor, Tensor]]:
         for begin in range(0, longest, INVARIANT_BLOCK):

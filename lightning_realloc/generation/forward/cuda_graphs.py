@@ -11,11 +11,11 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,21 +66,23 @@ class StepShape(NamedTuple):
         return is_larger and detour <= _MOST_DETOUR and self.length <= 2 * other.length
 
 
+ShapeT = TypeVar("ShapeT", bound=Hashable)
+
+
 @dataclass(slots=True)
-class _Graph:
-    shape: StepShape
+class Graph(Generic[ShapeT]):
+    """A captured forward."""
+
+    shape: ShapeT
     inputs: Tensor
-    """(3, rows * width): token ids, their positions, and their indices in the cache."""
+    """(3, tokens): token ids, their positions, and their places in the cache."""
     logits: Tensor
-    """(rows * width, V)."""
+    """(tokens, V)."""
     replay: Callable[[], None]
 
 
-class StepGraphs:
-    """Runs steps that read no prompts by CUDA graphs where possible.
-
-    Capturing takes as long as two or three steps without a graph. So a shape is captured in its second step; if the
-    graph of a larger shape covers it, later.
+class CapturedForwards(Generic[ShapeT]):
+    """Captures forwards by their shape, for as long as weights and cache stay where they are.
 
     Args:
         model: Model to capture.
@@ -107,17 +109,16 @@ class StepGraphs:
         self._compile = compile
         self.seconds_setting_up = 0.0
         """Seconds of compiling and capturing so far."""
-        self._graphs: dict[StepShape, _Graph] = {}
-        self._num_steps: Counter[StepShape] = Counter()
+        self._graphs: dict[ShapeT, Graph[ShapeT]] = {}
+        self._num_runs: Counter[ShapeT] = Counter()
         self._is_possible = True
         self._model_state: tuple[object, ...] = ()
         self._num_allocations = 0
-        self._set_up: set[StepShape] = set()
+        self._set_up: set[ShapeT] = set()
         """Shapes that ran once before their capture, with the weights' current dtypes."""
         self._dtypes: set[torch.dtype] = set()
         self._logits = torch.empty(0)
         """(tokens, V) logits of all graphs: only the last step's are read."""
-        self._window = getattr(getattr(model, "config", None), "sliding_window", None)
         self.is_active = False
         """Whether steps of this generation are captured."""
         self.was_usual = True
@@ -145,7 +146,7 @@ class StepGraphs:
         The way a step runs affects the rounding of its logits, so nothing stays that a resumed process would not have.
         """
         self._drop_graphs()
-        self._num_steps.clear()
+        self._num_runs.clear()
         self._logits = self._logits[:0].clone()
         self._model_state = ()
 
@@ -160,60 +161,25 @@ class StepGraphs:
             self._dtypes = dtypes
             self._set_up.clear()
 
-    def forward(self, rows: Sequence[DecodeRow], max_length: int) -> Tensor | None:
-        """Return the logits (N, V) of the rows' tokens, valid until the next call; None if no graph ran.
-
-        The cache has room for one position more than ``max_length``, the rows' largest.
-        """
-        self.was_usual = True
-        shape = self._shape_of(rows, max_length) if self.is_active and rows else None
-        if shape is None:
-            return None
+    def _follow_cache(self) -> None:
+        """Drop all graphs if the cache has moved."""
         if self._cache.num_allocations != self._num_allocations:
             self._drop_graphs()
             self._num_allocations = self._cache.num_allocations
-        self._num_steps[shape] += 1
-        graph = self._graph_for(shape)
-        self.was_usual = graph is not None
-        if graph is None and self._num_steps[shape] > 1:
-            graph = self._capture(shape)
-        if graph is None:
-            return None
-        graph.inputs.copy_(torch.tensor(filled_up(rows, graph.shape, self._cache.capacity)))
-        graph.replay()
-        return _without_filling(graph.logits, rows, graph.shape.width)
 
-    def _graph_for(self, shape: StepShape) -> _Graph | None:
-        """Return the graph of a shape, or for a rare shape that of a larger one; None if there is none."""
-        graph = self._graphs.get(shape)
-        if graph is None and self._num_steps[shape] < _OFTEN:
-            larger = (other for other in self._graphs.values() if other.shape.covers(shape))
-            graph = min(larger, key=lambda other: other.shape.num_tokens * other.shape.length, default=None)
-        return graph
+    def _capture(
+        self, shape: ShapeT, inputs: Tensor, forward: Callable[[], Tensor], *, num_logits: int
+    ) -> Graph[ShapeT] | None:
+        """Return a new graph of this shape; None if the model's forward cannot be captured.
 
-    def _shape_of(self, rows: Sequence[DecodeRow], max_length: int) -> StepShape | None:
-        width = max(len(row.tokens) for row in rows)
-        num_rows = min(rounded_up(len(rows), _ROWS_PER_OCTAVE), self._cache.num_slots)
-        length = rounded_up(max(max_length, _LEAST_LENGTH), _LENGTHS_PER_OCTAVE)
-        if self._window and max_length <= self._window:
-            length = min(length, self._window)  # attention refuses some models beyond it
-        shape = StepShape(num_rows, width, min(length, self._cache.capacity))
-        return shape if shape.num_tokens <= MAX_CAPTURED_TOKENS else None
-
-    def _capture(self, shape: StepShape) -> _Graph | None:
-        """Return a new graph of this shape; None if the model's forward cannot be captured."""
+        Args:
+            shape: Shape of the forward.
+            inputs: (3, tokens) that the forward reads.
+            forward: Returns the logits.
+            num_logits: Rows of the logits.
+        """
         while len(self._graphs) >= _MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
-        device = next(self._model.parameters()).device
-        inputs = torch.tensor(filled_up((), shape, self._cache.capacity), device=device)
-        ids, positions, places = inputs[:, None]
-
-        def forward() -> Tensor:
-            cached = SlotPlaces(self._cache, places[0], num_rows=shape.rows, attended_length=shape.length)
-            counts, lengths = [shape.width] * shape.rows, [shape.length] * shape.rows
-            step = PackedStep(cached, positions[0], counts, lengths, shape.length)
-            return run_packed(self._model, ids, positions, step, kept=shape.num_tokens)
-
         begin = time.perf_counter()
         if shape not in self._set_up:
             # The first run sets up state such as a product's workspace, which must not be part of the graph.
@@ -221,7 +187,7 @@ class StepGraphs:
             made = self._first_run(forward)
             if (made.shape[1:], made.dtype) != (self._logits.shape[1:], self._logits.dtype):
                 self._logits = made[:0].clone()
-        logits = self._room_for(shape.num_tokens)
+        logits = self._room_for(num_logits)
 
         def write_logits() -> None:
             logits.copy_(forward())
@@ -229,7 +195,7 @@ class StepGraphs:
         self._record = self._record or (self._make_record or _CudaRecord)()
         try:
             with compiled_blocks(self._model, self._compile, attention=IMPLEMENTATION):
-                graph = _Graph(shape, inputs, logits, self._record(write_logits))
+                graph = Graph(shape, inputs, logits, self._record(write_logits))
         except RuntimeError as error:
             self._is_possible = self.is_active = False
             self.release()
@@ -265,6 +231,66 @@ class StepGraphs:
         if len(self._logits) < num_tokens:
             self._logits = self._logits.new_empty(num_tokens, *self._logits.shape[1:])
         return self._logits[:num_tokens]
+
+
+class StepGraphs(CapturedForwards[StepShape]):
+    """Runs steps that read no prompts by CUDA graphs where possible.
+
+    Capturing takes as long as two or three steps without a graph. So a shape is captured in its second step; if the
+    graph of a larger shape covers it, later.
+    """
+
+    def forward(self, rows: Sequence[DecodeRow], max_length: int) -> Tensor | None:
+        """Return the logits (N, V) of the rows' tokens, valid until the next call; None if no graph ran.
+
+        The cache has room for one position more than ``max_length``, the rows' largest.
+        """
+        self.was_usual = True
+        shape = self._shape_of(rows, max_length) if self.is_active and rows else None
+        if shape is None:
+            return None
+        self._follow_cache()
+        self._num_runs[shape] += 1
+        graph = self._graph_for(shape)
+        self.was_usual = graph is not None
+        if graph is None and self._num_runs[shape] > 1:
+            graph = self._capture_step(shape)
+        if graph is None:
+            return None
+        graph.inputs.copy_(torch.tensor(filled_up(rows, graph.shape, self._cache.capacity)))
+        graph.replay()
+        return _without_filling(graph.logits, rows, graph.shape.width)
+
+    def _graph_for(self, shape: StepShape) -> Graph[StepShape] | None:
+        """Return the graph of a shape, or for a rare shape that of a larger one; None if there is none."""
+        graph = self._graphs.get(shape)
+        if graph is None and self._num_runs[shape] < _OFTEN:
+            larger = (other for other in self._graphs.values() if other.shape.covers(shape))
+            graph = min(larger, key=lambda other: other.shape.num_tokens * other.shape.length, default=None)
+        return graph
+
+    def _shape_of(self, rows: Sequence[DecodeRow], max_length: int) -> StepShape | None:
+        width = max(len(row.tokens) for row in rows)
+        num_rows = min(rounded_up(len(rows), _ROWS_PER_OCTAVE), self._cache.num_slots)
+        length = rounded_up(max(max_length, _LEAST_LENGTH), _LENGTHS_PER_OCTAVE)
+        window = getattr(getattr(self._model, "config", None), "sliding_window", None)
+        if window and max_length <= window:
+            length = min(length, window)  # attention refuses some models beyond it
+        shape = StepShape(num_rows, width, min(length, self._cache.capacity))
+        return shape if shape.num_tokens <= MAX_CAPTURED_TOKENS else None
+
+    def _capture_step(self, shape: StepShape) -> Graph[StepShape] | None:
+        device = next(self._model.parameters()).device
+        inputs = torch.tensor(filled_up((), shape, self._cache.capacity), device=device)
+        ids, positions, places = inputs[:, None]
+
+        def forward() -> Tensor:
+            cached = SlotPlaces(self._cache, places[0], num_rows=shape.rows, attended_length=shape.length)
+            counts, lengths = [shape.width] * shape.rows, [shape.length] * shape.rows
+            step = PackedStep(cached, positions[0], counts, lengths, shape.length)
+            return run_packed(self._model, ids, positions, step, kept=shape.num_tokens)
+
+        return self._capture(shape, inputs, forward, num_logits=shape.num_tokens)
 
 
 class _CudaRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from lightning_realloc.generation.forward.attention import STEP_ARGUMENT, StepAr
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep, PrefillChunk, segments_of
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
+    from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
 
 
 class ModelRunner:
@@ -39,16 +39,17 @@ class ModelRunner:
         self._num_slots = num_slots
         self._longest = longest
         self._graphs = graphs if graphs is not None and graphs.begin() else None
+        self._captured: CapturedForwards[Any] | None = self._graphs
 
     @property
     def replays_steps(self) -> bool:
         """Whether most steps that read no prompts are CUDA graphs."""
-        return self._graphs is not None and self._graphs.is_active
+        return self._captured is not None and self._captured.is_active
 
     @property
     def was_usual(self) -> bool:
         """Whether the last forward took as long as later ones of its size: no graph was captured or is due."""
-        return self._graphs is None or self._graphs.was_usual
+        return self._captured is None or self._captured.was_usual
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, row by row; row i belongs to slot i.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,10 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation import engine as engine_module
+from lightning_realloc.generation.forward.batch_invariant import TileGraphs
 from tests.devices import DEVICES
+from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.generation.test_engine import reference_greedy, reference_logprobs
 from tests.models import tiny_model
 
@@ -70,6 +75,17 @@ def test_tokens_are_those_of_the_models_own_generate(family: str) -> None:
         prompt = prompts_of(64)[number]
         assert list(tokens) == reference_greedy(model, prompt)
         torch.testing.assert_close(torch.tensor(logprobs).double(), reference_logprobs(model, prompt, tokens))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_replayed_tiles_give_the_same_bits_by_few_graphs(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model, long = tiny_model(family), replace(PARAMS, max_new_tokens=90)
+    expected = generate(model, range(20), long)
+    recorder = Recorder()
+    graphs = partial(TileGraphs, make_record=lambda: recorder, device_type="cpu")
+    monkeypatch.setattr(engine_module, "TileGraphs", graphs)
+    assert generate(model, range(20), long) == expected
+    assert recorder.num_replayed > 100 > 20 > recorder.num_captured > 0
 
 
 def test_pages_and_shared_prompts_change_no_bit() -> None:

@@ -322,8 +322,8 @@ def test_cuda_graphs_draw_the_same_tokens_and_follow_the_weights(drafter: str | 
         plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
         for _ in range(2):
             assert tokens_of(generate(engine)) == tokens_of(plain), change
-    assert engine._graphs is not None
-    assert engine._graphs._graphs
+    assert engine._step_graphs is not None
+    assert engine._step_graphs._graphs
 
 
 @pytest.mark.gpu
