@@ -24,7 +24,9 @@ from lightning_realloc.generation import Completion, GenerationEngine, SamplingP
 
 SMOL = Shape(576, 1536, 30, 9, 64, tied=True, num_kv_heads=3, vocabulary=49152, max_length=2048)
 TOKENS = 32
-"""Tokens of each prompt and of each response."""
+"""Tokens of each response, and of each prompt but the long ones."""
+LONG = 512
+"""Tokens of a long prompt."""
 BATCHES = (32, 8, 1)
 GROUPS = (1, 7)
 """Sizes of the batches whose responses are compared with those of the largest batch."""
@@ -50,11 +52,16 @@ def measure_batch_invariant(setting: Setting, recorder: Recorder) -> None:
 
 
 def compare(
-    model: PreTrainedModel, batch: int, *, repeats: int, clock: Callable[[], float] = time.process_time
+    model: PreTrainedModel,
+    batch: int,
+    prompt_tokens: int = TOKENS,
+    *,
+    repeats: int = 1,
+    clock: Callable[[], float] = time.process_time,
 ) -> tuple[float, float]:
     """Return the least seconds of a batch without ``batch_invariant``, and how many times as long it takes with it."""
     engines = {is_invariant: GenerationEngine(model, batch_invariant=is_invariant) for is_invariant in (False, True)}
-    arms = {str(key): partial(run, engine, range(batch)) for key, engine in engines.items()}
+    arms = {str(key): partial(run, engine, range(batch), prompt_tokens) for key, engine in engines.items()}
     if model.device.type == "cuda":
         for _ in range(2):  # the second call captures graphs
             arms["False"]()
@@ -64,9 +71,10 @@ def compare(
     return min(seconds["False"]), paired_ratio(seconds["True"], seconds["False"])
 
 
-def run(engine: GenerationEngine, numbers: Sequence[int]) -> list[Completion]:
+def run(engine: GenerationEngine, numbers: Sequence[int], prompt_tokens: int = TOKENS) -> list[Completion]:
     """Return the responses of the samples with these numbers."""
-    prompts = torch.randint(3, 512, (max(BATCHES), TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 512, (max(BATCHES), prompt_tokens), generator=generator).tolist()
     params = SamplingParams(max_new_tokens=TOKENS, seed=1, ignore_eos=True)
     return engine.generate([prompts[number] for number in numbers], params, sample_ids=list(numbers))
 
@@ -99,13 +107,12 @@ def main(arguments: list[str] | None = None) -> int:
     report = BenchmarkReport("batch_invariant", settings={"compared responses": num_compared}, group_by="dtype")
     for dtype in (torch.float32, torch.bfloat16):
         name, model = str(dtype).removeprefix("torch."), build_llama(SMOL, torch.device("cpu"), dtype)
+        for batch, prompt_tokens in [*((batch, TOKENS) for batch in BATCHES), (8, LONG)]:
+            seconds, price = compare(model, batch, prompt_tokens, repeats=options.repeats if batch == 1 else 1)
+            tokens_per_s = batch * TOKENS / seconds
+            report.add_row(dtype=name, batch=batch, prompt=prompt_tokens, plain_tokens_per_s=tokens_per_s, price=price)
         changed = count_changed(model)
-        for batch in BATCHES:
-            seconds, price = compare(model, batch, repeats=options.repeats if batch == 1 else 1)
-            report.add_row(
-                dtype=name, batch=batch, plain_tokens_per_s=batch * TOKENS / seconds, price=price,
-                changed_plain=changed[False], changed_invariant=changed[True],
-            )  # fmt: skip
+        report.settings[f"responses that changed in {name}, without and with"] = list(changed.values())
         report.require_at_most(f"{name}: responses that changed", changed[True], 0)
     return report.finish(options)
 

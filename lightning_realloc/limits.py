@@ -36,7 +36,7 @@ MAX_CAPTURED_TOKENS = 512
 busy for longer than launching takes."""
 INVARIANT_TILE = {"cpu": 16, "default": 64}
 """Tokens of every forward under ``batch_invariant``, by device type. More: prompts are read faster, and a step of few
-samples takes longer. On a GPU 64 tokens take as long as one."""
+samples takes longer. Reading a GPU's weights takes longer than computing 64 tokens."""
 INVARIANT_BLOCK = 64
 """Positions that attention reads at a time there. More: fewer and larger reads, and more unused ones."""
 TILED_ROWS_PER_WIDTH = 2

@@ -85,6 +85,8 @@ class SuggestsSettings:
     __slots__ = ()
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
     """Other libraries' names for settings -> ours."""
+    setting_groups: ClassVar[Mapping[str, type]] = {}
+    """Setting -> class of the group of settings that it takes."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Check the settings, before Python refuses unknown ones without a hint."""
@@ -144,6 +146,9 @@ def _meant_by(name: str, cls: type) -> str:
     hints: Mapping[str, str] = getattr(cls, "names_elsewhere", {})
     if name in hints:
         return f"here it is {hints[name]}"
+    for group, kind in getattr(cls, "setting_groups", {}).items():
+        if group in settings_of(cls) and name in settings_of(kind):
+            return f"it belongs to {group}={kind.__name__}({name}=...)"
     known = sorted(settings_of(cls))
     alike = get_close_matches(name, known, n=1)
     return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(known)}"

@@ -21,7 +21,7 @@ from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.model_config import check_loaded, check_supported, length_bounds, vocabulary_of
 from lightning_realloc.generation.core.sample import Completion, Sample, Tokenizer
-from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
+from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
 from lightning_realloc.generation.engine_parts import build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
@@ -75,9 +75,9 @@ class GenerationEngine(SharingEngine):
             models that cannot be captured; a warning names those.
         compile: Backend of ``torch.compile`` for the blocks of captured steps, such as ``"inductor"``: fewer kernels,
             and other rounding. Without effect where no step is captured. None: none.
-        batch_invariant: Compute every token in forwards of the same shape, so that tokens and log-probabilities are the
-            same to the last bit in any batch, slots and chunks, and with any drafts. Slower; weights are not packed.
-            Does not go with ``lockstep``, nor with mixtures of experts.
+        batch_invariant: Compute every token in forwards of the same shape. A sample's tokens and log-probabilities then
+            have the same bits whatever else is generated, in whatever slots and chunks, and with any drafts that must
+            match. Slower; weights are not packed. Does not go with ``lockstep``, nor with mixtures of experts.
         clock: Returns the seconds by which drafts are planned and ``stats`` counted. On a shared machine
             ``time.process_time`` describes this process better.
         max_prefill_tokens: Most tokens that one step reads besides those of running samples; longer prompts take
@@ -126,10 +126,11 @@ class GenerationEngine(SharingEngine):
         check_counts(max_slots=max_slots, max_prefill_tokens=max_prefill_tokens)
         check_counts(optional=True, max_length=max_length)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
+        check_kind("batch_invariant", batch_invariant, bool, "True or False")
         check_tokenizer(tokenizer)
         check_parts(speculation, drafter, peers, lockstep, poll_weights)
         if batch_invariant:
-            check_invariant(model, is_collective=lockstep is not None)
+            check_invariant(model, is_collective=lockstep is not None, compile=compile)
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots

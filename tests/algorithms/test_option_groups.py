@@ -190,7 +190,7 @@ def test_options_of_the_native_engine_are_refused_where_they_would_not_hold() ->
     with pytest.raises(ConfigError, match="batch_invariant=True captures no steps that compile='inductor' could"):
         GenerationOptions(batch_invariant=True, compile="inductor")
     for engine in ("hf", "vllm"):
-        with pytest.raises(ConfigError, match=f"engine='{engine}' rounds by its own batches"):
+        with pytest.raises(ConfigError, match=f"engine='{engine}' gives a response other bits in another"):
             GenerationOptions(batch_invariant=True, engine=engine)
         with pytest.raises(ConfigError, match=f"engine='{engine}' manages its cache itself, so free_cache=False"):
             GenerationOptions(free_cache=False, engine=engine)

@@ -51,9 +51,9 @@ class GenerationOptions:
     ``"inductor"``: fewer kernels, other rounding, and the seconds of one compilation. None: none. Without effect on
     CPU."""
     batch_invariant: bool = False
-    """Whether tokens and log-probabilities are the same to the last bit in any batch, slots and chunks, and with any
-    drafts. Every forward then has one fixed shape, which is slower. Needs layouts with ``fsdp=1``, and a model without
-    experts."""
+    """Whether a sample's tokens and log-probabilities have the same bits whatever else is generated, in whatever slots
+    and chunks, and with any drafts that must match. Every forward then has one shape, which is slower. Needs layouts
+    with ``fsdp=1``, and a model without experts."""
     rollout_budget: RolloutBudget | None = None
     """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 
@@ -102,8 +102,8 @@ class GenerationOptions:
             )
         if self.batch_invariant:
             raise ConfigError(
-                f"engine={self.engine!r} rounds by its own batches, and batch_invariant=True asks for none; leave "
-                f"batch_invariant out, or use engine='native'"
+                f"engine={self.engine!r} gives a response other bits in another batch, which batch_invariant=True "
+                f"rules out; leave batch_invariant out, or use engine='native'"
             )
         if self.speculation is not None:
             raise ConfigError(f"engine={self.engine!r} does not draft; leave speculation out, or use engine='native'")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from lightning.pytorch import Callback
@@ -116,6 +116,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     """
 
     names_elsewhere = ALGORITHM_HINTS
+    setting_groups: ClassVar[Mapping[str, type]] = {"generation": GenerationOptions, "train_options": TrainOptions}
     _tokenizer: PreTrainedTokenizerBase | None
     optional_roles: tuple[str, ...] = ()
     """Roles that :meth:`roles` may leave out; their calls are then left out, too."""

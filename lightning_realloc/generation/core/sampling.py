@@ -192,11 +192,18 @@ def sample_tokens(
     if forbidden is None and repeated is None:
         probabilities = torch.softmax(scaled, -1, dtype=torch.float32, out=scratch.take("probabilities", scaled))
         tokens = _draw(probabilities, uniforms, params)
-        return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
+        return tokens, _log_of(probabilities, tokens)
     # Mask before the softmax: float32 may round the remaining tokens' probabilities to 0.
     drawn_from = _changed(scaled, params, forbidden, repeated)
-    tokens = _draw(torch.softmax(drawn_from, -1, dtype=torch.float32), uniforms, params)
-    return tokens, _logprobs_of(scaled, tokens)
+    probabilities = torch.softmax(drawn_from, -1, dtype=torch.float32)
+    tokens = _draw(probabilities, uniforms, params)
+    logprobs = _logprobs_of(scaled, tokens)
+    if forbidden is not None and repeated is None:
+        # Other rows keep the bits that they have without this one.
+        is_free = torch.ones_like(tokens, dtype=torch.bool)
+        is_free[torch.as_tensor(forbidden[0], device=tokens.device)] = False
+        logprobs = torch.where(is_free, _log_of(probabilities, tokens), logprobs)
+    return tokens, logprobs
 
 
 def sampling_logprobs(logits: Tensor, tokens: Tensor, params: SamplingParams) -> Tensor:
@@ -258,6 +265,11 @@ def _penalized(logits: Tensor, repeated: Repeated, penalty: float) -> Tensor:
     values = logits[rows, tokens].float()
     values = torch.where(values < 0, values * penalty, values / penalty)
     return logits.float().index_put((rows, tokens), values)
+
+
+def _log_of(probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """Return the logarithm (B,) of each row's token; in float64, since float32 rounds by the place in the batch."""
+    return probabilities.gather(1, tokens[:, None])[:, 0].double().log().float()
 
 
 def _logprobs_of(scaled: Tensor, tokens: Tensor) -> Tensor:

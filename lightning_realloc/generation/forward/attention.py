@@ -90,6 +90,7 @@ class Tile:
     it is a dummy, which neither stores nor reads."""
     attended: set[int] = field(default_factory=set, init=False)
     """Layers that have attended."""
+    _hidden: dict[int | None, list[Tensor]] = field(default_factory=dict, init=False)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
@@ -115,11 +116,11 @@ class Tile:
             highest = scores.sinks.to(exact).view(1, groups, -1, 1).expand_as(highest)
             total = torch.ones_like(total)
         output = by_group.new_zeros(*by_group.shape[:3], values.shape[-1])
-        for places, distance in self.blocks:
+        for (places, _), hidden in zip(self.blocks, self._hidden_positions(window), strict=True):
             own = by_group @ keys[places].permute(0, 2, 3, 1).to(exact)
             if scores.softcap is not None:
                 own = scores.softcap * torch.tanh(own / scores.softcap)
-            own = own.masked_fill(~is_visible(distance, window)[:, None, None], float("-inf"))
+            own = own.masked_fill(hidden, float("-inf"))
             raised = torch.maximum(highest, own.amax(-1, keepdim=True))
             shift = raised.masked_fill(raised == float("-inf"), 0.0)  # nothing was visible yet
             weights, kept = (own - shift).exp(), (highest - shift).exp()
@@ -127,6 +128,12 @@ class Tile:
             output = output * kept + weights @ values[places].permute(0, 2, 1, 3).to(exact)
             highest = raised
         return (output / total).to(values.dtype).reshape(count, heads, -1)
+
+    def _hidden_positions(self, window: int | None) -> list[Tensor]:
+        """Return where each block's positions are hidden from the tokens (T, 1, 1, block), made once per forward."""
+        if window not in self._hidden:
+            self._hidden[window] = [~is_visible(distance, window)[:, None, None] for _, distance in self.blocks]
+        return self._hidden[window]
 
 
 @contextmanager

@@ -1,30 +1,37 @@
 """Forwards whose results do not depend, to the last bit, on the other tokens that are computed with them.
 
 The shape of a product decides the order in which a kernel adds, and so how a result rounds. So every forward here has
-the same shape: a tile with a fixed number of tokens, the last one repeated where there are fewer. Each token attends to
-its sequence in blocks of a fixed number of positions, one after the other. Blocks after a token change nothing about
-it: they add exact zeros.
+the same shape: a tile with a fixed number of tokens, the last token repeated where there are fewer. Each token attends
+to its sequence in blocks of a fixed number of positions, one after the other. Blocks after a token add exact zeros.
 
-A row of a product must not depend on its place in the tile either. It does not where rows are aligned: on CPU, where
-the features of a layer are a multiple of 16. `check_rows` tries each product of a model.
+Nor must a token's place in its tile matter. CPU kernels compute 16 values at a time, and what is left over in another
+way. So sizes must be multiples of 16, and no more threads are used than divide all values at such multiples. The first
+token of a call is tried in all places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, Places
+from lightning_realloc.generation.core.model_config import text_config_of
 from lightning_realloc.generation.forward.attention import Tile
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner, run_packed
 from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE
+from lightning_realloc.tuning.shapes.experts import declared_experts
+
+_VECTOR = 16
+"""Values that a CPU kernel computes at a time, at most."""
+_GRAIN = 32768
+"""Values from which on torch gives an elementwise function to one more thread."""
 
 
 class PlacedToken(NamedTuple):
@@ -92,7 +99,12 @@ class BatchInvariantRunner(ModelRunner):
         self._captured = self._tile_graphs = graphs if graphs is not None and graphs.begin() else None
         self._size = INVARIANT_TILE.get(self._device.type, INVARIANT_TILE["default"])
         self._window = getattr(getattr(model, "config", None), "sliding_window", None)
-        check_rows(model, self._size)
+        self._is_tried = False
+        self._threads = torch.get_num_threads()
+        if self._device.type == "cpu":
+            heads = int(getattr(text_config_of(model), "num_attention_heads", 1))
+            widths = {size for _, size in _sizes(model)} | {heads * INVARIANT_BLOCK}
+            self._threads = fitting_threads(widths, self._size, self._threads)
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
         slots = [len(rows), *(1 + max(one.slots, default=-1) for one in prefills)]
@@ -100,6 +112,9 @@ class BatchInvariantRunner(ModelRunner):
         self.make_room(max(ends), max(slots))
         read = [placed for one in prefills for placed in _placed(one.tokens, one.begin, one.slots[0])]
         drawn = [placed for slot, row in enumerate(rows) for placed in _placed(row.tokens, row.position, slot)]
+        if not self._is_tried and (read or drawn):
+            self._is_tried = True
+            self._try_places((read or drawn)[0])
         logits = [self._run_tile(tile, kept=1)[:0] for tile in self._tiles(read)]
         for one in prefills:
             self.cache.copy(one.slots[0], one.slots[1:], one.begin + len(one.tokens))
@@ -132,7 +147,19 @@ class BatchInvariantRunner(ModelRunner):
         # Nothing is read by slots, so their lengths do not matter. The last token may be stored several times.
         cached = self.cache.places(Places((), 0, slots, positions, self._size, row_lengths=(), max_length=1))
         step = Tile(cached, longest, tuple(self._blocks(slots, positions, longest)))
-        return run_packed(self._model, ids[None], positions[None], step, kept=kept)
+        with _threads(self._threads):
+            return run_packed(self._model, ids[None], positions[None], step, kept=kept)
+
+    def _try_places(self, token: PlacedToken) -> None:
+        """Raise GenerationError if a token has other bits in another place of a tile."""
+        tile = torch.tensor([token] * self._size).T.contiguous().to(self._device)
+        bits = self._forward(tile, token.position + 1, self._size).contiguous().view(torch.uint8)
+        if not torch.equal(bits, bits[:1].expand_as(bits)):
+            raise GenerationError(
+                f"batch_invariant=True needs kernels that compute a token alike in each place, and "
+                f"{type(self._model).__name__} on {self._device} gets other bits in another place; leave "
+                "batch_invariant out"
+            )
 
     def _run_dummy(self) -> Tensor:
         """Return no logits after a forward that reads and stores nothing."""
@@ -152,36 +179,60 @@ def _placed(tokens: Sequence[int], begin: int, slot: int) -> list[PlacedToken]:
     return [PlacedToken(token, begin + offset, slot) for offset, token in enumerate(tokens)]
 
 
-def check_invariant(model: nn.Module, *, is_collective: bool) -> None:
-    """Raise GenerationError for models whose products have other shapes in another batch."""
+def check_invariant(model: nn.Module, *, is_collective: bool, compile: str | None) -> None:
+    """Raise GenerationError for models and settings under which other tokens of a batch change a result."""
+    if compile is not None:
+        raise GenerationError(f"batch_invariant=True compiles no blocks; leave compile={compile!r} out")
     if is_collective:
         raise GenerationError(
             "batch_invariant=True needs other numbers of forwards on each rank, and this layout's forwards are "
             "collective; generate in a layout with fsdp=1"
         )
-    experts = next((type(module).__name__ for module in model.modules() if hasattr(module, "_apply_gate")), None)
-    if experts is not None:
+    if declared_experts(text_config_of(model)):
         raise GenerationError(
-            f"batch_invariant=True needs products of a fixed shape, and {experts} multiplies as many rows as tokens "
-            "choose an expert; leave batch_invariant out"
+            f"batch_invariant=True needs products of a fixed shape, and {type(model).__name__} multiplies as many rows "
+            "as tokens choose an expert; leave batch_invariant out"
         )
+    device = next(model.parameters()).device
+    for name, size in _sizes(model) if device.type == "cpu" else ():
+        if size % _VECTOR:
+            raise GenerationError(
+                f"batch_invariant=True needs layers whose sizes are multiples of {_VECTOR} on CPU, which computes what "
+                f"is left over by other kernels, and {name} has {size}; leave batch_invariant out"
+            )
 
 
-def check_rows(model: nn.Module, num_rows: int) -> None:
-    """Raise GenerationError if a matrix of the model gives a row of ``num_rows`` other bits in another place."""
-    tried = set()
+def _sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of inputs and outputs of linear layers; of the head and of adapters, nothing but inputs."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        is_table = isinstance(module, nn.Embedding)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or is_table or (weight.shape, weight.dtype) in tried:
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(module, nn.Embedding) or "lora_" in name:
             continue
-        tried.add((weight.shape, weight.dtype))
-        matrix = weight.detach() if isinstance(module, nn.Linear) else weight.detach().T  # Conv1D of GPT-2
-        rows = torch.randn(num_rows, matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-        expected = linear(rows, matrix)
-        if any(not torch.equal(linear(rows.roll(by, 0), matrix), expected.roll(by, 0)) for by in (1, num_rows // 2)):
-            raise GenerationError(
-                f"batch_invariant=True needs products that round a row alike in each place, and {name} with "
-                f"{matrix.shape[1]} input features in {str(weight.dtype).removeprefix('torch.')} does not; leave "
-                "batch_invariant out, or use a model whose sizes are multiples of 16"
-            )
+        yield from ((name, size) for size in (weight.shape[1:] if module is head else weight.shape))
+
+
+def fitting_threads(widths: Iterable[int], num_rows: int, threads: int) -> int:
+    """Return the most threads, at most ``threads``, that divide (num_rows, width) values at multiples of 16.
+
+    torch divides the values of an elementwise function evenly among threads, at least 32,768 for each. Each thread
+    computes what is left over after its last vector by another kernel.
+    """
+    sizes = {num_rows * width for width in widths}
+
+    def fits(count: int) -> bool:
+        return all(-(-size // min(count, -(-size // _GRAIN))) % _VECTOR == 0 for size in sizes)
+
+    return next(count for count in range(threads, 0, -1) if count == 1 or fits(count))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count < before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count < before:
+            torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation import engine as engine_module
-from lightning_realloc.generation.forward.batch_invariant import TileGraphs
+from lightning_realloc.generation.forward.batch_invariant import TileGraphs, fitting_threads
 from tests.devices import DEVICES
 from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.generation.test_engine import reference_greedy, reference_logprobs
@@ -99,14 +99,64 @@ def test_pages_and_shared_prompts_change_no_bit() -> None:
     assert bits_of(unbounded) == bits_of(bounded)
 
 
-def test_experts_and_collective_forwards_are_refused() -> None:
-    with pytest.raises(GenerationError, match=r"MixtralExperts multiplies as many rows as tokens choose an expert"):
-        GenerationEngine(tiny_model("mixtral"), batch_invariant=True)
+def test_samples_with_a_minimal_length_change_no_bit_of_others() -> None:
+    model = tiny_model("llama")
+    params = replace(PARAMS, min_new_tokens=8, stop_token_ids=(5,), ignore_eos=False, max_new_tokens=20)
+    whole = generate(model, range(16), params)
+    assert generate(model, range(16), params, max_slots=3) == whole
+    assert generate(model, [7], params)[7] == whole[7]
+
+
+@pytest.mark.parametrize("width", [4864, 11008])
+def test_more_threads_than_divide_the_values_evenly_change_no_bit(width: int) -> None:
+    model, threads = tiny_model("llama", intermediate_size=width), torch.get_num_threads()
+    try:
+        torch.set_num_threads(4 if width == 4864 else 8)
+        assert generate(model, range(16), max_slots=3) == generate(model, range(16))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_threads_divide_all_values_at_multiples_of_16() -> None:
+    assert fitting_threads([4864], 16, 4) == 2  # of three threads, each would get 25,942 values
+    assert fitting_threads([11008], 16, 8) == 4
+    assert fitting_threads([64, 128], 16, 64) == 64  # few values are not divided
+    assert fitting_threads([4864, 11008], 16, 1) == 1
+
+
+def test_weights_that_are_not_finite_are_said_to_be_so() -> None:
+    model = tiny_model("llama")
+    for weight in model.parameters():
+        torch.nn.init.constant_(weight, float("nan"))
+    with pytest.raises(GenerationError, match="lower the learning rate"):
+        generate(model, range(2))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_refused(family: str) -> None:
+    with pytest.raises(GenerationError, match="multiplies as many rows as tokens choose an expert"):
+        GenerationEngine(tiny_model(family), batch_invariant=True)
+
+
+def test_settings_and_sizes_that_would_change_bits_are_refused() -> None:
+    model = tiny_model("llama")
     with pytest.raises(GenerationError, match="generate in a layout with fsdp=1"):
-        GenerationEngine(tiny_model("llama"), batch_invariant=True, lockstep=lambda has_work: has_work)
+        GenerationEngine(model, batch_invariant=True, lockstep=lambda has_work: has_work)
+    with pytest.raises(GenerationError, match="leave compile='inductor' out"):
+        GenerationEngine(model, batch_invariant=True, compile="inductor")
+    with pytest.raises(GenerationError, match="batch_invariant='no' must be True or False"):
+        GenerationEngine(model, batch_invariant="no")  # type: ignore[arg-type]
+    with pytest.raises(GenerationError, match=r"multiples of 16 on CPU, .*\.gate_proj has 33; leave batch_invariant"):
+        GenerationEngine(tiny_model("llama", intermediate_size=33), batch_invariant=True)
 
 
-def test_matrices_that_round_rows_by_their_place_are_refused() -> None:
-    model = tiny_model("llama", intermediate_size=33).double()
-    with pytest.raises(GenerationError, match=r"\.down_proj with 33 input features in float64 does not; leave"):
+def test_kernels_that_round_by_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    usual = model.lm_head.forward
+
+    def by_place(hidden: torch.Tensor) -> torch.Tensor:
+        return usual(hidden) + 1e-6 * torch.arange(hidden.shape[1])[None, :, None]
+
+    monkeypatch.setattr(model.lm_head, "forward", by_place)
+    with pytest.raises(GenerationError, match="LlamaForCausalLM on cpu gets other bits in another place"):
         generate(model, [0])
