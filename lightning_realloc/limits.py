@@ -1,10 +1,12 @@
-"""Numbers that a run and its estimates share, so that both change together.
+"""Numbers and names that a run and its estimates share, so that both change together.
 
-Each was chosen by a benchmark of `docs/benchmarks/generation.md` unless it says otherwise.
+Each number was chosen by a benchmark of `docs/benchmarks/generation.md` unless it says otherwise.
 """
 
 from __future__ import annotations
 
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of the number of experts in Hugging Face configs."""
 CACHE_MULTIPLE = 32
 """Positions that the capacity of an unbounded cache is rounded up to. More: fewer copies, and more unused memory."""
 MAX_PREFILL_TOKENS = 8192
@@ -39,6 +41,10 @@ INVARIANT_TILE = {"cpu": 16, "default": 64}
 samples takes longer. Reading a GPU's weights takes longer than computing 64 tokens."""
 INVARIANT_BLOCK = 64
 """Positions that attention reads at a time there. More: fewer and larger reads, and more unused ones."""
+VECTOR_VALUES = 16
+"""Most values that torch's CPU kernels compute at a time; what is left over is computed otherwise."""
+THREAD_VALUES = 32768
+"""Values of an elementwise function from which on torch uses one more thread (``at::internal::GRAIN_SIZE``)."""
 TILED_ROWS_PER_WIDTH = 2
 """Rows of logits for each feature of a hidden state, up to which the logits of a trained head are computed whole: the
 gradients of its weight, of a tile and summed, take more memory than so few logits."""

@@ -130,7 +130,7 @@ class Tile:
         return (output / total).to(values.dtype).reshape(count, heads, -1)
 
     def _hidden_positions(self, window: int | None) -> list[Tensor]:
-        """Return where each block's positions are hidden from the tokens (T, 1, 1, block), made once per forward."""
+        """Return masks (T, 1, 1, block), True for positions that a token does not see; made once per forward."""
         if window not in self._hidden:
             self._hidden[window] = [~is_visible(distance, window)[:, None, None] for _, distance in self.blocks]
         return self._hidden[window]

@@ -25,13 +25,8 @@ from lightning_realloc.generation.forward.attention import Tile
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner, run_packed
-from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE
-from lightning_realloc.tuning.shapes.experts import declared_experts
-
-_VECTOR = 16
-"""Values that a CPU kernel computes at a time, at most."""
-_GRAIN = 32768
-"""Values from which on torch gives an elementwise function to one more thread."""
+from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE, THREAD_VALUES, VECTOR_VALUES
+from lightning_realloc.runtime.model.batching_limits import has_experts
 
 
 class PlacedToken(NamedTuple):
@@ -188,16 +183,16 @@ def check_invariant(model: nn.Module, *, is_collective: bool, compile: str | Non
             "batch_invariant=True needs other numbers of forwards on each rank, and this layout's forwards are "
             "collective; generate in a layout with fsdp=1"
         )
-    if declared_experts(text_config_of(model)):
+    if has_experts(model):
         raise GenerationError(
             f"batch_invariant=True needs products of a fixed shape, and {type(model).__name__} multiplies as many rows "
             "as tokens choose an expert; leave batch_invariant out"
         )
     device = next(model.parameters()).device
     for name, size in _sizes(model) if device.type == "cpu" else ():
-        if size % _VECTOR:
+        if size % VECTOR_VALUES:
             raise GenerationError(
-                f"batch_invariant=True needs layers whose sizes are multiples of {_VECTOR} on CPU, which computes what "
+                f"batch_invariant=True needs layers whose sizes are multiples of {VECTOR_VALUES} on CPU, which computes what "
                 f"is left over by other kernels, and {name} has {size}; leave batch_invariant out"
             )
 
@@ -221,7 +216,7 @@ def fitting_threads(widths: Iterable[int], num_rows: int, threads: int) -> int:
     sizes = {num_rows * width for width in widths}
 
     def fits(count: int) -> bool:
-        return all(-(-size // min(count, -(-size // _GRAIN))) % _VECTOR == 0 for size in sizes)
+        return all(-(-size // min(count, -(-size // THREAD_VALUES))) % VECTOR_VALUES == 0 for size in sizes)
 
     return next(count for count in range(threads, 0, -1) if count == 1 or fits(count))
 

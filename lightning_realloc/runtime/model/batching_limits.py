@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import bfloat16, float16, float32, nn
 
+from lightning_realloc.limits import EXPERT_COUNT_KEYS
+
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies change beyond a length."""
 _ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
@@ -68,6 +70,13 @@ def generation_obstacle(model: nn.Module) -> str | None:
     if attends_to_later_tokens(model):
         return "its tokens attend to later ones, as in an encoder"
     return None
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model's configuration declares a mixture of experts."""
+    config: Any = model.config
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in EXPERT_COUNT_KEYS)
 
 
 def experts_obstacle(model: nn.Module) -> tuple[str, str] | None:

@@ -7,9 +7,7 @@ from typing import Any
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
-
-EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names of the number of experts in Hugging Face configs."""
+from lightning_realloc.limits import EXPERT_COUNT_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
