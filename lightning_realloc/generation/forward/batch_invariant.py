@@ -192,8 +192,8 @@ def check_invariant(model: nn.Module, *, is_collective: bool, compile: str | Non
     for name, size in _sizes(model) if device.type == "cpu" else ():
         if size % VECTOR_VALUES:
             raise GenerationError(
-                f"batch_invariant=True needs layers whose sizes are multiples of {VECTOR_VALUES} on CPU, which computes what "
-                f"is left over by other kernels, and {name} has {size}; leave batch_invariant out"
+                f"batch_invariant=True needs layers whose sizes are multiples of {VECTOR_VALUES} on CPU, which "
+                f"computes what is left over by other kernels, and {name} has {size}; leave batch_invariant out"
             )
 
 
