@@ -23,10 +23,9 @@ from lightning_realloc.generation.core.model_config import check_loaded, check_s
 from lightning_realloc.generation.core.sample import Completion, Sample, Tokenizer
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
-from lightning_realloc.generation.engine_parts import build_decoding, build_rebalancer, check_parts
+from lightning_realloc.generation.engine_parts import Runners, build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
-from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, TileGraphs, check_invariant
-from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
+from lightning_realloc.generation.forward.batch_invariant import check_invariant
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment, check_environment
@@ -143,27 +142,14 @@ class GenerationEngine(SharingEngine):
         self._version = 0
         self._check_stop_strings = StopStringCheck(tokenizer)
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
-        self._is_invariant = batch_invariant
-        self._step_graphs: StepGraphs | None = None
-        self._tile_graphs: TileGraphs | None = None
-        if cuda_graphs and lockstep is None:
-            self._allow_graphs(compile)
+        captures = cuda_graphs and lockstep is None
+        self._runners = Runners(model, self._cache, captures=captures, compile=compile, is_invariant=batch_invariant)
         self._pack_weights = pack_weights and not batch_invariant
-        self._decoding = build_decoding(
-            model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=cuda_graphs and lockstep is None
-        )
+        self._decoding = build_decoding(model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=captures)
         self._stats = GenerationStats()
         if agree is None:
             self._check_agreement(peers)
         self._rebalancer = build_rebalancer(peers, agree=agree, clock=clock)
-
-    def _allow_graphs(self, compile: str | None) -> None:
-        """Let forwards be captured if the cache keeps its places."""
-        if isinstance(self._cache, SlotCache):
-            if self._is_invariant:
-                self._tile_graphs = TileGraphs(self._model, self._cache)
-            else:
-                self._step_graphs = StepGraphs(self._model, self._cache, compile=compile)
 
     @property
     def stats(self) -> GenerationStats:
@@ -189,9 +175,7 @@ class GenerationEngine(SharingEngine):
     def release(self) -> None:
         """Free the storage of cache and CUDA graphs; the next call allocates it again."""
         self._cache.release()
-        for graphs in (self._step_graphs, self._tile_graphs):
-            if graphs is not None:
-                graphs.release()
+        self._runners.release()
 
     @torch.no_grad()  # not inference_mode: its tensors break a later training forward under FSDP
     def generate(
@@ -271,7 +255,7 @@ class GenerationEngine(SharingEngine):
         check_supported(self._model, max_length=longest)
         num_own = max(1, len(samples))
         num_slots = min(self._max_slots, num_own) if self._rebalancer is None else self._max_slots
-        runner = self._runner(num_slots=min(num_slots, num_own), longest=longest)
+        runner = self._runners.make(num_slots=min(num_slots, num_own), longest=longest)
         scheduler = self._scheduler(waiting, samples, runner, num_slots)
         max_pause_s = 0.0 if self._lockstep is not None else math.inf
         if self._rebalancer is not None:
@@ -279,12 +263,6 @@ class GenerationEngine(SharingEngine):
         return GenerationRun(
             runner, scheduler, samples, params, stop, self._decoding, conversations, budget, max_pause_s=max_pause_s
         )
-
-    def _runner(self, *, num_slots: int, longest: int) -> ModelRunner:
-        model, cache = self._model, self._cache
-        if self._is_invariant:
-            return BatchInvariantRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self._tile_graphs)
-        return ModelRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self._step_graphs)
 
     def _carry_out(self, run: GenerationRun, notifier: CompletionNotifier, requests: Requests) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""

@@ -1,4 +1,4 @@
-"""Parts that an engine is given: check that they go together, and build speculative decoding from its settings.
+"""Parts of an engine: its runners, speculative decoding and rebalancing, and a check that they go together.
 
 Speculation and rebalancing are imported where a call needs them: plain generation needs neither.
 """
@@ -11,14 +11,57 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.cache.kv_cache import KVCache, SlotCache
 from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.core.plain_decoding import Decoding
+from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, TileGraphs
+from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
+from lightning_realloc.generation.forward.runner import ModelRunner
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.rebalance.protocol import Rebalancer
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
+
+
+class Runners:
+    """Makes the runner of each call, and keeps CUDA graphs between calls.
+
+    Args:
+        model: Model to run.
+        cache: Its keys and values.
+        captures: Whether forwards may be captured.
+        compile: Backend of ``torch.compile`` for the blocks of captured steps; None: none.
+        is_invariant: Whether results must have the same bits in any batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, cache: KVCache, *, captures: bool, compile: str | None, is_invariant: bool
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._is_invariant = is_invariant
+        self.step_graphs: StepGraphs | None = None
+        self.tile_graphs: TileGraphs | None = None
+        if captures and isinstance(cache, SlotCache):  # pages change their places
+            if is_invariant:
+                self.tile_graphs = TileGraphs(model, cache)
+            else:
+                self.step_graphs = StepGraphs(model, cache, compile=compile)
+
+    def make(self, *, num_slots: int, longest: int) -> ModelRunner:
+        """Return a runner for this many slots of at most ``longest`` positions."""
+        model, cache = self._model, self._cache
+        if self._is_invariant:
+            return BatchInvariantRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self.tile_graphs)
+        return ModelRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self.step_graphs)
+
+    def release(self) -> None:
+        """Free all graphs and their memory."""
+        for graphs in (self.step_graphs, self.tile_graphs):
+            if graphs is not None:
+                graphs.release()
 
 
 def build_decoding(

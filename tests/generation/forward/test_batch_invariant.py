@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
-from lightning_realloc.generation import engine as engine_module
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, engine_parts
 from lightning_realloc.generation.forward.batch_invariant import TileGraphs, fitting_threads
 from tests.devices import DEVICES
 from tests.generation.forward.test_cuda_graphs import Recorder
@@ -83,7 +82,7 @@ def test_replayed_tiles_give_the_same_bits_by_few_graphs(monkeypatch: pytest.Mon
     expected = generate(model, range(20), long)
     recorder = Recorder()
     graphs = partial(TileGraphs, make_record=lambda: recorder, device_type="cpu")
-    monkeypatch.setattr(engine_module, "TileGraphs", graphs)
+    monkeypatch.setattr(engine_parts, "TileGraphs", graphs)
     assert generate(model, range(20), long) == expected
     assert recorder.num_replayed > 100 > 20 > recorder.num_captured > 0
 

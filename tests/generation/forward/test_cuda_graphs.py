@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
-from lightning_realloc.generation import engine as engine_module
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, engine_parts
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, StepShape, _state_of, filled_up, rounded_up
@@ -50,7 +49,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Make new engines capture on CPU."""
     recorder = Recorder()
     captured = partial(StepGraphs, make_record=lambda: recorder, device_type="cpu")
-    for module in (engine_module, draft_model_module):
+    for module in (engine_parts, draft_model_module):
         monkeypatch.setattr(module, "StepGraphs", captured)
     return recorder
 
@@ -228,7 +227,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     def record(work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(engine_module, "StepGraphs", partial(StepGraphs, make_record=lambda: record, device_type="cpu"))
+    monkeypatch.setattr(engine_parts, "StepGraphs", partial(StepGraphs, make_record=lambda: record, device_type="cpu"))
     model = tiny_model("llama")
     engine = GenerationEngine(model)
     with caplog.at_level(logging.WARNING):
@@ -322,8 +321,8 @@ def test_cuda_graphs_draw_the_same_tokens_and_follow_the_weights(drafter: str | 
         plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
         for _ in range(2):
             assert tokens_of(generate(engine)) == tokens_of(plain), change
-    assert engine._step_graphs is not None
-    assert engine._step_graphs._graphs
+    assert engine._runners.step_graphs is not None
+    assert engine._runners.step_graphs._graphs
 
 
 @pytest.mark.gpu

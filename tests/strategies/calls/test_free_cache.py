@@ -10,8 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions
-from lightning_realloc.generation import GenerationEngine, SamplingParams
-from lightning_realloc.generation import engine as engine_module
+from lightning_realloc.generation import GenerationEngine, SamplingParams, engine_parts
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.strategies import runs
@@ -54,7 +53,7 @@ def run_grpo(free_cache: bool) -> tuple[Outcome, list[int], list[int]]:
     captured = partial(StepGraphs, make_record=lambda: recorder, device_type="cpu")
     module = runs.grpo(sampling=SAMPLING, generation=GenerationOptions(free_cache=free_cache))
     target = "lightning_realloc.strategies.calls.engine_pool.GenerationEngine"
-    with mock.patch.object(engine_module, "StepGraphs", captured), mock.patch(target, ListedEngine):
+    with mock.patch.object(engine_parts, "StepGraphs", captured), mock.patch(target, ListedEngine):
         plan = runs.calls(actor_generate="dp1", reference_infer="dp1", actor_train="dp1")
         outcome = runs.train(module, plan, 1, Batches(4), callbacks=[kept])
     return outcome, kept.captured, kept.cache_bytes
