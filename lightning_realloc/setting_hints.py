@@ -21,19 +21,32 @@ _PACKAGE = f"{__package__}."
 
 
 class HintTable(Mapping[str, str]):
-    """One table of ``setting_hints.yaml``: another library's name for a setting -> our setting, or advice."""
+    """One table of ``setting_hints.yaml``: another library's name for a setting -> our setting, or advice.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: Name of the table.
+        groups: Setting -> class of the group that it takes, whose settings are hinted at, too.
+    """
+
+    def __init__(self, name: str, **groups: type) -> None:
         self._name = name
+        self._of_groups = {
+            setting: f"{group}={kind.__name__}({setting}=...)"
+            for group, kind in groups.items()
+            for setting in settings_of(kind)
+        }
 
     def __getitem__(self, setting: str) -> str:
-        return _read_tables()[self._name][setting]
+        return self._hints()[setting]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_read_tables()[self._name])
+        return iter(self._hints())
 
     def __len__(self) -> int:
-        return len(_read_tables()[self._name])
+        return len(self._hints())
+
+    def _hints(self) -> Mapping[str, str]:
+        return {**self._of_groups, **_read_tables()[self._name]}
 
 
 @cache
@@ -85,8 +98,6 @@ class SuggestsSettings:
     __slots__ = ()
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
     """Other libraries' names for settings -> ours."""
-    setting_groups: ClassVar[Mapping[str, type]] = {}
-    """Setting -> class of the group of settings that it takes."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Check the settings, before Python refuses unknown ones without a hint."""
@@ -146,9 +157,6 @@ def _meant_by(name: str, cls: type) -> str:
     hints: Mapping[str, str] = getattr(cls, "names_elsewhere", {})
     if name in hints:
         return f"here it is {hints[name]}"
-    for group, kind in getattr(cls, "setting_groups", {}).items():
-        if group in settings_of(cls) and name in settings_of(kind):
-            return f"it belongs to {group}={kind.__name__}({name}=...)"
     known = sorted(settings_of(cls))
     alike = get_close_matches(name, known, n=1)
     return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(known)}"

@@ -105,8 +105,8 @@ def test_a_name_that_is_also_our_setting_is_accepted() -> None:
     [
         (lambda: SFT("x", learning_rte=1.0), "SFT has no setting learning_rte; did you mean learning_rate=?"),
         (lambda: PPO(clp_low=0.2), "PPO has no setting clp_low; did you mean clip_low=?"),
-        (lambda: PPO(free_cache=False), "it belongs to generation=GenerationOptions(free_cache=...)"),
-        (lambda: SFT("x", num_minibatches=2), "it belongs to train_options=TrainOptions(num_minibatches=...)"),
+        (lambda: PPO(free_cache=False), "here it is generation=GenerationOptions(free_cache=...)"),
+        (lambda: SFT("x", num_minibatches=2), "here it is train_options=TrainOptions(num_minibatches=...)"),
         (lambda: SamplingParams(temprature=0.2), "did you mean temperature=?"),
         (lambda: Speculation(draftr="ngram"), "did you mean drafter=?"),
         (lambda: Speculation(num_speculative_tokens=4), "here it is num_draft_tokens="),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from lightning.pytorch import Callback
@@ -50,7 +50,7 @@ from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.packed_attention import check_packable
 from lightning_realloc.seeds import seed_of_run
-from lightning_realloc.setting_hints import ALGORITHM_HINTS, SuggestsSettings
+from lightning_realloc.setting_hints import HintTable, SuggestsSettings
 
 _ADAPTERS_LEARN_FASTER = 10.0
 """Best learning rate of adapters over that of whole weights. Source: Schulman et al., "LoRA without regret", 2025."""
@@ -115,8 +115,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         tokenizer: Tokenizer, its name or folder; None: that of the first language model.
     """
 
-    names_elsewhere = ALGORITHM_HINTS
-    setting_groups: ClassVar[Mapping[str, type]] = {"generation": GenerationOptions, "train_options": TrainOptions}
+    names_elsewhere = HintTable("algorithm", generation=GenerationOptions, train_options=TrainOptions)
     _tokenizer: PreTrainedTokenizerBase | None
     optional_roles: tuple[str, ...] = ()
     """Roles that :meth:`roles` may leave out; their calls are then left out, too."""
