@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean, stdev
@@ -78,13 +78,13 @@ class Curve:
 class SlowGRPO(GRPO):
     """GRPO whose passes also take a device's seconds."""
 
-    device = Device()
+    simulated = Device()
 
     def roll_out(self, actor: Any, prompts: Any) -> Any:
         """Generate, with a pause before each step of a training rollout."""
         if not self.training_now:
             return super().roll_out(actor, prompts)
-        pause_s = self.device.step_s * self.device.factor(self.seed, self._strategy.iteration)
+        pause_s = self.simulated.step_s * self.simulated.factor(self.seed, self._strategy.iteration)
         hook = actor._model.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
         try:
             return super().roll_out(actor, prompts)
@@ -93,12 +93,12 @@ class SlowGRPO(GRPO):
 
     def score_reference(self, reference: Any, batch: Any) -> Any:
         """Score after a pause."""
-        time.sleep(self.device.token_s * batch.num_tokens / 3)
+        time.sleep(self.simulated.token_s * batch.num_tokens / 3)
         return super().score_reference(reference, batch)
 
     def actor_loss(self, actor: Any, batch: Any, totals: Any) -> Any:
         """Return the loss after a pause."""
-        time.sleep(self.device.token_s * batch.num_tokens)
+        time.sleep(self.simulated.token_s * batch.num_tokens)
         return super().actor_loss(actor, batch, totals)
 
 
@@ -145,9 +145,10 @@ def run_arm(settings: Settings, max_staleness: int) -> Curve:
     )
 
 
-def work_on(rank: int, settings: Settings, seeds: Sequence[int], answers: Connection) -> None:
+def work_on(rank: int, settings: Settings, device: Device, seeds: Sequence[int], answers: Connection) -> None:
     """Run all arms with all seeds on this rank; the first rank sends the curves."""
     demo_report.silence_hints()
+    SlowGRPO.simulated = device
     for seed in seeds:
         mine = replace(settings, seed=seed, folder=settings.folder / str(seed))
         if rank == 0:
@@ -183,13 +184,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of data, weights and sampling")
     parser.add_argument("--iterations", type=int, default=60, help="iterations of each run")
+    parser.add_argument("--token-us", type=float, default=60.0, help="microseconds of training a token")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(folder=Path(folder), num_ranks=2, warm_up_layout="dp2", epochs=1)
         settings = replace(settings, num_prompts=options.iterations * settings.prompts_per_iteration)
-        report = BenchmarkReport("staleness", seeds=tuple(options.seeds), settings={"iterations": options.iterations})
+        device = Device(token_s=options.token_us / 1e6)
+        report = BenchmarkReport(
+            "staleness", seeds=tuple(options.seeds), settings={"iterations": options.iterations, **asdict(device)}
+        )
         curves: dict[int, list[Curve]] = {arm: [] for arm in ARMS}
-        for seed, arm, curve in answers_of_ranks(work_on, settings, options.seeds, world_size=2):
+        for seed, arm, curve in answers_of_ranks(work_on, settings, device, options.seeds, world_size=2):
             curves[arm].append(curve)
             report.settings.setdefault("rewards", {})[f"k={arm}, seed {seed}"] = curve.rewards
             print(f"seed {seed}, k={arm}: held out {curve.held_out:.3f}, {curve.seconds:.0f} s", flush=True)
