@@ -74,7 +74,8 @@ class TileGraphs(CapturedForwards[TileShape]):
 class BatchInvariantRunner(ModelRunner):
     """Runs a model so that each token's logits depend on its sequence alone; see the module.
 
-    It does not suit collective forwards, as ranks have different numbers of tiles.
+    It does not suit collective forwards, as ranks have different numbers of tiles. `forward` raises GenerationError if
+    a token gets other bits in another place of a tile.
 
     Args:
         model: Model to run.
@@ -82,9 +83,6 @@ class BatchInvariantRunner(ModelRunner):
         num_slots: Number of slots.
         longest: Most positions that a slot will ever need.
         graphs: Replay tiles; None: never.
-
-    Raises:
-        GenerationError: if a product of the model rounds a row by its place.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class BatchInvariantRunner(ModelRunner):
         return [tokens[begin : begin + self._size] for begin in range(0, len(tokens), self._size)]
 
     def _run_tile(self, tokens: Sequence[PlacedToken], *, kept: int) -> Tensor:
-        """Return the logits (kept, V) of the last ``kept`` tokens of a tile, which the last of ``tokens`` fills up."""
+        """Return the logits (kept, V) of the last ``kept`` tokens of a tile, filled up with the last of ``tokens``."""
         filled = [*tokens, *[tokens[-1]] * (self._size - len(tokens))]
         tile = torch.tensor(filled).T.contiguous()  # (3, T)
         longest = 1 + max(token.position for token in tokens)
@@ -198,7 +196,7 @@ def check_invariant(model: nn.Module, *, is_collective: bool, compile: str | Non
 
 
 def _sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of inputs and outputs of linear layers; of the head and of adapters, nothing but inputs."""
+    """Yield the inputs and outputs of linear layers by name, without adapters and without the head's outputs."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
