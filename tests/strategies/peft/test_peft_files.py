@@ -105,8 +105,10 @@ def test_adapters_are_written_resumed_and_exported(workers: WorkerPool, tmp_path
         _fit, tmp_path, base, "heuristic", tmp_path / "run.ckpt", peft, 2, world_size=1, init_process_group=False,
         deadline_s=90.0,
     )[0]  # fmt: skip
-    assert runs.largest_difference(resumed, two) <= 1e-4
-    assert runs.largest_difference(resumed, weights) > 1e-3
+    # Pipelines round otherwise than one rank, and large steps of plain SGD amplify that in a few weights of LoRA.
+    assert runs.mean_difference(resumed, two) <= 1e-6
+    assert runs.largest_difference(resumed, two) <= 3e-4
+    assert runs.largest_difference(resumed, weights) > 1e-2
 
 
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
