@@ -30,11 +30,7 @@ class HintTable(Mapping[str, str]):
 
     def __init__(self, name: str, **groups: type) -> None:
         self._name = name
-        self._of_groups = {
-            setting: f"{group}={kind.__name__}({setting}=...)"
-            for group, kind in groups.items()
-            for setting in settings_of(kind)
-        }
+        self._groups = groups
 
     def __getitem__(self, setting: str) -> str:
         return self._hints()[setting]
@@ -46,7 +42,12 @@ class HintTable(Mapping[str, str]):
         return len(self._hints())
 
     def _hints(self) -> Mapping[str, str]:
-        return {**self._of_groups, **_read_tables()[self._name]}
+        of_groups = {
+            setting: f"{group}={kind.__name__}({setting}=...)"
+            for group, kind in self._groups.items()
+            for setting in settings_of(kind)
+        }
+        return of_groups | _read_tables()[self._name]
 
 
 @cache

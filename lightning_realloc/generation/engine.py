@@ -75,8 +75,8 @@ class GenerationEngine(SharingEngine):
         compile: Backend of ``torch.compile`` for the blocks of captured steps, such as ``"inductor"``: fewer kernels,
             and other rounding. Without effect where no step is captured. None: none.
         batch_invariant: Compute every token in forwards of the same shape. A sample's tokens and log-probabilities then
-            have the same bits whatever else is generated, in whatever slots and chunks, and with any drafts that must
-            match. Slower; weights are not packed. Does not go with ``lockstep``, nor with mixtures of experts.
+            have the same bits whatever else is generated, in whatever slots and chunks, and with any drafts under
+            ``verification="match"``. Slower; weights are not packed. Not for ``lockstep`` or mixtures of experts.
         clock: Returns the seconds by which drafts are planned and ``stats`` counted. On a shared machine
             ``time.process_time`` describes this process better.
         max_prefill_tokens: Most tokens that one step reads besides those of running samples; longer prompts take

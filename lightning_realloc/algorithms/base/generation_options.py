@@ -52,8 +52,8 @@ class GenerationOptions:
     CPU."""
     batch_invariant: bool = False
     """Whether a sample's tokens and log-probabilities have the same bits whatever else is generated, in whatever slots
-    and chunks, and with any drafts that must match. Every forward then has one shape, which is slower. Needs layouts
-    with ``fsdp=1``, and a model without experts."""
+    and chunks, and with any drafts under ``verification="match"``. Every forward then has one shape, which is slower.
+    Needs layouts with ``fsdp=1``, and a model without experts."""
     rollout_budget: RolloutBudget | None = None
     """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 

@@ -22,7 +22,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, Places
 from lightning_realloc.generation.core.model_config import text_config_of
 from lightning_realloc.generation.forward.attention import Tile
-from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
+from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, within_window
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner, run_packed
 from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE, THREAD_VALUES, VECTOR_VALUES
@@ -91,7 +91,6 @@ class BatchInvariantRunner(ModelRunner):
         super().__init__(model, cache, num_slots=num_slots, longest=longest)
         self._captured = self._tile_graphs = graphs if graphs is not None and graphs.begin() else None
         self._size = INVARIANT_TILE.get(self._device.type, INVARIANT_TILE["default"])
-        self._window = getattr(getattr(model, "config", None), "sliding_window", None)
         self._is_tried = False
         self._threads = torch.get_num_threads()
         if self._device.type == "cpu":
@@ -132,15 +131,14 @@ class BatchInvariantRunner(ModelRunner):
     def _rounded(self, longest: int) -> int:
         """Return a length that few graphs serve."""
         length = INVARIANT_BLOCK << ((longest - 1) // INVARIANT_BLOCK).bit_length()
-        # Attention refuses some models beyond their window.
-        return min(length, self._window) if self._window and longest <= self._window else length
+        return within_window(self._model, length, longest)
 
     def _forward(self, tile: Tensor, longest: int, kept: int) -> Tensor:
         ids, positions, slots = tile
         # Nothing is read by slots, so their lengths do not matter. The last token may be stored several times.
         cached = self.cache.places(Places((), 0, slots, positions, self._size, row_lengths=(), max_length=1))
         step = Tile(cached, longest, tuple(self._blocks(slots, positions, longest)))
-        with _threads(self._threads):
+        with _at_most_threads(self._threads):
             return run_packed(self._model, ids[None], positions[None], step, kept=kept)
 
     def _try_places(self, token: PlacedToken) -> None:
@@ -220,7 +218,7 @@ def fitting_threads(widths: Iterable[int], num_rows: int, threads: int) -> int:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _at_most_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     if count < before:
         torch.set_num_threads(count)

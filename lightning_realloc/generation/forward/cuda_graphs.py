@@ -273,9 +273,7 @@ class StepGraphs(CapturedForwards[StepShape]):
         width = max(len(row.tokens) for row in rows)
         num_rows = min(rounded_up(len(rows), _ROWS_PER_OCTAVE), self._cache.num_slots)
         length = rounded_up(max(max_length, _LEAST_LENGTH), _LENGTHS_PER_OCTAVE)
-        window = getattr(getattr(self._model, "config", None), "sliding_window", None)
-        if window and max_length <= window:
-            length = min(length, window)  # attention refuses some models beyond it
+        length = within_window(self._model, length, max_length)
         shape = StepShape(num_rows, width, min(length, self._cache.capacity))
         return shape if shape.num_tokens <= MAX_CAPTURED_TOKENS else None
 
@@ -322,6 +320,15 @@ def rounded_up(number: int, per_octave: int) -> int:
     """Round up to a multiple of the power of two below ``number`` over ``per_octave``; small numbers stay."""
     step = max(1, (1 << number.bit_length() - 1) // per_octave)
     return -(-number // step) * step
+
+
+def within_window(model: nn.Module, length: int, longest: int) -> int:
+    """Return a length rounded up from ``longest``, without leaving a sliding window that ``longest`` does not leave.
+
+    Attention refuses some models beyond their window.
+    """
+    window = getattr(getattr(model, "config", None), "sliding_window", None)
+    return min(length, window) if window and longest <= window else length
 
 
 def filled_up(rows: Sequence[DecodeRow], shape: StepShape, capacity: int) -> tuple[list[int], list[int], list[int]]:

@@ -96,10 +96,8 @@ class CallMemory:
 
     @property
     def kept_cache_bytes(self) -> int:
-        """Bytes of keys and values that stay after a generation; a draft model frees its own."""
-        if self.cache is None or self.settings.engine.frees_cache:
-            return 0
-        return self.cache.distilling_bytes
+        """Bytes of keys and values that stay where they are not freed; a draft model frees its own."""
+        return 0 if self.cache is None else self.cache.distilling_bytes
 
     # ---- weights that FSDP gathers
     @property

@@ -343,9 +343,10 @@ class _Forecaster:
     def _kept_caches(self, rank: int) -> dict[_Place | None, int]:
         """Return the bytes of the caches that engines keep between generations."""
         found: dict[_Place | None, int] = {}
-        for call in self.dataflow.iteration_calls:
-            place, memory = self._place(call), self._call_memory(call, rank) if call.role is not None else None
-            if place is not None and memory is not None:
+        for call in () if self.settings.engine.frees_cache else self.dataflow.iteration_calls:
+            place = self._place(call)
+            memory = None if place is None else self._call_memory(call, rank)
+            if memory is not None:
                 found[place] = max(found.get(place, 0), memory.kept_cache_bytes)
         return found
 
