@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-multinode test-ray clean
+.PHONY: test lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-emulated-gpu test-multinode test-ray clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -77,6 +77,10 @@ soak: $(VENV)/.ready
 # Tests marked `gpu`, on one CUDA device, in under five minutes; without one they are skipped.
 test-gpu: $(VENV)/.ready
 	$(RUN) pytest -m gpu --timeout 120
+
+# The same on a CUDA device that is emulated in the host's memory: mistakes of devices, captures and memory. Two minutes.
+test-emulated-gpu: $(VENV)/.ready
+	$(RUN) tests.emulated_cuda -m pytest -m gpu
 
 # Runs over two and four hosts, which are network namespaces: five minutes on two cores. Linux and root.
 test-multinode: $(VENV)/.ready

@@ -14,6 +14,7 @@ pure-Python wheels for a machine that lacks them.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -213,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
         if options.wheels is not None:
             unpack_wheels(options.wheels, Path(folder) / "wheels")
-        setting = Setting(GPU if is_gpu else TINY, "cuda" if is_gpu else "cpu", Path(folder))
+        setting = Setting(_scale(is_gpu, options.tiny), "cuda" if is_gpu else "cpu", Path(folder))
         give_up_at = time.monotonic() + options.limit_s
         method = choose_start_method(setting.device_type)
         report.settings |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "start_method": method}
@@ -232,9 +233,16 @@ def unpack_wheels(wheels: Path, into: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(into), os.environ.get("PYTHONPATH")]))
 
 
+def _scale(is_gpu: bool, is_tiny: bool) -> Scale:
+    if not is_gpu:
+        return TINY
+    return dataclasses.replace(TINY, dtype=GPU.dtype, precision=GPU.precision) if is_tiny else GPU
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; default: all")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, also on a GPU: whether all parts run")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of all parts together")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="folder of pure-Python wheels to unpack and use")
     return parser.parse_args(arguments)

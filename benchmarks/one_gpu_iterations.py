@@ -248,9 +248,9 @@ def _timed_captures(setting: Setting, seconds: list[float]) -> Iterator[None]:
     """Append the seconds of each capture of a CUDA graph, its first run included."""
     capture: Callable[..., Any] = StepGraphs._capture
 
-    def timed(self: StepGraphs, shape: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
-        graph = capture(self, shape)
+        graph = capture(*args, **kwargs)
         setting.synchronize()
         seconds.append(time.perf_counter() - begin)
         return graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 """Values of a test's parameter ``device``."""
+
+
+DEFAULT_DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+"""Device of runs that name none."""
 
 
 class SharedGPU(CUDAAccelerator):

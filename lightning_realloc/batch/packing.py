@@ -84,12 +84,16 @@ class PackedBatch:
         return Ragged(torch.cat(rows), torch.tensor(self.response_lengths, dtype=torch.int64))
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Return the same pack with its tensors on ``device``; ids stay on the host."""
+        """Return the same pack with its tensors on ``device``; ids stay on the host.
+
+        Copies to an accelerator are queued: the host does not wait for the micro-batch before.
+        """
+        queued = torch.device(device).type != "cpu"
         moved = {
-            name: getattr(self, name).to(device)
+            name: getattr(self, name).to(device, non_blocking=queued)
             for name in ("input_ids", "position_ids", "cu_seqlens", "response_mask", "sample_index", "predecessors")
         }
-        columns = {name: column.to(device) for name, column in self.columns.items()}
+        columns = {name: column.to(device, non_blocking=queued) for name, column in self.columns.items()}
         return dataclasses.replace(self, **moved, columns=columns)
 
 

@@ -20,6 +20,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
+from tests.devices import DEFAULT_DEVICE, accelerator_on
 from tests.models import byte_tokenizer, tiny_model
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=tuple(range(100, 128)))
@@ -184,9 +185,9 @@ def world_size() -> int:
 
 
 def trainer(strategy: Any, world_size: int, **options: Any) -> L.Trainer:
-    """Return a quiet Trainer on CPU ranks, unless ``options`` name another accelerator."""
+    """Return a quiet Trainer whose ranks share the default device, unless ``options`` name another accelerator."""
     quiet = {
-        "accelerator": "cpu", "devices": world_size, "strategy": strategy,
+        "accelerator": accelerator_on(DEFAULT_DEVICE), "devices": world_size, "strategy": strategy,
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "num_sanity_val_steps": 0, "max_epochs": 1,
     }  # fmt: skip

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from torch.optim import SGD
 
+from lightning_realloc.generation.forward.cuda_graphs import Graph, StepGraphs, StepShape
 from lightning_realloc.strategies import ReallocStrategy
 from tests.devices import DEVICES, accelerator_on
 from tests.strategies import runs
@@ -22,12 +23,13 @@ LAYOUTS = {
 """Ranks -> the plan that they run."""
 
 
-def learn(device: str, world_size: int, micro_batch_tokens: int) -> Outcome:
+def learn(device: str, world_size: int, micro_batch_tokens: int, precision: str = "32-true") -> Outcome:
     """Train for three iterations on ranks that share a device."""
     options = runs.options(micro_batch_tokens=micro_batch_tokens)
     module = runs.grpo(optimizer=DESCENT, train_options=options)
     strategy = ReallocStrategy(LAYOUTS[world_size], process_group_backend="gloo")
-    return runs.train(module, strategy, world_size, Batches(3), accelerator=accelerator_on(device))
+    trained_on = {"accelerator": accelerator_on(device), "precision": precision}
+    return runs.train(module, strategy, world_size, Batches(3), **trained_on)
 
 
 def first_rank(workers: WorkerPool, device: str, world_size: int, *, micro_batch_tokens: int) -> Outcome:
@@ -50,3 +52,25 @@ def test_grpo_has_the_losses_of_one_cpu_rank(workers: WorkerPool, device: str, w
         for name in ("actor/loss", "actor/kl", "reward"):
             assert ours[name] == pytest.approx(theirs[name], abs=TOLERANCE), name
     assert runs.largest_difference(actual.weights, expected.weights) < TOLERANCE
+
+
+def shapes_of_graphs() -> list[StepShape]:
+    """Train for three iterations whose generation reads a copy of the weights; return the captured steps."""
+    shapes: list[StepShape] = []
+    capture = StepGraphs._capture_step
+
+    def noting(self: StepGraphs, shape: StepShape) -> Graph[StepShape] | None:
+        graph = capture(self, shape)
+        shapes.extend([] if graph is None else [shape])
+        return graph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepGraphs, "_capture_step", noting)
+        learn("cuda", 1, 32, precision="bf16-mixed")
+    return shapes
+
+
+@pytest.mark.gpu
+def test_generation_in_a_fit_replays_cuda_graphs(workers: WorkerPool) -> None:
+    (shapes,) = workers.run(shapes_of_graphs, world_size=1, init_process_group=False)
+    assert shapes

@@ -44,6 +44,11 @@ def keyed_uniforms(keys: Sequence[int], positions: Sequence[int]) -> list[float]
     return numbers
 
 
+def uniforms_on(device: torch.device, keys: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Return :func:`keyed_uniforms` as (N,) float64 on a device, queued behind its work: the host does not wait."""
+    return torch.tensor(keyed_uniforms(keys, positions), dtype=torch.float64).to(device, non_blocking=True)
+
+
 def gumbel_noise(keys: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
     """Return standard Gumbel noise (B, K) float64 for ``tokens`` (B, K), with one key and position per row."""
     states = [_mix((key + position * _WEYL) & _MASK) for key, position in zip(keys, positions, strict=True)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_realloc.generation.core.noise import keyed_uniforms
+from lightning_realloc.generation.core.noise import uniforms_on
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import Forbidden, Repeated, SamplingParams, Scratch, sample_tokens
 
@@ -66,7 +66,7 @@ class KeyedSampler:
         repeated: Repeated | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return a token and its log-probability for each row of ``logits`` (N, V)."""
-        uniforms = torch.tensor(keyed_uniforms(keys, places), dtype=torch.float64, device=logits.device)
+        uniforms = uniforms_on(logits.device, keys, places)
         return sample_tokens(
             logits, uniforms, self._params, forbidden=forbidden, repeated=repeated, scratch=self._scratch
         )

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, keyed_uniforms, stream_key
+from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, stream_key, uniforms_on
 from lightning_realloc.generation.core.plain_decoding import Emitted, HeldTokens, KeyedSampler
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import (
@@ -234,8 +234,7 @@ def _starts(drafts: Sequence[Draft]) -> list[int]:
 
 
 def _uniforms(samples: Sequence[Sample], stream: int, places: Sequence[int], device: torch.device) -> Tensor:
-    numbers = keyed_uniforms([stream_key(sample.key, stream) for sample in samples], places)
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return uniforms_on(device, [stream_key(sample.key, stream) for sample in samples], places)
 
 
 def _dense(law: Tensor | tuple[int, ...], like: Tensor) -> Tensor:

@@ -66,10 +66,11 @@ def take_weights(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[st
 def allocate_weights(model: nn.Module, device: torch.device) -> None:
     """Give the parameters of a laid-out model on the meta device memory on ``device``, and move its buffers there."""
     if isinstance(model, FSDPModule):
-        buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+        move_buffers(model, device)
+        buffers = [(module, dict(module._buffers)) for module in model.modules()]
         model.to_empty(device=device)
-        for module, name, buffer in buffers:  # to_empty would leave them undefined, and not shared with other replicas
-            module._buffers[name] = buffer if buffer is None or buffer.device == device else buffer.to(device)
+        for module, kept in buffers:  # to_empty leaves them undefined, and not shared with other replicas
+            module._buffers.update(kept)
         return
     for owner, names in tied_names(model).items():
         parameter = model.get_parameter(owner)
@@ -77,6 +78,13 @@ def allocate_weights(model: nn.Module, device: torch.device) -> None:
             model, names, nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
         )
     model.to(device)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the model's buffers to ``device``, such as rotary frequencies, which every forward would copy there."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def fill_weights(model: nn.Module, model_layout: ModelLayout, rank: int, taken: dict[str, nn.Parameter]) -> None:

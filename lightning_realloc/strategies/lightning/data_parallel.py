@@ -166,6 +166,16 @@ class DataParallelStrategy(ModelParallelStrategy):
         )
         self.connected_module._device_mesh = self._device_mesh
 
+    def _setup_distributed(self) -> None:
+        """Start the process group, and undo Lightning's binding of a gloo group to the device.
+
+        Torch splits groups that are bound to a device, but lacks what this takes for gloo's.
+        """
+        super()._setup_distributed()
+        group = dist.group.WORLD
+        if group is not None and dist.get_backend() == "gloo":
+            group.bound_device_id = None
+
     def _find_nodes(self) -> None:
         """Check which ranks share a node, and measure links between nodes unless the cluster was given. Collective."""
         check_nodes(self.num_processes)

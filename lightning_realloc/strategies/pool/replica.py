@@ -23,6 +23,7 @@ from lightning_realloc.runtime.parallel.shards import (
     allocate_weights,
     bind_tensors,
     local_tensors,
+    move_buffers,
     take_weights,
     weightless_copy,
 )
@@ -127,7 +128,7 @@ class Replica:
 def prepare_copy(
     role: str, blank: nn.Module, target: ModelLayout, meshes: MeshRegistry, options: PoolOptions
 ) -> nn.Module:
-    """Return this rank's part of a role's model under ``target``, without weights.
+    """Return this rank's part of a role's model under ``target``, without weights and with its buffers.
 
     Only FSDP's shards have memory at once. Collective over the ranks of ``target``.
     """
@@ -143,6 +144,7 @@ def prepare_copy(
     tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
     if target.layout.dims.pp > 1:
         cut_stage(model, target, options.rank)
+    move_buffers(model, options.device)
     return model
 
 
