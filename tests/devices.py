@@ -9,9 +9,10 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 
+from tests.emulated_cuda import EMULATED
+
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 """Values of a test's parameter ``device``."""
-
 
 DEFAULT_DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 """Device of runs that name none."""
@@ -37,3 +38,15 @@ class SharedGPU(CUDAAccelerator):
 def accelerator_on(device: str) -> CUDAAccelerator | str:
     """Return the Trainer's ``accelerator`` for ranks that share a device."""
     return SharedGPU() if device == "cuda" else device
+
+
+def accelerator_of_nccl(world_size: int) -> CUDAAccelerator | str:
+    """Return the ``accelerator`` for ranks that NCCL connects; skip the test if there are too few devices for them.
+
+    Ranks may share an emulated device (``tests.emulated_cuda``).
+    """
+    if torch.cuda.get_device_name() == EMULATED:
+        return SharedGPU()
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices")
+    return "cuda"

@@ -23,7 +23,7 @@ from lightning_realloc.generation.core.model_config import check_loaded, check_s
 from lightning_realloc.generation.core.sample import Completion, Sample, Tokenizer
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
-from lightning_realloc.generation.engine_parts import Runners, build_decoding, build_rebalancer, check_parts
+from lightning_realloc.generation.engine_parts import CudaGraphs, Runners, build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.batch_invariant import check_invariant
 from lightning_realloc.generation.forward.packed_linear import packed_linears
@@ -69,9 +69,9 @@ class GenerationEngine(SharingEngine):
             of the group, such as the first one's.
         pack_weights: Let long generations on CPU copy linear layers' weights into the fastest order, and drop the
             copies at the end. False saves their memory.
-        cuda_graphs: Capture steps that read no prompts, and replay each with one launch. False saves the graphs'
-            memory. Without effect on CPU, with ``lockstep`` or ``max_cache_bytes``, in tensor parallelism, and for
-            models that cannot be captured; a warning names those.
+        cuda_graphs: Capture steps that read no prompts, and replay each with one launch. ``"collective"``: also those
+            of tensor-parallel models over NCCL. False saves the graphs' memory. Without effect on CPU, with
+            ``lockstep`` or ``max_cache_bytes``, and for models that cannot be captured; a warning names those.
         compile: Backend of ``torch.compile`` for the blocks of captured steps, such as ``"inductor"``: fewer kernels,
             and other rounding. Without effect where no step is captured. None: none.
         batch_invariant: Compute every token in forwards of the same shape. A sample's tokens and log-probabilities then
@@ -105,7 +105,7 @@ class GenerationEngine(SharingEngine):
         drafter: Drafter | None = None,
         agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
         pack_weights: bool = True,
-        cuda_graphs: bool = True,
+        cuda_graphs: CudaGraphs = True,
         compile: str | None = None,
         batch_invariant: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -126,6 +126,8 @@ class GenerationEngine(SharingEngine):
         check_counts(optional=True, max_length=max_length)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
         check_kind("batch_invariant", batch_invariant, bool, "True or False")
+        if cuda_graphs not in (True, False, "collective"):
+            raise GenerationError(f'cuda_graphs={cuda_graphs!r} must be True, False or "collective"')
         check_tokenizer(tokenizer)
         check_parts(speculation, drafter, peers, lockstep, poll_weights)
         if batch_invariant:
@@ -142,10 +144,10 @@ class GenerationEngine(SharingEngine):
         self._version = 0
         self._check_stop_strings = StopStringCheck(tokenizer)
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
-        captures = cuda_graphs and lockstep is None
-        self._runners = Runners(model, self._cache, captures=captures, compile=compile, is_invariant=batch_invariant)
+        graphs = cuda_graphs if lockstep is None else False
+        self._runners = Runners(model, self._cache, graphs=graphs, compile=compile, is_invariant=batch_invariant)
         self._pack_weights = pack_weights and not batch_invariant
-        self._decoding = build_decoding(model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=captures)
+        self._decoding = build_decoding(model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=bool(graphs))
         self._stats = GenerationStats()
         if agree is None:
             self._check_agreement(peers)

@@ -6,7 +6,7 @@ Speculation and rebalancing are imported where a call needs them: plain generati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -17,6 +17,9 @@ from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, TileGraphs
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.runner import ModelRunner
+
+CudaGraphs = bool | Literal["collective"]
+"""Steps that are captured: False, none; True, those of one rank; ``"collective"``, those of tensor parallelism, too."""
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
@@ -31,24 +34,25 @@ class Runners:
     Args:
         model: Model to run.
         cache: Its keys and values.
-        captures: Whether forwards may be captured.
+        graphs: Whether forwards may be captured; ``"collective"``: those of tensor-parallel models, too.
         compile: Backend of ``torch.compile`` for the blocks of captured steps; None: none.
         is_invariant: Whether results must have the same bits in any batch.
     """
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, *, captures: bool, compile: str | None, is_invariant: bool
+        self, model: nn.Module, cache: KVCache, *, graphs: CudaGraphs, compile: str | None, is_invariant: bool
     ) -> None:
         self._model = model
         self._cache = cache
         self._is_invariant = is_invariant
         self.step_graphs: StepGraphs | None = None
         self.tile_graphs: TileGraphs | None = None
-        if captures and isinstance(cache, SlotCache):  # pages change their places
+        if graphs and isinstance(cache, SlotCache):  # pages change their places
+            collective = graphs == "collective"
             if is_invariant:
-                self.tile_graphs = TileGraphs(model, cache)
+                self.tile_graphs = TileGraphs(model, cache, collective=collective)
             else:
-                self.step_graphs = StepGraphs(model, cache, compile=compile)
+                self.step_graphs = StepGraphs(model, cache, compile=compile, collective=collective)
 
     def make(self, *, num_slots: int, longest: int) -> ModelRunner:
         """Return a runner for this many slots of at most ``longest`` positions."""

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import Speculation, VLLMOptions
+from lightning_realloc.generation.engine_parts import CudaGraphs
 
 
 class EngineOptions(Protocol):
@@ -18,6 +19,10 @@ class EngineOptions(Protocol):
     @property
     def compile(self) -> str | None:
         """Backend of ``torch.compile`` for captured steps of the engine ``"native"``; None: none."""
+
+    @property
+    def cuda_graphs(self) -> CudaGraphs:
+        """Decoding steps of the engine ``"native"`` that are captured."""
 
     @property
     def free_cache(self) -> bool:

@@ -12,3 +12,6 @@ asks for it. Their operators are those of the CPU (``device.cpp``). So it shows 
 and memory, but neither speed nor the rounding of a GPU's kernels, and streams run in order. NCCL, Triton and compiled
 kernels are missing. It needs a C++ compiler.
 """
+
+EMULATED = "Emulated GPU"
+"""Name of the device."""

@@ -8,25 +8,45 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+_groups: set[str] = set()
+"""Names of the groups that the program takes for NCCL's."""
+
 
 def install() -> None:
     """Let process groups of NCCL be groups of gloo."""
-    for name in ("init_process_group", "new_group"):
-        replacement = _with_gloo(getattr(dist, name))
+    get_backend = dist.get_backend
+
+    def get_named_backend(group: dist.ProcessGroup | None = None) -> str:
+        return "nccl" if (group or dist.group.WORLD).group_name in _groups else get_backend(group)  # type: ignore[union-attr]
+
+    replacements: dict[str, Any] = {
+        "init_process_group": _init_process_group(dist.init_process_group),
+        "new_group": _new_group(dist.new_group),
+        "get_backend": get_named_backend,
+        "is_nccl_available": lambda: True,
+    }
+    for name, replacement in replacements.items():
         for module in (dist, distributed_c10d):
             setattr(module, name, replacement)
-    for module in (dist, distributed_c10d):
-        module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
 
 
-def _with_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
-    def create_with_gloo(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(_renamed(value) for value in args)
-        kwargs = {name: _renamed(value) for name, value in kwargs.items() if name != "device_id"}
-        return create(*args, **kwargs)
+def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
+    def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        is_nccl = "nccl" in (backend or "")
+        init((backend or "gloo").replace("nccl", "gloo"), *args, device_id=None if is_nccl else device_id, **kwargs)
+        _groups.clear()
+        if is_nccl:
+            _groups.add(dist.group.WORLD.group_name)  # type: ignore[union-attr]
 
-    return create_with_gloo
+    return init_process_group
 
 
-def _renamed(value: Any) -> Any:
-    return value.replace("nccl", "gloo") if isinstance(value, str) else value
+def _new_group(create: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        is_nccl = dist.get_backend() == "nccl" if backend is None else "nccl" in backend
+        group = create(ranks, timeout, None if backend is None else backend.replace("nccl", "gloo"), *args, **kwargs)
+        if is_nccl and isinstance(group, dist.ProcessGroup):
+            _groups.add(group.group_name)
+        return group
+
+    return new_group

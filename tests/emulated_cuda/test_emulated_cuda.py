@@ -34,6 +34,10 @@ big = torch.empty(1 << 20, device="cuda")
 assert torch.cuda.memory_allocated() - before == 4 << 20
 big.untyped_storage().resize_(0)
 assert torch.cuda.memory_allocated() == before
+import copy
+held = torch.nn.Parameter(on_device.clone())
+copied = copy.deepcopy(held)
+assert torch.equal(copied, held) and copied.data_ptr() != held.data_ptr() and copied.device == held.device
 fails("out of memory", lambda: torch.empty(1 << 50, dtype=torch.uint8, device="cuda"), torch.cuda.OutOfMemoryError)
 state = torch.cuda.get_rng_state()
 drawn = torch.rand(3, device="cuda")
@@ -44,8 +48,10 @@ assert torch.equal(torch.rand(3, device="cuda"), drawn)
 
 GRAPHS = """
 inputs, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+before = torch.cuda.memory_allocated()
 with torch.cuda.graph(graph):
     doubled = (inputs * 2).add_(1)
+assert torch.cuda.memory_allocated() - before == doubled.nbytes
 for value in (5, 7):
     inputs.fill_(value)
     graph.replay()
@@ -85,5 +91,5 @@ def test_the_device_is_one_of_its_own(script: str) -> None:
 
 def test_a_fit_on_the_device_has_the_losses_of_the_cpu_and_replays_graphs() -> None:
     output = run("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/strategies/test_devices.py")
-    assert "3 passed" in output
+    assert "5 passed" in output
     assert "skipped" not in output

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tests.emulated_cuda import EMULATED
 
 _GIB = 2**30
-_NAME = "Emulated GPU"
 _MODES = {"default": 0, "warn": 1, "error": 2}
 
 
@@ -71,20 +75,47 @@ class Event:
         return (other._time - self._time) * 1e3
 
 
+class _Made(NamedTuple):
+    """A tensor that an operator of the capture made, among the arguments of a later one."""
+
+    number: int
+
+
+class _Call(NamedTuple):
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: list[tuple[int, weakref.ref[Tensor]]]
+    """Number of each result, and the result of the capture while the program keeps it."""
+
+
 class CUDAGraph:
     """Operators that are run again on the tensors of their capture."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[_Call] = []
 
     def replay(self) -> None:
-        """Run all operators, and write their results where those of the capture lie."""
+        """Run all operators, and write results where those lie that the program has kept since the capture."""
+        values: dict[int, Tensor] = {}
+
+        def value_of(argument: Any) -> Any:
+            return values[argument.number] if isinstance(argument, _Made) else argument
+
+        last_use = {leaf.number: place for place, call in enumerate(self.calls) for leaf in _made_among(call)}
         with torch.no_grad():
-            for function, args, kwargs, results in self.calls:
-                again = function(*args, **kwargs)
-                for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
+            for place, (function, args, kwargs, made) in enumerate(self.calls):
+                results = function(*_map(value_of, args), **_map(value_of, kwargs))
+                for leaf in tree_leaves(results):
+                    if hasattr(leaf, "wait"):  # the work of a collective
+                        leaf.wait()
+                for (number, kept), new in zip(made, _tensors(results), strict=True):
+                    values[number] = new
+                    old = kept()
+                    if old is not None and old.numel() and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
+                for number in [number for number in values if last_use.get(number, -1) <= place]:
+                    del values[number]  # its memory is free for other operators, as in a graph's pool
 
     def reset(self) -> None:
         """Drop all operators."""
@@ -95,17 +126,45 @@ class CUDAGraph:
         return graph_pool_handle()
 
 
+def _map(function: Any, tree: Any) -> Any:
+    return tree_map(function, tree, is_leaf=lambda leaf: isinstance(leaf, _Made))
+
+
+def _made_among(call: _Call) -> list[_Made]:
+    leaves = tree_leaves((call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Made))
+    return [leaf for leaf in leaves if isinstance(leaf, _Made)]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 class _Capture(TorchDispatchMode):
     def __init__(self, graph: CUDAGraph) -> None:
         super().__init__()
         self._graph = graph
+        self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._count = itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves((args, kwargs, results))):
-            self._graph.calls.append((func, args, kwargs, results))
+        if any(tensor.is_cuda for tensor in _tensors((args, kwargs, results))):
+            of_capture = _map(self._reference, args), _map(self._reference, kwargs)
+            made = [(self._number(tensor), weakref.ref(tensor)) for tensor in _tensors(results)]
+            self._graph.calls.append(_Call(func, *of_capture, made))
         return results
+
+    def _reference(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor) and argument in self._numbers:
+            return _Made(self._numbers[argument])
+        return argument
+
+    def _number(self, result: Tensor) -> int:
+        """Return the number of a result: an own one, or that of the argument which the operator has changed."""
+        if result not in self._numbers:
+            self._numbers[result] = next(self._count)
+        return int(self._numbers[result])
 
 
 @contextlib.contextmanager
@@ -137,6 +196,7 @@ def install() -> None:
     ):
         setattr(torch.cuda, name, replacement)
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign, assignment]
 
 
 class _Nothing(contextlib.nullcontext[None]):
@@ -146,7 +206,7 @@ class _Nothing(contextlib.nullcontext[None]):
 
 def _device_functions(capacity: int) -> dict[str, Any]:
     properties = SimpleNamespace(
-        name=_NAME, total_memory=capacity, uuid="0", major=9, minor=0, multi_processor_count=132, is_integrated=False
+        name=EMULATED, total_memory=capacity, uuid="0", major=9, minor=0, multi_processor_count=132, is_integrated=False
     )
     return {
         "_lazy_init": lambda: None,
@@ -159,7 +219,7 @@ def _device_functions(capacity: int) -> dict[str, Any]:
         "set_device": lambda device: None,
         "device": _Nothing,
         "device_of": _Nothing,
-        "get_device_name": lambda device=None: _NAME,
+        "get_device_name": lambda device=None: EMULATED,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -225,6 +285,21 @@ def _resize(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStora
     """Give a storage another size; torch built without CUDA refuses this for CUDA's."""
     if storage.device.type != "cuda":
         return _resize_on_host(storage, num_bytes)  # type: ignore[return-value]
-    tensor = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage, 0, (0,), (1,))  # type: ignore[call-overload]
-    torch.ops.emulated_cuda.resize_storage(tensor, num_bytes)
+    torch.ops.emulated_cuda.resize_storage(_bytes_of(storage, 0), num_bytes)
     return storage
+
+
+_clone_on_host = torch.UntypedStorage.clone
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of a storage; torch built without CUDA makes no storage of CUDA's."""
+    if storage.device.type != "cuda":
+        return _clone_on_host(storage)
+    return _bytes_of(storage, storage.nbytes()).clone().untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage, count: int) -> Tensor:
+    """Return the first bytes of a storage as a tensor."""
+    bytes_ = torch.empty(0, dtype=torch.uint8, device="cuda")
+    return bytes_.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload, no-any-return]

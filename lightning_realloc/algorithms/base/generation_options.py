@@ -11,6 +11,7 @@ from lightning_realloc.algorithms.settings import check_choice, check_type
 from lightning_realloc.batch.training import check_compile_backend
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import RolloutBudget, Speculation, VLLMOptions
+from lightning_realloc.generation.engine_parts import CudaGraphs
 from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
 
 EngineName = Literal["native", "hf", "vllm"]
@@ -50,6 +51,10 @@ class GenerationOptions:
     """Backend of ``torch.compile`` for the blocks of decoding steps that are captured as CUDA graphs, such as
     ``"inductor"``: fewer kernels, other rounding, and the seconds of one compilation. None: none. Without effect on
     CPU."""
+    cuda_graphs: CudaGraphs = True
+    """Whether decoding steps are captured as CUDA graphs, each of which is one launch. ``"collective"``: also those of
+    tensor-parallel layouts, with NCCL's collectives inside; not tried on several GPUs yet. False: none, which saves
+    their memory. Without effect on CPU, with ``fsdp > 1`` or ``pp > 1``, and with ``max_cache_bytes``."""
     batch_invariant: bool = False
     """Whether a sample's tokens and log-probabilities have the same bits whatever else is generated, in whatever slots
     and chunks, and with any drafts under ``verification="match"``. Every forward then has one shape, which is slower.
@@ -65,6 +70,8 @@ class GenerationOptions:
         check_type(bool, batch_invariant=self.batch_invariant, free_cache=self.free_cache)
         _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
+        if self.cuda_graphs not in (True, False, "collective"):
+            raise ConfigError(f'cuda_graphs={self.cuda_graphs!r} must be True, False or "collective"')
         if self.compile is not None:
             check_compile_backend(self.compile)
         if self.batch_invariant and self.compile is not None:
@@ -94,6 +101,11 @@ class GenerationOptions:
             raise ConfigError(
                 f"engine={self.engine!r} captures no steps that compile={self.compile!r} could compile; leave compile "
                 f"out, or use engine='native'"
+            )
+        if self.cuda_graphs is not True:
+            raise ConfigError(
+                f"engine={self.engine!r} captures no CUDA graphs of ours, so cuda_graphs={self.cuda_graphs!r} has no "
+                f"effect; leave cuda_graphs out, or use engine='native'"
             )
         if not self.free_cache:
             raise ConfigError(

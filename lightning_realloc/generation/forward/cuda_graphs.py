@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,17 @@ from lightning_realloc.generation.cache.kv_cache import SlotCache, SlotPlaces
 from lightning_realloc.generation.forward.attention import IMPLEMENTATION
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep
 from lightning_realloc.generation.forward.runner import run_packed
+from lightning_realloc.generation.forward.step_shapes import (
+    StepShape,
+    filled_up,
+    rounded_up,
+    within_window,
+    without_filling,
+)
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
+from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
+from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 
 _log = logging.getLogger(__name__)
 
@@ -39,31 +48,6 @@ _MOST_GRAPHS = 128
 """Graphs kept at a time; each takes about 5 MB in addition to the memory that all share."""
 _OFTEN = 16
 """Steps of a shape after which it gets a graph of its own, even if a larger one would do."""
-_READING_IN_TOKENS = 256
-"""Tokens whose products take as long as reading the weights, measured on H100 and H200."""
-_MOST_DETOUR = 1.25
-"""Factor by which a step may take longer when it runs as a larger shape."""
-
-
-class StepShape(NamedTuple):
-    """Shape that a graph is captured for."""
-
-    rows: int
-    width: int
-    """Tokens of each row."""
-    length: int
-    """Positions that each row attends to."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows."""
-        return self.rows * self.width
-
-    def covers(self, other: StepShape) -> bool:
-        """Return whether a step of the other shape can run as one of this shape in about the same time."""
-        is_larger = all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
-        detour = (_READING_IN_TOKENS + self.num_tokens) / (_READING_IN_TOKENS + other.num_tokens)
-        return is_larger and detour <= _MOST_DETOUR and self.length <= 2 * other.length
 
 
 ShapeT = TypeVar("ShapeT", bound=Hashable)
@@ -90,6 +74,8 @@ class CapturedForwards(Generic[ShapeT]):
         make_record: Returns a function that captures graphs which share memory; None: CUDA's.
         device_type: Type of the devices on which models are captured.
         compile: Backend of ``torch.compile`` for the blocks of captured steps; None: their kernels as they are.
+        collective: Whether forwards of tensor-parallel models are captured, too, with NCCL's collectives. All ranks of
+            the group make the same calls.
     """
 
     def __init__(
@@ -100,6 +86,7 @@ class CapturedForwards(Generic[ShapeT]):
         make_record: Callable[[], Record] | None = None,
         device_type: str = "cuda",
         compile: str | None = None,
+        collective: bool = False,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -107,6 +94,9 @@ class CapturedForwards(Generic[ShapeT]):
         self._record: Record | None = None
         self._device_type = device_type
         self._compile = compile
+        self._is_collective = collective
+        self._group: TensorParallelGroup | None = None
+        """Ranks that capture and replay together."""
         self.seconds_setting_up = 0.0
         """Seconds of compiling and capturing so far."""
         self._graphs: dict[ShapeT, Graph[ShapeT]] = {}
@@ -125,16 +115,21 @@ class CapturedForwards(Generic[ShapeT]):
         """Whether the last step took as long as later ones of its size: no graph was captured or is due."""
 
     def begin(self) -> bool:
-        """Return whether this generation's steps can be captured; drop graphs that no longer hold."""
+        """Return whether this generation's steps can be captured; drop graphs that no longer hold.
+
+        Collective over the ranks of a tensor-parallel model whose steps are captured.
+        """
         device = next(self._model.parameters()).device
+        self._group = tensor_parallel_group(self._model)
         self.is_active = (
             self._is_possible
             and device.type == self._device_type
             and not torch.is_autocast_enabled(device.type)  # a graph would read weights that were cast once
-            and not any(hasattr(module, "tp_group") or hasattr(module, "unshard") for module in self._model.modules())
+            and (self._group is None or (self._is_collective and self._group.is_in_device_order))
+            and not any(hasattr(module, "unshard") for module in self._model.modules())
         )
-        state = _state_of(self._model) if self.is_active else ()
-        if state != self._model_state:
+        state = state_of(self._model) if self.is_active else ()
+        if self._on_any_rank(state != self._model_state):
             self.release()
             self._model_state = state
             self._forget_other_dtypes()
@@ -153,6 +148,12 @@ class CapturedForwards(Generic[ShapeT]):
     def _drop_graphs(self) -> None:
         self._graphs.clear()
         self._record = None  # frees the memory that graphs share
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on a rank: ranks that differ in what they run would wait for each other."""
+        if self._group is None or not self.is_active:
+            return flag
+        return bool(self._group.largest([flag], next(self._model.parameters()).device)[0])
 
     def _forget_other_dtypes(self) -> None:
         """Forget which shapes ran before if the weights' dtypes have changed."""
@@ -193,21 +194,28 @@ class CapturedForwards(Generic[ShapeT]):
             logits.copy_(forward())
 
         self._record = self._record or (self._make_record or _CudaRecord)()
+        replay, reason = None, "another rank could not"
         try:
             with compiled_blocks(self._model, self._compile, attention=IMPLEMENTATION):
-                graph = Graph(shape, inputs, logits, self._record(write_logits))
+                replay = self._record(write_logits)
         except RuntimeError as error:
-            self._is_possible = self.is_active = False
-            self.release()
-            _log.warning(
-                "%s cannot be captured as a CUDA graph, so each of its kernels is launched on its own, which may take "
-                "longer than they run: %s",
-                type(self._model).__name__, str(error).splitlines()[0],
-            )  # fmt: skip
+            reason = str(error).splitlines()[0]
+        if self._on_any_rank(replay is None) or replay is None:
+            self._give_up(reason)
             return None
-        self._graphs[shape] = graph
+        self._graphs[shape] = graph = Graph(shape, inputs, logits, replay)
         self.seconds_setting_up += time.perf_counter() - begin
         return graph
+
+    def _give_up(self, reason: str) -> None:
+        self._is_possible = self.is_active = False
+        self.release()
+        _log.warning(
+            "%s cannot be captured as a CUDA graph, so each of its kernels is launched on its own, which may take "
+            "longer than they run: %s",
+            type(self._model).__name__,
+            reason,
+        )
 
     def _first_run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a first run; if the blocks cannot be compiled, say so once and go on without."""
@@ -259,7 +267,7 @@ class StepGraphs(CapturedForwards[StepShape]):
             return None
         graph.inputs.copy_(torch.tensor(filled_up(rows, graph.shape, self._cache.capacity)))
         graph.replay()
-        return _without_filling(graph.logits, rows, graph.shape.width)
+        return without_filling(graph.logits, rows, graph.shape.width)
 
     def _graph_for(self, shape: StepShape) -> Graph[StepShape] | None:
         """Return the graph of a shape, or for a rare shape that of a larger one; None if there is none."""
@@ -316,53 +324,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def rounded_up(number: int, per_octave: int) -> int:
-    """Round up to a multiple of the power of two below ``number`` over ``per_octave``; small numbers stay."""
-    step = max(1, (1 << number.bit_length() - 1) // per_octave)
-    return -(-number // step) * step
-
-
-def within_window(model: nn.Module, length: int, longest: int) -> int:
-    """Return a length rounded up from ``longest``, without leaving a sliding window that ``longest`` does not leave.
-
-    Attention refuses some models beyond their window.
-    """
-    window = getattr(getattr(model, "config", None), "sliding_window", None)
-    return min(length, window) if window and longest <= window else length
-
-
-def filled_up(rows: Sequence[DecodeRow], shape: StepShape, capacity: int) -> tuple[list[int], list[int], list[int]]:
-    """Return token ids, positions and cache indices of the rows' tokens, padded to the shape.
-
-    Padding reads position 0, and writes to the last position of its slot, which no sample uses.
-    """
-    ids: list[int] = []
-    positions: list[int] = []
-    places: list[int] = []
-    for slot in range(shape.rows):
-        begin, own = slot * capacity, 0
-        if slot < len(rows):
-            row = rows[slot]
-            own = len(row.tokens)
-            ids.extend(row.tokens)
-            positions.extend(range(row.position, row.end))
-            places.extend(range(begin + row.position, begin + row.end))
-        rest = shape.width - own
-        ids.extend([0] * rest)
-        positions.extend([0] * rest)
-        places.extend([begin + capacity - 1] * rest)
-    return ids, positions, places
-
-
-def _without_filling(logits: Tensor, rows: Sequence[DecodeRow], width: int) -> Tensor:
-    """Return the logits (N, V) without those of padding."""
-    if all(len(row.tokens) == width for row in rows):
-        return logits[: len(rows) * width]
-    kept = [slot * width + place for slot, row in enumerate(rows) for place in range(len(row.tokens))]
-    return logits[torch.tensor(kept, device=logits.device)]
-
-
-def _state_of(model: nn.Module) -> tuple[object, ...]:
+def state_of(model: nn.Module) -> tuple[object, ...]:
     """Return everything that a model's launches depend on besides inputs: addresses of weights, hooks and switches.
 
     Training mode is left out, because the engine generates in evaluation mode.

@@ -45,6 +45,11 @@ class TensorParallelGroup:
         self.has_uneven_features = False
         """Whether ranks hold different numbers of a layer's features, so that dropout draws different amounts."""
 
+    @property
+    def is_in_device_order(self) -> bool:
+        """Whether collectives run in the order of the device's work, as NCCL's do, and can be part of a CUDA graph."""
+        return dist.get_backend(self.process_group) == "nccl"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self  # a copy of the model has the same peers
 

@@ -222,7 +222,7 @@ class EnginePool:
         if replica.is_sharded:
             group = self._context.pool.meshes.group(layout, "dp", "fsdp")
             lockstep = None if group is None else Lockstep(group, self._context.device)
-        speculation = self._algorithm.speculation
+        speculation, options = self._algorithm.speculation, self._algorithm.generation_options
         drafter = self._build_drafter(replica)
         drafter.has_listeners = bool(peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
@@ -241,8 +241,9 @@ class EnginePool:
             speculation=speculation,
             drafter=None if speculation is None else drafter,
             max_cache_bytes=self._algorithm.max_cache_bytes,
-            compile=self._algorithm.generation_options.compile,
-            batch_invariant=self._algorithm.generation_options.batch_invariant,
+            cuda_graphs=options.cuda_graphs,
+            compile=options.compile,
+            batch_invariant=options.batch_invariant,
             agree=_agreement(self._context.pool.meshes.group(layout, "tp"), self._context.device),
             # Adapters are merged into the weights during a generation; newer ones wait for the next.
             poll_weights=None if updates is None or adapter_config(replica.model) is not None else updates.poll,

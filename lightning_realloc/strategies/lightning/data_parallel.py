@@ -217,6 +217,11 @@ class DataParallelStrategy(ModelParallelStrategy):
             self._cluster = describe_cluster(self.num_nodes, self.num_processes, self.root_device)
         return self._cluster
 
+    def batch_to_device(self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> object:
+        """Leave an algorithm's samples on the host, where ranks exchange them; each call moves the rows it works on."""
+        place = device if self.dataflow is None else torch.device("cpu")
+        return super().batch_to_device(batch, place, dataloader_idx)
+
     # An algorithm's calls choose their precision themselves. Lightning's evaluation loops use inference_mode with NCCL;
     # an FSDP2 module whose first forward runs under it cannot be trained afterwards.
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:

@@ -294,6 +294,7 @@ def make_plan_evaluator(
     _, settings = with_callbacks(callbacks, dataflow, plan, builder.memory_settings())
     typical = TypicalLengths.from_iterations(iterations)
     longest = max(*typical.responses, _longest_allowed(module, dataflow))
+    captures = module.engine == "native" and bool(module.generation_options.cuda_graphs)
 
     def estimate(lengths: TypicalLengths) -> Estimator:
         roofline = RooflineEstimator(
@@ -305,7 +306,7 @@ def make_plan_evaluator(
                 builder, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
             ),
             responses=lengths.responses,
-            efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(captures_steps=module.engine == "native"),
+            efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(captures_steps=captures),
             cores_per_node=max(1, num_cores() // torch.get_num_threads()) if on_cpu else None,
         )
         return roofline if profile is None else MeasuredEstimator(roofline, profile.table, profile.models)

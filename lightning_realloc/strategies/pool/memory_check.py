@@ -102,6 +102,7 @@ def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: t
         max_cache_bytes=module.max_cache_bytes,
         moves_samples=bool(module.sample_reallocation),
         frees_cache=module.generation_options.free_cache,
+        captures_collectives=module.generation_options.cuda_graphs == "collective",
         num_ahead=0 if speculation is None else speculation.most_ahead,
         draft=None if speculation is None else _draft_memory(speculation),
         packs_weights=device.type == "cpu" and packs(copy_dtype),

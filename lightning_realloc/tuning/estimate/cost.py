@@ -201,17 +201,21 @@ class CallCost:
     def _decode_stage(self, sequences: float, attended: float) -> Pass:
         efficiency, kernels = self.links.efficiency, self.kernels.decode(sequences, attended)
         if self._is_captured(sequences):
-            block = Pass(kernels + efficiency.captured_block_s)
+            block = Pass(kernels + efficiency.captured_block_s, self._exchange(sequences))
         else:
             block = self._launched(kernels, self._exchange(sequences), efficiency.decode_launch_s)
         host = Pass(efficiency.step_s + efficiency.row_s * sequences)
         return self._slowest_stage(block, self._sampled_head(sequences).plus(host))
 
     def _is_captured(self, sequences: float) -> bool:
-        """Return whether a decoding step is a CUDA graph: no communication, an unbounded cache, not too many tokens."""
+        """Return whether a decoding step is a CUDA graph: an unbounded cache, not too many tokens, no communication.
+
+        Or no other than that of tensor parallelism, if the engine captures it.
+        """
         engine, dims = self.settings.engine, self.dims
         num_tokens = sequences * (1 + engine.num_ahead)
-        is_local = dims.tp == dims.fsdp == dims.pp == 1 and engine.max_cache_bytes is None
+        is_local = dims.fsdp == dims.pp == 1 and (dims.tp == 1 or engine.captures_collectives)
+        is_local = is_local and engine.max_cache_bytes is None
         return self.links.efficiency.captures_steps and is_local and num_tokens <= MAX_CAPTURED_TOKENS
 
     def _scored_head(self, rows: float) -> Pass:

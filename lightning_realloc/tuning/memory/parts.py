@@ -49,6 +49,8 @@ class EngineMemory:
     """Whether samples arrive from other ranks, so that a bounded cache takes all bytes that it may."""
     frees_cache: bool = True
     """Whether the KV cache is freed after each generation."""
+    captures_collectives: bool = False
+    """Whether decoding steps of tensor-parallel layouts are captured as CUDA graphs, too."""
     num_ahead: int = 0
     """Most drafted tokens of a sample that one step verifies."""
     draft: DraftMemory | None = None

@@ -16,9 +16,10 @@ from torch import nn
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, engine_parts
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.forward.attention import slot_attention
-from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, StepShape, _state_of, filled_up, rounded_up
+from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, state_of
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
+from lightning_realloc.generation.forward.step_shapes import StepShape, filled_up, rounded_up
 from lightning_realloc.generation.schedule.scheduler import PrefillBatching
 from lightning_realloc.generation.speculative import draft_model as draft_model_module
 from tests.generation.test_engine import draw_prompts, tokens_of
@@ -202,22 +203,22 @@ def test_graphs_outlive_a_generation_and_moved_memory_is_captured_again(recorder
 def test_every_change_of_a_models_kernel_launches_changes_its_state() -> None:
     model = tiny_model("llama")
     layer = model.get_submodule("model.layers.0.mlp.up_proj")
-    states = [_state_of(model)]
-    assert _state_of(model.train()) == _state_of(model.eval()) == states[0]
+    states = [state_of(model)]
+    assert state_of(model.train()) == state_of(model.eval()) == states[0]
     with torch.no_grad():
         layer.weight.add_(1.0)  # a replay reads the current numbers
-    assert _state_of(model) == states[0]
+    assert state_of(model) == states[0]
 
     handle = layer.register_forward_hook(lambda module, args, output: output)
-    states.append(_state_of(model))
+    states.append(state_of(model))
     handle.remove()
-    assert _state_of(model) == states[0]
+    assert state_of(model) == states[0]
     layer.switch = {"merged": [True]}
-    states.append(_state_of(model))
+    states.append(state_of(model))
     layer.switch["merged"][0] = False
-    states.append(_state_of(model))
+    states.append(state_of(model))
     layer.weight = nn.Parameter(layer.weight.detach().clone())
-    states.append(_state_of(model))
+    states.append(state_of(model))
     assert len(set(states)) == len(states)
 
 

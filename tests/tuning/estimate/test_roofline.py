@@ -199,6 +199,18 @@ def test_steps_that_communicate_are_not_captured(layout: str) -> None:
     assert captured == launched
 
 
+@pytest.mark.parametrize(("layout", "is_captured"), [("tp2", True), ("fsdp2.tp2", False), ("pp2.tp2", False)])
+def test_steps_of_tensor_parallelism_are_captured_where_collectives_are(layout: str, is_captured: bool) -> None:
+    collective = replace(HALF, engine=EngineMemory(captures_collectives=True))
+    captured, launched = (
+        decoding_step_s(layout, Efficiency(captures_steps=is_on), settings=collective, num_sequences=8)
+        for is_on in (True, False)
+    )
+    assert (captured < launched) == is_captured
+    exchange = 32 * 2 * 2 * CLUSTER.intra_node_latency_s  # two all-reduces of two messages in each block
+    assert captured > 6.738e9 / CLUSTER.device_memory_bytes_per_s + exchange
+
+
 def test_steps_of_a_bounded_cache_and_of_many_tokens_are_not_captured() -> None:
     launched = decoding_step_s("dp8", Efficiency(captures_steps=False))
     bounded = replace(HALF, engine=EngineMemory(max_cache_bytes=10**10))

@@ -1,0 +1,83 @@
+"""Shapes of captured decoding steps: few sizes to which rows, tokens and lengths are padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.generation.forward.packed_step import DecodeRow
+
+_READING_IN_TOKENS = 256
+"""Tokens whose products take as long as reading the weights, measured on H100 and H200."""
+_MOST_DETOUR = 1.25
+"""Factor by which a step may take longer when it runs as a larger shape."""
+
+
+class StepShape(NamedTuple):
+    """Shape that a graph is captured for."""
+
+    rows: int
+    width: int
+    """Tokens of each row."""
+    length: int
+    """Positions that each row attends to."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.rows * self.width
+
+    def covers(self, other: StepShape) -> bool:
+        """Return whether a step of the other shape can run as one of this shape in about the same time."""
+        is_larger = all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
+        detour = (_READING_IN_TOKENS + self.num_tokens) / (_READING_IN_TOKENS + other.num_tokens)
+        return is_larger and detour <= _MOST_DETOUR and self.length <= 2 * other.length
+
+
+def rounded_up(number: int, per_octave: int) -> int:
+    """Round up to a multiple of the power of two below ``number`` over ``per_octave``; small numbers stay."""
+    step = max(1, (1 << number.bit_length() - 1) // per_octave)
+    return -(-number // step) * step
+
+
+def within_window(model: nn.Module, length: int, longest: int) -> int:
+    """Return a length rounded up from ``longest``, without leaving a sliding window that ``longest`` does not leave.
+
+    Attention refuses some models beyond their window.
+    """
+    window = getattr(getattr(model, "config", None), "sliding_window", None)
+    return min(length, window) if window and longest <= window else length
+
+
+def filled_up(rows: Sequence[DecodeRow], shape: StepShape, capacity: int) -> tuple[list[int], list[int], list[int]]:
+    """Return token ids, positions and cache indices of the rows' tokens, padded to the shape.
+
+    Padding reads position 0, and writes to the last position of its slot, which no sample uses.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    places: list[int] = []
+    for slot in range(shape.rows):
+        begin, own = slot * capacity, 0
+        if slot < len(rows):
+            row = rows[slot]
+            own = len(row.tokens)
+            ids.extend(row.tokens)
+            positions.extend(range(row.position, row.end))
+            places.extend(range(begin + row.position, begin + row.end))
+        rest = shape.width - own
+        ids.extend([0] * rest)
+        positions.extend([0] * rest)
+        places.extend([begin + capacity - 1] * rest)
+    return ids, positions, places
+
+
+def without_filling(logits: Tensor, rows: Sequence[DecodeRow], width: int) -> Tensor:
+    """Return the logits (N, V) without those of padding."""
+    if all(len(row.tokens) == width for row in rows):
+        return logits[: len(rows) * width]
+    kept = [slot * width + place for slot, row in enumerate(rows) for place in range(len(row.tokens))]
+    return logits[torch.tensor(kept, device=logits.device)]
