@@ -17,6 +17,9 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DEFAULT_DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 """Device of runs that name none."""
 
+CPU_ALONE = pytest.mark.skipif(DEFAULT_DEVICE != "cpu", reason="is about memory, threads or processes of CPU ranks")
+"""Mark of tests that do not run with ``TEST_DEVICE=cuda``."""
+
 
 class SharedGPU(CUDAAccelerator):
     """Lets all ranks work on the first CUDA device, for which Lightning wants one device per rank.

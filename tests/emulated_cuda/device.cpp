@@ -283,6 +283,8 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto num_arguments = op.schema().arguments().size();
   auto arguments = torch::jit::last(*stack, num_arguments);
   check_waiting(op, arguments);
+  c10::InferenceMode as_usual(false);  // tensors of inference mode could not be twins of others
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   Call call;
   torch::jit::Stack own;
   for (auto& argument : arguments) own.push_back(call.to_host(argument));
@@ -354,18 +356,23 @@ TORCH_LIBRARY(emulated_cuda, m) {
   m.def("set_capacity(int bytes) -> ()", [](int64_t bytes) { capacity = bytes; });
   m.def("set_wait_mode(int mode) -> ()", [](int64_t mode) { wait_mode = int(mode); });
   m.def("get_wait_mode() -> int", [] { return int64_t(wait_mode); });
+  m.def("is_capturing() -> bool", [] { return capturing.load(); });
   m.def("set_capturing(bool active) -> ()", [](bool active) { capturing = active; });
 }
 
-int64_t choose_plain_products(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
-  return static_cast<int64_t>(sdp::SDPBackend::math);
+// As on a GPU: flash kernels take half precision without a mask, the memory-efficient ones a mask and any precision, but
+// not fewer heads of keys than of queries. Both are `kernels.py`'s operators here. Else every score is stored.
+int64_t choose_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor&, const std::optional<at::Tensor>& mask, double,
+    bool, std::optional<double>, bool) {
+  bool is_half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  bool is_fused = query.scalar_type() != at::kDouble && ((is_half && !mask) || query.size(1) == key.size(1));
+  return static_cast<int64_t>(is_fused ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
 }
 
 const bool is_ready = [] {
   c10::SetAllocator(c10::kCUDA, &allocator);
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_plain_products);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
   return true;
 }();
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ def install() -> None:
     """Register the operators for the emulated device."""
     _library.impl("_flash_attention_forward", _flash_forward, "CUDA")
     _library.impl("_flash_attention_backward", _flash_backward, "CUDA")
+    _library.impl("_scaled_dot_product_fused_attention_overrideable", _attention_forward, "CUDA")
+    _library.impl("_scaled_dot_product_fused_attention_overrideable_backward", _attention_backward, "CUDA")
     _library.impl("histc", _histc, "CUDA")
     _library.impl("mm.dtype", _mm, "CUDA")
     _library.impl("addmm.dtype_out", _addmm_out, "CUDA")
@@ -88,16 +91,76 @@ def _sequences(
 
 def _on_host(*tensors: Tensor | None) -> list[list[int]]:
     """Return the tensors' numbers, which kernels read without waiting; none for None."""
-    mode = torch.ops.emulated_cuda.get_wait_mode()
-    torch.ops.emulated_cuda.set_wait_mode(0)
-    numbers = [[] if tensor is None else tensor.tolist() for tensor in tensors]
-    torch.ops.emulated_cuda.set_wait_mode(mode)
-    return numbers
+    with _unwatched():
+        return [[] if tensor is None else tensor.tolist() for tensor in tensors]
 
 
 def _sum_of_groups(grad: Tensor, num_heads: int) -> Tensor:
     """Return the gradients (N, H_kv, D) of heads that several heads (N, H, D) of queries share."""
     return grad.unflatten(1, (num_heads, -1)).sum(2)
+
+
+# ---- attention of `scaled_dot_product_attention`; what kernels keep in registers is kept on the host here
+def _attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    with _unwatched():
+        _, _, v, shares, _ = _shares(query, key, value, attn_bias, is_causal, scale)
+        output = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
+        output.copy_(shares @ v)
+    empty, none = query.new_empty(0), torch.empty(0, dtype=torch.int64)
+    sums = query.new_zeros(query.shape[:3], dtype=torch.float)
+    return output, sums, none, none, query.shape[2], key.shape[2], none, none, empty
+
+
+def _attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None,
+    grad_input_mask: Sequence[bool], out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, philox_seed: Tensor, philox_offset: Tensor, *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    with _unwatched():
+        q, k, v, shares, factor = _shares(query, key, value, attn_bias, is_causal, scale)
+        grad = grad_out.cpu().float()
+        grad_shares = grad @ v.mT
+        grad_scores = shares * (grad_shares - (grad_shares * shares).sum(-1, keepdim=True))
+        found = (grad_scores @ k * factor, grad_scores.mT @ q * factor, shares.mT @ grad)
+        groups = query.shape[1] // key.shape[1]
+        by_head = (found[0], *(part.unflatten(1, (-1, groups)).sum(2) for part in found[1:]))
+        tensors = (query, key, value)
+        grads = [torch.empty_like(own).copy_(part) for own, part in zip(tensors, by_head, strict=True)]
+    return *grads, None
+
+
+def _shares(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """Return queries, keys and values on the host in float32, with as many heads; the weights; and the scale."""
+    q, k, v = (tensor.cpu().float() for tensor in (query, key, value))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = q @ k.mT * factor
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if mask is not None:
+        own = mask.cpu()
+        scores = scores.masked_fill(~own, -torch.inf) if own.dtype is torch.bool else scores + own
+    return q, k, v, scores.softmax(-1).nan_to_num(0.0), factor
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Let the emulation of a kernel read what the kernel reads without waiting."""
+    mode = torch.ops.emulated_cuda.get_wait_mode()
+    is_capturing = torch.ops.emulated_cuda.is_capturing()
+    torch.ops.emulated_cuda.set_wait_mode(0)
+    torch.ops.emulated_cuda.set_capturing(False)
+    try:
+        yield
+    finally:
+        torch.ops.emulated_cuda.set_wait_mode(mode)
+        torch.ops.emulated_cuda.set_capturing(is_capturing)
 
 
 def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.cuda.nccl
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 _groups: set[str] = set()
@@ -24,7 +27,9 @@ def install() -> None:
         "new_group": _new_group(dist.new_group),
         "get_backend": get_named_backend,
         "is_nccl_available": lambda: True,
+        "all_reduce": _all_reduce(dist.all_reduce),
     }
+    torch.cuda.nccl.version = lambda: (2, 28, 9)  # type: ignore[assignment, misc]
     for name, replacement in replacements.items():
         for module in (dist, distributed_c10d):
             setattr(module, name, replacement)
@@ -50,3 +55,14 @@ def _new_group(create: Callable[..., Any]) -> Callable[..., Any]:
         return group
 
     return new_group
+
+
+def _all_reduce(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        if op != dist.ReduceOp.AVG or tensor.is_floating_point():
+            return reduce(tensor, op, *args, **kwargs)
+        work = reduce(tensor, dist.ReduceOp.SUM, *args, **kwargs)  # gloo's own mean is for real numbers
+        tensor.div_(dist.get_world_size(kwargs.get("group")), rounding_mode="floor")
+        return work
+
+    return all_reduce

@@ -197,6 +197,7 @@ def install() -> None:
         setattr(torch.cuda, name, replacement)
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
     torch.UntypedStorage.clone = _clone  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.to = _storage_to  # type: ignore[method-assign, assignment]
 
 
 class _Nothing(contextlib.nullcontext[None]):
@@ -299,7 +300,14 @@ def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return _bytes_of(storage, storage.nbytes()).clone().untyped_storage()
 
 
+def _storage_to(storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+    """Return the storage on a device, itself if it is there."""
+    if storage.device.type == torch.device(device).type:
+        return storage
+    return _bytes_of(storage, storage.nbytes()).to(device).untyped_storage()
+
+
 def _bytes_of(storage: torch.UntypedStorage, count: int) -> Tensor:
     """Return the first bytes of a storage as a tensor."""
-    bytes_ = torch.empty(0, dtype=torch.uint8, device="cuda")
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return bytes_.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload, no-any-return]

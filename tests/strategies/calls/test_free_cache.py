@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions
 from lightning_realloc.generation import GenerationEngine, SamplingParams, engine_parts
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
+from tests.devices import CPU_ALONE
 from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
@@ -59,6 +60,7 @@ def run_grpo(free_cache: bool) -> tuple[Outcome, list[int], list[int]]:
     return outcome, kept.captured, kept.cache_bytes
 
 
+@CPU_ALONE
 def test_a_kept_cache_keeps_its_graphs_over_changes_of_the_weights(workers: WorkerPool) -> None:
     ((freed, captured, freed_bytes),), ((kept, captured_once, kept_bytes),) = (
         workers.run(run_grpo, free, world_size=1, init_process_group=False) for free in (True, False)

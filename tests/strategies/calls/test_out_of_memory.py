@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_realloc.errors import ReallocError
+from tests.devices import CPU_ALONE
 from tests.strategies import runs
 from tests.strategies.algorithms import preferences
 from tests.strategies.runs import Batches
@@ -54,6 +55,7 @@ def test_one_rank_halves_its_micro_batches_and_trains_to_the_same_weights(
     assert runs.largest_difference(found.weights, expected.weights) <= 1e-5
 
 
+@CPU_ALONE
 def test_a_single_sample_without_room_is_an_error() -> None:
     module = runs.sft()
     limit_samples(module, 0)

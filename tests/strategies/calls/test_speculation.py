@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_realloc import BestOfN, DynamicSampling
 from lightning_realloc.generation import SamplingParams, Speculation
+from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
@@ -99,6 +100,7 @@ def run_epochs(drafter: Any) -> tuple[list[float], Outcome]:
     return record.rates, outcome
 
 
+@CPU_ALONE
 def test_history_drafts_more_accepted_tokens_than_the_samples_own_text(workers: WorkerPool) -> None:
     run = lambda drafter: workers.run(run_epochs, drafter, world_size=2, init_process_group=False)[0]  # noqa: E731
     (_, plain), (by_history, history), (by_own_text, own_text) = run(None), run("history"), run("ngram")

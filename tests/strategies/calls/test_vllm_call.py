@@ -10,6 +10,7 @@ import pytest
 from lightning_realloc import GRPO, ConfigError, EngineCorrection, GenerationOptions, RolloutBudget, Speculation
 from lightning_realloc.generation import SamplingParams, VLLMOptions
 from lightning_realloc.strategies import ReallocStrategy
+from tests.devices import CPU_ALONE
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.generation.vllm.test_vllm_engine import is_running
 from tests.models import tiny_model
@@ -30,6 +31,7 @@ def run(options: VLLMOptions, layout: str, world_size: int) -> Outcome:
     return runs.train(with_vllm(options), plan, world_size, Batches(2))
 
 
+@CPU_ALONE
 def test_every_iteration_hands_weights_over_and_the_processes_end_with_the_run(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
@@ -60,12 +62,14 @@ def test_layouts_that_vllm_cannot_take_weights_from_are_refused(
         workers.run(run, VLLMOptions(address=address), layout, 2, world_size=2, init_process_group=False)
 
 
+@CPU_ALONE
 def test_a_lost_vllm_ends_the_run_on_every_rank_with_its_log(workers: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailure, match=r"vLLM's process ended by signal SIGKILL; .*segmentation fault"):
         options = VLLMOptions(python=stand_in(tmp_path, "dies"))
         workers.run(run, options, "dp2", 2, world_size=2, init_process_group=False)
 
 
+@CPU_ALONE
 def test_a_vllm_that_ends_once_is_restarted_and_the_run_is_the_same(workers: WorkerPool, tmp_path: Path) -> None:
     def outcome(behaviour: str, restarts: int) -> Outcome:
         folder = tmp_path / (behaviour or "lives")
@@ -87,6 +91,7 @@ def run_ahead(options: VLLMOptions) -> Outcome:
     return runs.train(module, ReallocStrategy(plan, max_staleness=1), 2, Batches(3))
 
 
+@CPU_ALONE
 def test_generation_one_step_ahead_hands_weights_over_before_every_rollout(workers: WorkerPool, tmp_path: Path) -> None:
     options = VLLMOptions(python=stand_in(tmp_path))
     outcome = workers.run(run_ahead, options, world_size=2, init_process_group=False)[0]

@@ -21,6 +21,7 @@ from lightning_realloc.generation import Speculation
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.calls.weight_updates import BatchVersions, VersionLog
+from tests.devices import CPU_ALONE
 from tests.resume.cases import SaveAt
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -127,6 +128,7 @@ def test_a_resumed_run_repeats_the_rest_from_the_log(workers: WorkerPool, tmp_pa
         assert torch.equal(resumed.weights[name], tensor)
 
 
+@CPU_ALONE
 def test_the_replica_ends_with_the_trained_weights(workers: WorkerPool, tmp_path: Path) -> None:
     generating, _ = run(workers, 2, APART, str(tmp_path))
     for name, tensor in generating.replica.items():

@@ -26,6 +26,7 @@ from lightning_realloc.strategies.checkpoints.export import check_output, export
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
 from tests.algorithms.test_loaded_weights import with_a_head_of_its_own
+from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.algorithms import preferences
@@ -229,6 +230,7 @@ def _gather_in_windows(layout: str, world_size: int) -> list[dict[str, Tensor]]:
     return [gather_weights(home, rank, world_size, device, window_elements=most) for most in (1, 10_000, 10**9)]
 
 
+@CPU_ALONE
 def test_weights_are_gathered_a_few_at_a_time(workers: WorkerPool) -> None:
     first, *others = workers.run(_gather_in_windows, "fsdp2.tp2", 4, init_process_group=False)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_realloc import EMA, ReallocStrategy
 from lightning_realloc.data.loader import BatchLoader
+from tests.devices import CPU_ALONE
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import contents, differences, make_optimizer, table
@@ -56,6 +57,7 @@ def state(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in meta.items() if name not in ("loops", "epoch", "pytorch-lightning_version")}
 
 
+@CPU_ALONE
 def test_a_checkpoint_of_an_earlier_release_is_read_completely_and_resumed(workers: WorkerPool, tmp_path: Path) -> None:
     shutil.unpack_archive(STORED, tmp_path)
     stored, again, later = tmp_path / "ppo_after_2", tmp_path / "again", tmp_path / "later"

@@ -22,6 +22,7 @@ from lightning_realloc.data.rows import read_rows
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
+from tests.devices import CPU_ALONE
 from tests.strategies import runs
 from tests.strategies.lightning.test_launchers import end, start
 
@@ -214,6 +215,7 @@ def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
     ]
 
 
+@CPU_ALONE
 @pytest.mark.slow
 def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path) -> None:
     notes = [tmp_path / name for name in ("alone", "left")]
@@ -254,6 +256,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
+@CPU_ALONE
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path) -> None:
@@ -272,6 +275,7 @@ def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path) -> None:
         end(agent)
 
 
+@CPU_ALONE
 @pytest.mark.slow
 def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Path) -> None:
     (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
@@ -283,6 +287,7 @@ def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Pat
     assert "which started this rank, ended without it" in printed
 
 
+@CPU_ALONE
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_rank_outlives_the_launching_rank_which_reports_failures_after_training(tmp_path: Path) -> None:

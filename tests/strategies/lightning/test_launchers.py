@@ -28,6 +28,7 @@ from lightning_realloc.strategies.lightning.data_parallel import _end_process_gr
 from lightning_realloc.strategies.lightning.last_checkpoint import InProcessLauncher
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from lightning_realloc.strategies.lightning.trainer_checks import check_started_processes, warn_of_stale_addresses
+from tests.devices import CPU_ALONE
 from tests.scripts import Script
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -97,6 +98,7 @@ def fit_here() -> tuple[dict[str, float], dict[str, float]]:
     return outcome.logged[-1], {name: float(value.abs().sum()) for name, value in outcome.weights.items()}
 
 
+@CPU_ALONE
 @pytest.mark.slow
 def test_script_torchrun_spawn_and_fork_give_the_same_results(tmp_path: Path, workers: WorkerPool) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

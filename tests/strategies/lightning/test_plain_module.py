@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_realloc import ConfigError, ReallocStrategy
 from lightning_realloc.errors import CheckpointError
+from tests.devices import CPU_ALONE
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -102,6 +103,7 @@ def fit(strategy: str, options: dict[str, Any], folder: str, *, manual: bool = F
     }
 
 
+@CPU_ALONE
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "by hand"])
 def test_two_ranks_reach_the_weights_of_one_device(manual: bool, workers: WorkerPool, tmp_path: Any) -> None:
     run = partial(fit, folder=str(tmp_path), manual=manual)

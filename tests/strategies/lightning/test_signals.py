@@ -26,6 +26,7 @@ from lightning_realloc.strategies.lightning.signals import (
     has_handler,
     signals_forwarded,
 )
+from tests.devices import CPU_ALONE
 from tests.strategies import runs
 from tests.strategies.lightning.test_failures import wait_until
 from tests.strategies.lightning.test_launchers import end, start
@@ -279,6 +280,7 @@ COMMANDS = {
 }
 
 
+@CPU_ALONE
 @pytest.mark.slow
 def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in COMMANDS}

@@ -21,6 +21,7 @@ from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.tuning.estimate.profile import ProfileTable
 from lightning_realloc.tuning.memory.parts import usable_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
+from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer
 from tests.strategies import runs
 from tests.strategies.algorithms import preferences
@@ -93,6 +94,7 @@ def _profiles(cache: str) -> tuple[dict[str, str | None], dict[str, str], list[s
     return tables, dict(first.models), profiles.warnings
 
 
+@CPU_ALONE
 def test_a_run_measures_all_passes_of_plans_and_stores_them(workers: WorkerPool, tmp_path: Path) -> None:
     everyone = workers.run(_profiles, str(tmp_path), world_size=2, init_process_group=False, deadline_s=120.0)
     tables, models, warnings = everyone[0]

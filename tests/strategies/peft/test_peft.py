@@ -15,6 +15,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.model.adapter_layers import merge_permanently
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.pool.replica import refuse_thawed
+from tests.devices import CPU_ALONE
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan, adapted_grpo, train, train_checked, train_ppo
@@ -64,6 +65,7 @@ def test_other_kinds_of_adapters_train_the_same_under_every_plan(workers: Worker
         assert runs.largest_difference(outcome.weights, expected.weights) <= 2e-5
 
 
+@CPU_ALONE
 def test_reference_and_generation_have_the_expected_outputs(workers: WorkerPool) -> None:
     plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp1@1")
     other = calls(actor_train="fsdp2", actor_generate="dp1@0", reference_infer="dp2")

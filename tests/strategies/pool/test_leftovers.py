@@ -17,6 +17,7 @@ from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.generation import Speculation
 from lightning_realloc.runtime.parallel.tensor_parallel import _VocabularyEmbedding, _with_own_forward
 from lightning_realloc.strategies import ReallocStrategy
+from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -103,6 +104,7 @@ def fit_all(plan: Any) -> tuple[list[str], list[int], list[int]]:
     return left, modules, threads
 
 
+@CPU_ALONE
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 def test_fits_on_several_ranks_leave_no_models_and_no_threads(workers: WorkerPool) -> None:
     plan = runs.calls(actor_generate="dp2", reference_infer="dp2", actor_train="fsdp2")

@@ -28,6 +28,7 @@ from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import calls
@@ -161,6 +162,7 @@ def check(found: list[Comparison], tolerance: float = TOLERANCE) -> None:
             assert abs(error) <= tolerance, f"rank {rank}, {call}: {predicted} predicted, {measured} measured"
 
 
+@CPU_ALONE
 @pytest.mark.parametrize(
     ("train", "generate", "infer"),
     [("dp2", "dp2", "dp2"), ("fsdp2", "dp2", "fsdp2"), ("tp2", "dp2", "tp2"), ("fsdp2", "tp2", "dp2")],
@@ -170,11 +172,13 @@ def test_peaks_of_a_tiny_model_are_predicted(workers: WorkerPool, train: str, ge
     check(workers.run(compare, plan, world_size=2, init_process_group=False, deadline_s=120.0))
 
 
+@CPU_ALONE
 def test_peaks_are_predicted_where_a_role_is_absent(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp2.tp2@0-3", actor_generate="dp2.tp2@0-3", reference_infer="dp2@2-3")
     check(workers.run(compare, plan, world_size=4, init_process_group=False, deadline_s=150.0))
 
 
+@CPU_ALONE
 def test_peaks_are_predicted_where_ranks_share_many_logits(workers: WorkerPool) -> None:
     plan = calls(actor_train="tp2", actor_generate="tp2", reference_infer="tp2")
     check(workers.run(compare_many_logits, plan, world_size=2, init_process_group=False, deadline_s=120.0))
@@ -190,6 +194,7 @@ ADAPTED = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 512, "nu
 """A model of 1.5 million weights."""
 
 
+@CPU_ALONE
 @pytest.mark.parametrize(
     ("train", "generate", "infer", "precision"),
     [("fsdp2", "tp2", "dp2", "bf16-mixed"), ("tp2", "dp2", "tp2", "32-true")],
@@ -224,12 +229,14 @@ def compare_with_search(plan: dict[str, Any]) -> Comparison:
     return {call: (kept + prices.active_bytes(call, chosen.call(call)), peak) for call, peak in run.peaks.items()}
 
 
+@CPU_ALONE
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "opt", "mixtral"])
 def test_peaks_of_other_families_are_predicted(workers: WorkerPool, family: str) -> None:
     plan = calls(actor_train="dp1", actor_generate="dp1", reference_infer="dp1")
     check(workers.run(compare, plan, family, world_size=1, init_process_group=False, deadline_s=120.0))
 
 
+@CPU_ALONE
 def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
@@ -240,12 +247,14 @@ def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded
     check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
 
 
+@CPU_ALONE
 def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
     settings = {"generation": GenerationOptions(free_cache=False)}
     check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
 
 
+@CPU_ALONE
 @pytest.mark.slow
 def test_peaks_of_a_medium_model_are_predicted(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="tp2", reference_infer="fsdp2")

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_realloc.callbacks import PhaseCallback
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.pool.precision import without_gradients
+from tests.devices import CPU_ALONE
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
@@ -144,6 +145,7 @@ def train_narrow_modules() -> list[Any]:
     return found
 
 
+@CPU_ALONE
 def test_trained_weights_of_a_bfloat16_module_are_stored_in_float32(workers: WorkerPool) -> None:
     ((full, mixed, narrow),) = workers.run(
         train_narrow_modules, world_size=1, init_process_group=False, deadline_s=120.0
@@ -173,6 +175,7 @@ def autocast_by_call() -> dict[str, bool]:
     return found
 
 
+@CPU_ALONE
 def test_only_training_runs_under_autocast_on_cpu(workers: WorkerPool) -> None:
     (found,) = workers.run(autocast_by_call, world_size=1, init_process_group=False)
     assert found == {"score_reference": False, "actor_loss": True}
