@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch
 
-from lightning_realloc.runtime.measure.host_memory import TRIM_THRESHOLD, keep_freed_memory, set_malloc
+from lightning_realloc.runtime.measure.allocators import TRIM_THRESHOLD, keep_freed_memory, set_malloc
 
 NUM_SLICES = 24
 """Slices of one run. The first step of a slice finds cold caches: with 24 slices this costs 3 % in all arms, with more

@@ -161,7 +161,7 @@ class OnPolicyDistillation(PolicyModule):
     def _whole(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (N,) divergences over the whole vocabulary, zero outside responses."""
         assert self.divergence != "sampled" and self._head is not None, "the head was kept by configure_model"
-        targets = batch.response_mask.nonzero().squeeze(1)
+        targets = batch.counted_places
         logits = predicting_logits(actor, batch, targets)
         teacher = TeacherTokens(batch["teacher_states"][targets].to(logits.device, logits.dtype), self._head)
         found = vocabulary_divergence(

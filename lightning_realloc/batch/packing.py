@@ -21,6 +21,18 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import DataError, PlanError
 
+_TENSORS = (
+    "input_ids",
+    "position_ids",
+    "cu_seqlens",
+    "response_mask",
+    "counted_places",
+    "predicted_places",
+    "sample_index",
+    "predecessors",
+)
+"""Fields of a pack that are on its device."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
@@ -41,6 +53,11 @@ class PackedBatch:
     response_mask: Tensor
     """Tokens that count in the loss, (N,) bool: True for response tokens that the model chose and that have a
     predecessor. Tokens from an environment are False."""
+    counted_places: Tensor
+    """Places in the row of the tokens of ``response_mask``, (K,) int64. Found on the host: a device would have to be
+    waited for."""
+    predicted_places: Tensor
+    """Places in the row of all tokens that have a predecessor, (P,) int64."""
     sample_index: Tensor
     """Index of the sequence that each token belongs to, (N,) int64."""
     predecessors: Tensor
@@ -89,10 +106,7 @@ class PackedBatch:
         Copies to an accelerator are queued: the host does not wait for the micro-batch before.
         """
         queued = torch.device(device).type != "cpu"
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=queued)
-            for name in ("input_ids", "position_ids", "cu_seqlens", "response_mask", "sample_index", "predecessors")
-        }
+        moved = {name: getattr(self, name).to(device, non_blocking=queued) for name in _TENSORS}
         columns = {name: column.to(device, non_blocking=queued) for name, column in self.columns.items()}
         return dataclasses.replace(self, **moved, columns=columns)
 
@@ -136,6 +150,8 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         lengths=tuple(lengths.tolist()),
         response_lengths=tuple(responses.lengths.tolist()),
         response_mask=counted.to(device),
+        counted_places=counted.nonzero().squeeze(1).to(device),
+        predicted_places=positions.nonzero().squeeze(1).to(device),
         sample_index=sample_index.to(device),
         predecessors=_predecessors(starts, shared, positions).to(device),
         shared=tuple(shared.tolist()),

@@ -18,7 +18,7 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.remote_path import local_folder
-from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
+from lightning_realloc.runtime.measure.allocators import give_back_freed_memory
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 from lightning_realloc.runtime.messages.flight_record import FlightRecord

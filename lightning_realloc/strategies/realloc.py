@@ -24,7 +24,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.remote_path import AnyPath
-from lightning_realloc.runtime.measure.host_memory import InfrequentCollection, collect_garbage, give_back_freed_memory
+from lightning_realloc.runtime.measure.allocators import InfrequentCollection, collect_garbage, give_back_freed_memory
 from lightning_realloc.runtime.messages.watchdog import StallAction
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings

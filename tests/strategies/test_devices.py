@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch.optim import SGD
 
 from lightning_realloc import GenerationOptions
 from lightning_realloc.generation.forward.cuda_graphs import Graph, StepGraphs, StepShape
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.calls.train_call import TrainCalls
 from tests.devices import DEVICES, accelerator_of_nccl, accelerator_on
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
@@ -83,3 +87,57 @@ def test_generation_in_a_fit_replays_cuda_graphs(workers: WorkerPool, plan: str)
     assert shapes
     assert all(others == shapes for others, _ in made)
     assert len(outcome.logged) == 3
+
+
+def validated(accelerator: str) -> dict[str, float]:
+    """Return the metrics of held-out prompts; on CUDA, NCCL averages them over the ranks."""
+    trainer = runs.trainer(ReallocStrategy(PLANS["one rank"]), 1, accelerator=accelerator)
+    (metrics,) = trainer.validate(runs.grpo(), Batches(2), verbose=False)
+    found: dict[str, float] = metrics
+    return found
+
+
+@pytest.mark.gpu
+def test_held_out_metrics_are_those_of_the_cpu(workers: WorkerPool) -> None:
+    actual, expected = (
+        workers.run(validated, accelerator, world_size=1, init_process_group=False)[0]
+        for accelerator in ("cuda", "cpu")
+    )
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert "val/reward" in actual
+
+
+def waits_in_training(micro_batch_tokens: int) -> tuple[int, int]:
+    """Return the micro-batches of an iteration's training, and how often the host waits for the device in it."""
+    module = runs.grpo(optimizer=DESCENT, train_options=runs.options(micro_batch_tokens=micro_batch_tokens))
+    losses, waits = [0], [0]
+    train, loss = TrainCalls.run, TrainCalls._loss
+
+    def noting(self: TrainCalls, *args: Any) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            losses[0] = 0
+            train(self, *args)
+            torch.cuda.set_sync_debug_mode("default")
+        waits[0] = sum("synchronizing" in str(warning.message) for warning in caught)
+
+    def counting(self: TrainCalls, *args: Any) -> Any:
+        losses[0] += 1
+        return loss(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainCalls, "run", noting)
+        patch.setattr(TrainCalls, "_loss", counting)
+        strategy = ReallocStrategy(PLANS["one rank"])
+        runs.train(module, strategy, 1, Batches(3), accelerator="cuda", precision="bf16-mixed")
+    return losses[0], waits[0]
+
+
+@pytest.mark.gpu
+def test_training_waits_for_the_device_after_its_last_micro_batch_alone(workers: WorkerPool) -> None:
+    few, many = (
+        workers.run(waits_in_training, tokens, world_size=1, init_process_group=False)[0] for tokens in (4096, 32)
+    )
+    assert many[0] >= 3 * few[0]
+    assert many[1] == few[1]

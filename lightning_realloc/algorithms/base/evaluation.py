@@ -124,7 +124,9 @@ class EvaluatedModule(L.LightningModule):
         for loader, batches in by_loader.items():
             samples = all_samples(batches)
             suffix = f"/dataloader_idx_{loader}" if len(by_loader) > 1 else ""  # as Lightning names them
-            metrics = {f"{prefix}/{name}{suffix}": value for name, value in self.summarize_evaluation(samples).items()}
+            found = self.summarize_evaluation(samples).items()
+            # Samples are on the host, whose tensors NCCL cannot average.
+            metrics = {f"{prefix}/{name}{suffix}": torch.as_tensor(value).to(self.device) for name, value in found}
             # Lightning would add the index of the last loader, and refuses names that have one.
             self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True, add_dataloader_idx=False)
 

@@ -19,7 +19,8 @@ __getattr__ = moved_names(__name__)
 def drop_unscored(batch: PackedBatch, column: str) -> PackedBatch:
     """Return the batch without the responses whose ``column`` is NaN: masked in ``response_mask``, 0 in the column.
 
-    Call it after the forward pass: a pack in which nothing is left still needs gradients of zero.
+    Call it after the forward pass: a pack in which nothing is left still needs gradients of zero. ``counted_places``
+    stay those of the forward.
     """
     values = batch[column]
     missing = values.isnan()

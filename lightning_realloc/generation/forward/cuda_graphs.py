@@ -196,7 +196,7 @@ class CapturedForwards(Generic[ShapeT]):
         self._record = self._record or (self._make_record or _CudaRecord)()
         replay, reason = None, "another rank could not"
         try:
-            with compiled_blocks(self._model, self._compile, attention=IMPLEMENTATION):
+            with compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]):
                 replay = self._record(write_logits)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
@@ -220,7 +220,7 @@ class CapturedForwards(Generic[ShapeT]):
     def _first_run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a first run; if the blocks cannot be compiled, say so once and go on without."""
         try:
-            with compiled_blocks(self._model, self._compile, attention=IMPLEMENTATION):
+            with compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]):
                 return forward()
         except Exception as error:
             if self._compile is None:

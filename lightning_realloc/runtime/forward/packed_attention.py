@@ -2,7 +2,8 @@
 
 Transformers separates the sequences of a row only if positions restart, the cache is off and no mask is given. A
 mistake in any of the three is silent. This module therefore registers its own attention function. It takes the segments
-as an argument and raises an error for a model that does not pass them on.
+as an argument and raises an error for a model that does not pass them on. It has two names: under that of packs no mask
+is made, for which transformers would wait for the device to learn whether positions restart.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_v
 from lightning_realloc.runtime.model.batching_limits import counts_positions_by_padding, experts_obstacle, rotary_bounds
 
 ATTENTION = "realloc_packed"
-"""Name under which the attention function is registered with transformers."""
+"""Name under which the attention function is registered with transformers, and sdpa's masks with it."""
+ATTENTION_OF_PACKS = "realloc_segments"
+"""Its name during the forward of a pack, for which there is no mask."""
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
 _UNKNOWN_WINDOW = -1
@@ -88,9 +91,10 @@ def install_packed_attention(model: nn.Module) -> None:
     if hf_model.config._attn_implementation == ATTENTION:
         return
     _refuse_unpackable(hf_model)
-    if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(ATTENTION, segment_attention)
-    AttentionMaskInterface.register(ATTENTION, _mask_unless_packed)
+    for name in (ATTENTION, ATTENTION_OF_PACKS):
+        if name not in ALL_ATTENTION_FUNCTIONS:
+            AttentionInterface.register(name, segment_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     hf_model.set_attn_implementation(ATTENTION)
     if hf_model.config._attn_implementation != ATTENTION:
         raise ConfigError(
@@ -103,8 +107,10 @@ def install_packed_attention(model: nn.Module) -> None:
 def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str, Any]]:
     """Yield the keyword arguments for calling ``model`` on this pack inside the block."""
     install_packed_attention(model)
-    _refuse_mixed_rotations(transformers_model(model), packed)
+    hf_model = transformers_model(model)
+    _refuse_mixed_rotations(hf_model, packed)
     token = _in_packed_forward.set(True)
+    hf_model.config._attn_implementation = ATTENTION_OF_PACKS
     try:
         yield {
             "input_ids": packed.input_ids,
@@ -113,6 +119,7 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
             "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared),
         }
     finally:
+        hf_model.config._attn_implementation = ATTENTION
         _in_packed_forward.reset(token)
 
 
@@ -172,11 +179,6 @@ def _refuse_mixed_rotations(model: PreTrainedModel, packed: PackedBatch) -> None
                 f"{original} tokens the longest sequence of a row sets the frequencies of its {kind} rotary "
                 f"embedding for all; keep prompt and response within {original} tokens"
             )
-
-
-def _mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Build sdpa's mask; return None for packed sequences, whose (N, N) mask the segments replace."""
-    return None if _in_packed_forward.get() else sdpa_mask(*args, **kwargs)
 
 
 def segment_attention(

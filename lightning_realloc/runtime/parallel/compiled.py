@@ -8,7 +8,7 @@ Other calls run the same modules uncompiled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +18,18 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.packed_attention import ATTENTION
+from lightning_realloc.runtime.forward.packed_attention import ATTENTION, ATTENTION_OF_PACKS
 from lightning_realloc.runtime.model.structure import find_blocks
 
 
 @contextmanager
-def compiled_blocks(model: nn.Module, backend: str | None, *, attention: str = ATTENTION) -> Iterator[None]:
+def compiled_blocks(
+    model: nn.Module, backend: str | None, *, attention: Sequence[str] = (ATTENTION, ATTENTION_OF_PACKS)
+) -> Iterator[None]:
     """Compile the forwards of the model's blocks with a backend of ``torch.compile`` inside the block.
 
     ``backend=None`` compiles nothing. Programs are cached across uses. Sizes are dynamic, so other lengths need no
-    recompilation. ``attention`` is the registered name of the attention that stays uncompiled.
+    recompilation. ``attention`` has the registered names of the attention that stays uncompiled.
 
     Raises:
         ConfigError: for a model without repeated blocks.
@@ -35,7 +37,8 @@ def compiled_blocks(model: nn.Module, backend: str | None, *, attention: str = A
     if backend is None:
         yield
         return
-    AttentionInterface.register(attention, _uncompiled(ALL_ATTENTION_FUNCTIONS[attention]))
+    for name in attention:
+        AttentionInterface.register(name, _uncompiled(ALL_ATTENTION_FUNCTIONS[name]))
     # On a pipeline stage the blocks of other stages are placeholders without weights.
     blocks = [block for _, block in find_blocks(model) if any(True for _ in block.parameters())]
     if not blocks:

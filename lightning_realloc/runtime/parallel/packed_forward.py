@@ -80,8 +80,7 @@ def token_logprobs(
         with_entropy: Whether to also return the entropy (nats) of each token's distribution.
         with_collision: Whether to also return the log-probability that two draws from it are equal.
     """
-    predicted = packed.response_mask if only_responses else packed.position_ids[0] > 0
-    targets = predicted.nonzero().squeeze(1)
+    targets = packed.counted_places if only_responses else packed.predicted_places
     logits = predicting_logits(model, packed, targets)
     chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
     collision = collision_logprobs(logits, temperature=temperature) if with_collision else None

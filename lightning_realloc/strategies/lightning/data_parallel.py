@@ -35,7 +35,7 @@ from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.parent_watch import end_with_parent
-from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
+from lightning_realloc.runtime.measure.allocators import expand_cuda_segments, keep_freed_memory
 from lightning_realloc.runtime.measure.links import describe_links, measure_links
 from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster, warn_of_other_processes
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
@@ -161,6 +161,8 @@ class DataParallelStrategy(ModelParallelStrategy):
             keep_freed_memory()
         elif self.root_device.type == "cuda":
             warn_of_other_processes(self.root_device)
+            if getattr(self.connected_module, "engine", None) != "vllm":  # it maps the weights' memory
+                expand_cuda_segments()
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )

@@ -1,13 +1,16 @@
-"""Host memory policy: keep freed memory between steps, return it after a run, and collect garbage rarely.
+"""Policy of memory allocators: what malloc and CUDA's keep between steps, and how often garbage is collected.
 
-Activations and gathered weights are freed and allocated again in every step. Each page from the operating system
-costs a page fault and is zeroed. Blocks of up to 32 MiB are therefore kept. This fragments the heap: four ranks that
-train and generate with 100M weights hold 9.1 GB. They hold 5.8 GB if blocks above 8 MiB are returned at once, but then
-FSDP, whose buffers are larger, takes 1.5 times as long.
+On the host, activations and gathered weights are freed and allocated again in every step. Each page from the operating
+system costs a page fault and is zeroed. Blocks of up to 32 MiB are therefore kept. This fragments the heap: four ranks
+that train and generate with 100M weights hold 9.1 GB. They hold 5.8 GB if blocks above 8 MiB are returned at once, but
+then FSDP, whose buffers are larger, takes 1.5 times as long.
 
 Iterations leave no circular garbage. But samples and text indices live for a while, so the collector sees a growing
 heap. It then walks hundreds of thousands of objects for a quarter of a second, while every other rank waits. So it runs
 before models are built, and rarely during training.
+
+On CUDA, the phases of an iteration allocate blocks of other sizes. Segments of fixed size then have gaps that no other
+phase can use, and a run ends for lack of memory that is there. Expandable segments have none.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import ctypes
 import gc
 import os
 
+_CUDA_ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables by which users configure torch's allocator for CUDA."""
 TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
 _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -37,6 +42,24 @@ def keep_freed_memory() -> bool:
     if any(name in os.environ for name in _ENVIRONMENT):
         return False
     return set_malloc(TRIM_THRESHOLD, _MAX_KEPT_BYTES) and set_malloc(_MMAP_THRESHOLD, _MAX_KEPT_BLOCK_BYTES)
+
+
+def expand_cuda_segments() -> bool:
+    """Let CUDA's allocator extend its segments; segments from before stay. Other processes cannot map such memory.
+
+    Does nothing if the environment configures the allocator. Returns whether torch has the setting.
+    """
+    import torch  # the rest of this module needs the standard library alone
+
+    if any(name in os.environ for name in _CUDA_ENVIRONMENT):
+        return False
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(
+        torch.cuda.memory, "_set_allocator_settings", None
+    )
+    if change is None:
+        return False
+    change("expandable_segments:True")
+    return True
 
 
 def set_malloc(parameter: int, value: int) -> bool:

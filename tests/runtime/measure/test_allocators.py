@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from lightning_realloc.runtime.measure import host_memory
+from lightning_realloc.runtime.measure import allocators
 
 # Run by path, in a process that imports nothing else: the setting cannot be undone.
 FAULTS = """
@@ -32,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_a_repeated_step_takes_no_new_pages() -> None:
     faults = {}
     for mode in ("default", "keep"):
-        command = [sys.executable, "-c", FAULTS, mode, host_memory.__file__]
+        command = [sys.executable, "-c", FAULTS, mode, allocators.__file__]
         ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         faults[mode] = int(ended.stdout)
     pages_of_one_step = 10 * (4 << 20) // resource.getpagesize()
@@ -42,7 +43,19 @@ def test_a_repeated_step_takes_no_new_pages() -> None:
 
 def test_malloc_settings_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-    assert not host_memory.keep_freed_memory()
+    assert not allocators.keep_freed_memory()
+
+
+def test_cudas_segments_are_expandable_unless_the_environment_configures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert allocators.expand_cuda_segments()
+    assert given == ["expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert not allocators.expand_cuda_segments()
+    assert len(given) == 1
 
 
 @pytest.fixture
@@ -55,10 +68,10 @@ def _default_threshold() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_default_threshold")
 def test_garbage_is_collected_less_often_between_start_and_stop() -> None:
-    collection = host_memory.InfrequentCollection()
+    collection = allocators.InfrequentCollection()
     collection.start()
     collection.start()  # by a fit that follows a failed one
-    assert gc.get_threshold()[0] == host_memory.MIN_NEW_OBJECTS
+    assert gc.get_threshold()[0] == allocators.MIN_NEW_OBJECTS
     collection.stop()
     collection.stop()
     assert gc.get_threshold() == (700, 10, 10)
@@ -68,7 +81,7 @@ def test_garbage_is_collected_less_often_between_start_and_stop() -> None:
 @pytest.mark.parametrize("chosen", [0, 50_000])
 def test_a_threshold_that_was_set_before_start_is_kept(chosen: int) -> None:
     gc.set_threshold(chosen, 10, 10)
-    collection = host_memory.InfrequentCollection()
+    collection = allocators.InfrequentCollection()
     collection.start()
     collection.stop()
     assert gc.get_threshold() == (chosen, 10, 10)
@@ -76,7 +89,7 @@ def test_a_threshold_that_was_set_before_start_is_kept(chosen: int) -> None:
 
 @pytest.mark.usefixtures("_default_threshold")
 def test_a_threshold_that_is_set_after_start_is_kept() -> None:
-    collection = host_memory.InfrequentCollection()
+    collection = allocators.InfrequentCollection()
     collection.start()
     gc.set_threshold(5_000, 10, 10)
     collection.stop()
