@@ -71,7 +71,7 @@ class GenerationEngine(SharingEngine):
             copies at the end. False saves their memory.
         cuda_graphs: Capture steps that read no prompts, and replay each with one launch. ``"collective"``: also those
             of tensor-parallel models over NCCL. False saves the graphs' memory. Without effect on CPU, with
-            ``lockstep`` or ``max_cache_bytes``, and for models that cannot be captured; a warning names those.
+            ``lockstep``, and for models that cannot be captured; a warning names those.
         compile: Backend of ``torch.compile`` for the blocks of captured steps, such as ``"inductor"``: fewer kernels,
             and other rounding. Without effect where no step is captured. None: none.
         batch_invariant: Compute every token in forwards of the same shape. A sample's tokens and log-probabilities then

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import KVCache, SlotCache
+from lightning_realloc.generation.cache.kv_cache import CapturableCache, KVCache, SlotCache
 from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, TileGraphs
@@ -47,12 +47,11 @@ class Runners:
         self._is_invariant = is_invariant
         self.step_graphs: StepGraphs | None = None
         self.tile_graphs: TileGraphs | None = None
-        if graphs and isinstance(cache, SlotCache):  # pages change their places
-            collective = graphs == "collective"
-            if is_invariant:
-                self.tile_graphs = TileGraphs(model, cache, collective=collective)
-            else:
-                self.step_graphs = StepGraphs(model, cache, compile=compile, collective=collective)
+        collective = graphs == "collective"
+        if graphs and is_invariant and isinstance(cache, SlotCache):  # tiles read pages that their tokens name
+            self.tile_graphs = TileGraphs(model, cache, collective=collective)
+        elif graphs and not is_invariant and isinstance(cache, CapturableCache):
+            self.step_graphs = StepGraphs(model, cache, compile=compile, collective=collective)
 
     def make(self, *, num_slots: int, longest: int) -> ModelRunner:
         """Return a runner for this many slots of at most ``longest`` positions."""

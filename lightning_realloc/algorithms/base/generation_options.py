@@ -54,7 +54,7 @@ class GenerationOptions:
     cuda_graphs: CudaGraphs = True
     """Whether decoding steps are captured as CUDA graphs, each of which is one launch. ``"collective"``: also those of
     tensor-parallel layouts, with NCCL's collectives inside; not tried on several GPUs yet. False: none, which saves
-    their memory. Without effect on CPU, with ``fsdp > 1`` or ``pp > 1``, and with ``max_cache_bytes``."""
+    their memory. Without effect on CPU, and with ``fsdp > 1`` or ``pp > 1``."""
     batch_invariant: bool = False
     """Whether a sample's tokens and log-probabilities have the same bits whatever else is generated, in whatever slots
     and chunks, and with any drafts under ``verification="match"``. Every forward then has one shape, which is slower.

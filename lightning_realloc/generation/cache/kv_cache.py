@@ -191,11 +191,8 @@ def model_parts(content: Tensor, num_positions: int, tensors: Iterable[Tensor]) 
     assert place == content.numel(), f"{num_positions} positions hold {place} bytes, got {content.numel()}"
 
 
-class SlotCache(KVCache):
-    """Keys and values (slots, capacity, key-value heads, head size) of every layer.
-
-    Contents are valid within one generation only; afterwards the storage is reused.
-    """
+class CapturableCache(KVCache):
+    """A cache of decoding steps that CUDA graphs hold: they write to indices that are filled in before each replay."""
 
     def __init__(self) -> None:
         self.num_slots = 0
@@ -203,6 +200,28 @@ class SlotCache(KVCache):
         """Positions that one slot can hold."""
         self.num_allocations = 0
         """Grows whenever storage is allocated or freed."""
+
+    def begin_forward(self) -> None:
+        """Bring what a replay reads up to date."""
+
+    @abstractmethod
+    def captured_places(self, indices: Tensor, *, num_rows: int, attended_length: int) -> StepPlaces:
+        """Return the places of a captured step; for the arguments see `SlotPlaces`."""
+
+    @abstractmethod
+    def host_indices(self, slot: int, begin: int, end: int) -> Sequence[int]:
+        """Return `indices` of a slot's positions from ``begin`` to ``end``."""
+
+    @abstractmethod
+    def padding_index(self, slot: int) -> int:
+        """Return an index that no sample uses."""
+
+
+class SlotCache(CapturableCache):
+    """Keys and values (slots, capacity, key-value heads, head size) of every layer, valid within one generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -241,6 +260,15 @@ class SlotCache(KVCache):
 
     def indices(self, slots: Tensor | int, positions: Tensor) -> Tensor:
         return slots * self.capacity + positions
+
+    def captured_places(self, indices: Tensor, *, num_rows: int, attended_length: int) -> SlotPlaces:
+        return SlotPlaces(self, indices, num_rows=num_rows, attended_length=attended_length)
+
+    def host_indices(self, slot: int, begin: int, end: int) -> Sequence[int]:
+        return range(slot * self.capacity + begin, slot * self.capacity + end)
+
+    def padding_index(self, slot: int) -> int:
+        return (slot + 1) * self.capacity - 1
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the storage of a layer, given its ``key`` and ``value`` (…, heads, head size)."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import (
+    CapturableCache,
     KVCache,
     LayerShape,
     Places,
@@ -36,8 +37,8 @@ Stored = tuple[Tensor, Tensor]
 """Keys and values (pages, page size, heads, head size) of a layer."""
 
 
-class PagedCache(KVCache):
-    """Keys and values of every layer in pages, at most ``max_bytes``.
+class PagedCache(CapturableCache):
+    """Keys and values of every layer in pages, at most ``max_bytes``, and one position more for padding.
 
     Contents are valid within one generation only; afterwards the storage is reused.
 
@@ -47,6 +48,7 @@ class PagedCache(KVCache):
     """
 
     def __init__(self, max_bytes: int, *, page_size: int = PAGE_SIZE) -> None:
+        super().__init__()
         self.max_bytes = max_bytes
         self.page_size = page_size
         self.tables = PageTables(0, page_size, num_slots=0)
@@ -58,6 +60,8 @@ class PagedCache(KVCache):
         self._shapes: dict[LayerKey, Stored] = {}
         """Empty tensors with the shape, dtype and device of a position."""
         self._layers: dict[LayerKey, Stored] = {}
+        self._positions: dict[LayerKey, Stored] = {}
+        """The same memory as (positions, heads, head size), and one position more."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._num_pages = self._num_defined = 0
 
@@ -72,8 +76,10 @@ class PagedCache(KVCache):
 
     def release(self) -> None:
         self._layers.clear()
+        self._positions.clear()
         self._buffer = self._buffer.new_empty(0)
         self._num_pages = self._num_defined = self.buffer_pages = 0
+        self.num_allocations += 1
 
     # ---- at the start of a call
     def forget_shapes(self) -> None:
@@ -128,7 +134,11 @@ class PagedCache(KVCache):
         self._allocate(num_pages, buffer_pages)
         self.tables = PageTables(num_pages, self.page_size, num_slots=num_slots)
         self._rows = torch.zeros(num_slots, least, dtype=torch.long)
-        self.table = self._rows.to(self._buffer.device)
+        if self.table.shape != self._rows.shape or self.table.device != self._buffer.device:
+            self.table = torch.empty_like(self._rows, device=self._buffer.device)
+            self.num_allocations += 1
+        self.table.zero_()
+        self.num_slots, self.capacity = num_slots, least * self.page_size
         return self.tables
 
     def _layer_bytes(self, shape: Stored) -> int:
@@ -149,13 +159,17 @@ class PagedCache(KVCache):
             return
         self.release()
         for layer, (key, value) in self._shapes.items():
-            self._layers[layer] = (self._pages_like(key, num_pages), self._pages_like(value, num_pages))
+            count = num_pages * self.page_size
+            keys, values = (one.new_empty(count + 1, *one.shape[-2:]) for one in (key, value))
+            self._positions[layer] = (keys, values)
+            self._layers[layer] = (self._as_pages(keys), self._as_pages(values))
         device = next(iter(self._shapes.values()))[0].device
         self._buffer = torch.empty(buffer_pages * self._buffer_page_bytes, dtype=torch.uint8, device=device)
         self._num_pages, self.buffer_pages = num_pages, buffer_pages
 
-    def _pages_like(self, shape: Tensor, num_pages: int) -> Tensor:
-        return shape.new_empty(num_pages, self.page_size, *shape.shape[-2:])
+    def _as_pages(self, positions: Tensor) -> Tensor:
+        pages: Tensor = positions[:-1].unflatten(0, (-1, self.page_size))
+        return pages
 
     # ---- between forwards
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
@@ -216,11 +230,26 @@ class PagedCache(KVCache):
         self._define_pages()
         self._renew_table()
 
+    def captured_places(self, indices: Tensor, *, num_rows: int, attended_length: int) -> CapturedPages:
+        return CapturedPages(self, indices, num_rows=num_rows, attended_length=attended_length)
+
+    def host_indices(self, slot: int, begin: int, end: int) -> Sequence[int]:
+        pages, size = self.tables.tables[slot], self.page_size
+        return [pages[position // size] * size + position % size for position in range(begin, end)]
+
+    def padding_index(self, slot: int) -> int:
+        return self._num_pages * self.page_size
+
     def layer(self, layer: LayerKey, key: Tensor, value: Tensor) -> Stored | None:
         """Return the storage of a layer; None in the forward that sets its shape, which must not use the result."""
         if layer not in self._shapes:
             self._shapes[layer] = (key.new_empty(0, *key.shape[-2:]), value.new_empty(0, *value.shape[-2:]))
         return self._layers.get(layer)
+
+    def write_layer(self, layer: LayerKey, targets: Tensor, new: Stored) -> None:
+        """Write keys and values (N, heads, head size) of a layer to these indices (N,)."""
+        for positions, part in zip(self._positions[layer], new, strict=True):
+            positions.index_copy_(0, targets, part)
 
     def indices(self, slots: Tensor | int, positions: Tensor) -> Tensor:
         return self.table[slots, positions // self.page_size] * self.page_size + positions % self.page_size
@@ -258,7 +287,7 @@ class PagedCache(KVCache):
                 self._rows[slot, : len(pages)] = torch.tensor(pages, dtype=torch.long)
                 self._rows[slot, len(pages) :] = 0
             self.tables.changed.clear()
-            self.table = self._rows.to(self._buffer.device)
+            self.table.copy_(self._rows, non_blocking=True)
 
 
 class DraftCache(KVCache):
@@ -307,9 +336,9 @@ class PagedPlaces(StepPlaces):
     def store(self, layer: int, key: Tensor, value: Tensor) -> Stored | None:
         stored = self._cache.layer((self._model, layer), key, value)
         if stored is not None and self._targets is not None:
-            for storage, new in zip(stored, (key, value), strict=True):
-                written = new if self._sources is None else new.index_select(0, self._sources)
-                storage.flatten(0, 1).index_copy_(0, self._targets, written)
+            if self._sources is not None:
+                key, value = key.index_select(0, self._sources), value.index_select(0, self._sources)
+            self._cache.write_layer((self._model, layer), self._targets, (key, value))
         return stored
 
     def sequence(self, stored: Stored, slot: int, end: int) -> Stored:
@@ -325,6 +354,20 @@ class PagedPlaces(StepPlaces):
         count = rows.stop - rows.start
         keys, values = self._cache.gather(stored, pages)
         return rows, keys.view(count, -1, *keys.shape[1:]), values.view(count, -1, *values.shape[1:])
+
+
+class CapturedPages(PagedPlaces):
+    """Places of a captured step in a `PagedCache`: all rows read as many pages, those in the table at each replay."""
+
+    def __init__(self, cache: PagedCache, indices: Tensor, *, num_rows: int, attended_length: int) -> None:
+        self._cache, self._model = cache, 0
+        self._sources, self._targets = None, indices
+        width = cache.tables.pages_for(attended_length)
+        self.attended_length = width * cache.page_size
+        self._blocks = [
+            (slice(first, stop), cache.table[first:stop, :width].reshape(-1))
+            for first, stop, _ in blocks_of([width] * num_rows, cache.buffer_pages)
+        ]
 
 
 def _written(segment: Segment, tables: PageTables) -> list[tuple[Segment, int, int]]:

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.generation.cache.kv_cache import SlotCache, SlotPlaces
+from lightning_realloc.generation.cache.kv_cache import CapturableCache
 from lightning_realloc.generation.forward.attention import IMPLEMENTATION
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep
 from lightning_realloc.generation.forward.runner import run_packed
@@ -81,7 +81,7 @@ class CapturedForwards(Generic[ShapeT]):
     def __init__(
         self,
         model: nn.Module,
-        cache: SlotCache,
+        cache: CapturableCache,
         *,
         make_record: Callable[[], Record] | None = None,
         device_type: str = "cuda",
@@ -265,7 +265,8 @@ class StepGraphs(CapturedForwards[StepShape]):
             graph = self._capture_step(shape)
         if graph is None:
             return None
-        graph.inputs.copy_(torch.tensor(filled_up(rows, graph.shape, self._cache.capacity)))
+        self._cache.begin_forward()
+        graph.inputs.copy_(torch.tensor(filled_up(rows, graph.shape, self._cache)))
         graph.replay()
         return without_filling(graph.logits, rows, graph.shape.width)
 
@@ -287,11 +288,12 @@ class StepGraphs(CapturedForwards[StepShape]):
 
     def _capture_step(self, shape: StepShape) -> Graph[StepShape] | None:
         device = next(self._model.parameters()).device
-        inputs = torch.tensor(filled_up((), shape, self._cache.capacity), device=device)
+        self._cache.begin_forward()
+        inputs = torch.tensor(filled_up((), shape, self._cache), device=device)
         ids, positions, places = inputs[:, None]
 
         def forward() -> Tensor:
-            cached = SlotPlaces(self._cache, places[0], num_rows=shape.rows, attended_length=shape.length)
+            cached = self._cache.captured_places(places[0], num_rows=shape.rows, attended_length=shape.length)
             counts, lengths = [shape.width] * shape.rows, [shape.length] * shape.rows
             step = PackedStep(cached, positions[0], counts, lengths, shape.length)
             return run_packed(self._model, ids, positions, step, kept=shape.num_tokens)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.generation.cache.kv_cache import CapturableCache
 from lightning_realloc.generation.forward.packed_step import DecodeRow
 
 _READING_IN_TOKENS = 256
@@ -52,26 +53,28 @@ def within_window(model: nn.Module, length: int, longest: int) -> int:
     return min(length, window) if window and longest <= window else length
 
 
-def filled_up(rows: Sequence[DecodeRow], shape: StepShape, capacity: int) -> tuple[list[int], list[int], list[int]]:
+def filled_up(
+    rows: Sequence[DecodeRow], shape: StepShape, cache: CapturableCache
+) -> tuple[list[int], list[int], list[int]]:
     """Return token ids, positions and cache indices of the rows' tokens, padded to the shape.
 
-    Padding reads position 0, and writes to the last position of its slot, which no sample uses.
+    Padding reads position 0, and writes to an index that no sample uses.
     """
     ids: list[int] = []
     positions: list[int] = []
     places: list[int] = []
     for slot in range(shape.rows):
-        begin, own = slot * capacity, 0
+        own = 0
         if slot < len(rows):
             row = rows[slot]
             own = len(row.tokens)
             ids.extend(row.tokens)
             positions.extend(range(row.position, row.end))
-            places.extend(range(begin + row.position, begin + row.end))
+            places.extend(cache.host_indices(slot, row.position, row.end))
         rest = shape.width - own
         ids.extend([0] * rest)
         positions.extend([0] * rest)
-        places.extend([begin + capacity - 1] * rest)
+        places.extend([cache.padding_index(slot)] * rest)
     return ids, positions, places
 
 

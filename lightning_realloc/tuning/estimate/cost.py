@@ -208,14 +208,13 @@ class CallCost:
         return self._slowest_stage(block, self._sampled_head(sequences).plus(host))
 
     def _is_captured(self, sequences: float) -> bool:
-        """Return whether a decoding step is a CUDA graph: an unbounded cache, not too many tokens, no communication.
+        """Return whether a decoding step is a CUDA graph: not too many tokens, and no communication.
 
         Or no other than that of tensor parallelism, if the engine captures it.
         """
         engine, dims = self.settings.engine, self.dims
         num_tokens = sequences * (1 + engine.num_ahead)
         is_local = dims.fsdp == dims.pp == 1 and (dims.tp == 1 or engine.captures_collectives)
-        is_local = is_local and engine.max_cache_bytes is None
         return self.links.efficiency.captures_steps and is_local and num_tokens <= MAX_CAPTURED_TOKENS
 
     def _scored_head(self, rows: float) -> Pass:
