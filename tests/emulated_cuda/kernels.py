@@ -19,6 +19,7 @@ def install() -> None:
     _library.impl("_scaled_dot_product_fused_attention_overrideable", _attention_forward, "CUDA")
     _library.impl("_scaled_dot_product_fused_attention_overrideable_backward", _attention_backward, "CUDA")
     _library.impl("histc", _histc, "CUDA")
+    _library.impl("_grouped_mm", _grouped_mm, "CUDA")
     _library.impl("mm.dtype", _mm, "CUDA")
     _library.impl("addmm.dtype_out", _addmm_out, "CUDA")
 
@@ -165,7 +166,17 @@ def _unwatched() -> Iterator[None]:
 
 def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """Return a histogram also of integers, which the CPU's operator refuses."""
-    return values.cpu().double().histc(bins, min, max).to(values)
+    with _unwatched():
+        return values.cpu().double().histc(bins, min, max).to(values)
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the products of groups of rows, which the CPU's operator makes by reading their bounds."""
+    with _unwatched():
+        bounds = None if offs is None else offs.cpu()
+        return torch._grouped_mm(a.cpu(), b.cpu(), offs=bounds, out_dtype=out_dtype).to(a.device)
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -351,6 +351,19 @@ def test_cuda_graphs_draw_the_same_tokens_and_follow_the_weights(
 
 
 @pytest.mark.gpu
+def test_a_model_that_looks_for_padding_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("gpt2").to("cuda")
+    model.config.pad_token_id = 5
+    engine = GenerationEngine(model)
+    for _ in range(2):
+        generate(engine)
+    assert engine._runners.step_graphs is not None
+    assert engine._runners.step_graphs._graphs
+    assert not caplog.records
+    assert model.config.pad_token_id == 5
+
+
+@pytest.mark.gpu
 def test_prompts_prefilled_together_in_bfloat16_equal_those_prefilled_singly(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_realloc.generation.forward import attention
 
