@@ -46,7 +46,11 @@ def fit_and_listen(folder: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_waiting_rank_names_the_late_one_and_its_line(workers: WorkerPool, tmp_path: Path) -> None:
-    waiting, late = workers.run(fit_and_listen, str(tmp_path), world_size=2, init_process_group=False)
+    # On a busy machine ranks also wait for each other while they are set up.
+    waiting, late = (
+        [message for message in messages if "in code between two calls" not in message]
+        for messages in workers.run(fit_and_listen, str(tmp_path), world_size=2, init_process_group=False)
+    )
 
     assert not late
     assert waiting[0].startswith("rank 0 has waited ")
