@@ -18,14 +18,14 @@ from lightning_realloc.generation.forward.batch_invariant import BatchInvariantR
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.runner import ModelRunner
 
-CudaGraphs = bool | Literal["collective"]
-"""Steps that are captured: False, none; True, those of one rank; ``"collective"``, those of tensor parallelism, too."""
-
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.rebalance.protocol import Rebalancer
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
+
+CudaGraphs = bool | Literal["collective"]
+"""Steps that are captured: False, none; True, those of one rank; ``"collective"``, those of tensor parallelism, too."""
 
 
 class Runners:

@@ -258,6 +258,7 @@ class StepGraphs(CapturedForwards[StepShape]):
         if shape is None:
             return None
         self._follow_cache()
+        self._cache.begin_forward()
         self._num_runs[shape] += 1
         graph = self._graph_for(shape)
         self.was_usual = graph is not None
@@ -265,7 +266,6 @@ class StepGraphs(CapturedForwards[StepShape]):
             graph = self._capture_step(shape)
         if graph is None:
             return None
-        self._cache.begin_forward()
         graph.inputs.copy_(torch.tensor(filled_up(rows, graph.shape, self._cache)))
         graph.replay()
         return without_filling(graph.logits, rows, graph.shape.width)
@@ -288,7 +288,6 @@ class StepGraphs(CapturedForwards[StepShape]):
 
     def _capture_step(self, shape: StepShape) -> Graph[StepShape] | None:
         device = next(self._model.parameters()).device
-        self._cache.begin_forward()
         inputs = torch.tensor(filled_up((), shape, self._cache), device=device)
         ids, positions, places = inputs[:, None]
 
