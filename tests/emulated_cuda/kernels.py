@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,18 @@ def install() -> None:
     _library.impl("addmm.dtype_out", _addmm_out, "CUDA")
 
 
+# ---- attention; what a GPU's kernel keeps in registers is kept on the host, where nobody counts it
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
     dropout_p: float, is_causal: bool, return_debug_mask: bool, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    output = torch.empty_like(query)
-    for part in _sequences(query, key, value, cum_seq_q, cum_seq_k, is_causal, options):
-        output[part.queries] = torch.einsum("hqk,khd->qhd", part.shares, part.v).to(query.dtype)
+    output, scale = torch.empty_like(query), options.get("scale")
+    with _unwatched():
+        for queries, keys, mask in _sequences(cum_seq_q, cum_seq_k, is_causal, options):
+            parts = map(_as_batch, (query[queries], key[keys], value[keys]))
+            output[queries] = _as_row(_attended(*parts, mask, scale)).to(output)
     empty = query.new_empty(0)
     return output, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float), empty, empty, empty
 
@@ -41,75 +44,54 @@ def _flash_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
     cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *_: Any, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = [torch.zeros_like(tensor, dtype=torch.float) for tensor in (query, key, value)]
-    for part in _sequences(query, key, value, cum_seq_q, cum_seq_k, is_causal, options):
-        grad = grad_out[part.queries].float()
-        grad_shares = torch.einsum("qhd,khd->hqk", grad, part.v)
-        inner = (grad_shares * part.shares).sum(-1, keepdim=True)
-        grad_scores = part.shares * (grad_shares - inner) * part.scale
-        grads[0][part.queries] = torch.einsum("hqk,khd->qhd", grad_scores, part.k)
-        grads[1][part.keys] = _sum_of_groups(torch.einsum("hqk,qhd->khd", grad_scores, part.q), key.shape[1])
-        grads[2][part.keys] = _sum_of_groups(torch.einsum("hqk,qhd->khd", part.shares, grad), key.shape[1])
-    return tuple(grad.to(query.dtype) for grad in grads)
-
-
-class _Sequence(NamedTuple):
-    queries: slice
-    keys: slice
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    shares: Tensor
-    """(H, queries, keys)."""
-    scale: float
+    grads, scale = tuple(map(torch.zeros_like, (query, key, value))), options.get("scale")
+    with _unwatched():
+        for queries, keys, mask in _sequences(cum_seq_q, cum_seq_k, is_causal, options):
+            parts = map(_as_batch, (grad_out[queries], query[queries], key[keys], value[keys]))
+            for grad, rows, found in zip(grads, (queries, keys, keys), _gradients(*parts, mask, scale), strict=True):
+                grad[rows] = _as_row(found).to(grad)
+    return grads
 
 
 def _sequences(
-    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, is_causal: bool, options: dict[str, Any]
-) -> Iterator[_Sequence]:
-    """Return each sequence's part of the tensors (N, H, D), with as many heads of keys as of queries."""
+    ends_q: Tensor, ends_k: Tensor, is_causal: bool, options: dict[str, Any]
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Return the rows of each sequence's queries and keys, and which keys (queries, keys) a query sees."""
     left, right = (options.get(f"window_size_{side}") for side in ("left", "right"))
     left = -1 if left is None else left
     right = 0 if is_causal else -1 if right is None else right
-    scale = options.get("scale") or query.shape[-1] ** -0.5
-    bounds_q, bounds_k, lengths_k = _on_host(ends_q, ends_k, options.get("seqused_k"))
+    used = options.get("seqused_k")
+    bounds_q, bounds_k, lengths_k = ends_q.tolist(), ends_k.tolist(), None if used is None else used.tolist()
     for index in range(len(bounds_q) - 1):
-        queries = slice(bounds_q[index], bounds_q[index + 1])
-        begin_k = bounds_k[index]
+        queries, begin_k = slice(bounds_q[index], bounds_q[index + 1]), bounds_k[index]
         keys = slice(begin_k, begin_k + lengths_k[index] if lengths_k else bounds_k[index + 1])
-        q, k, v = query[queries].float(), key[keys].float(), value[keys].float()
-        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-        places = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)
-        distance = torch.arange(len(k), device=q.device) - places
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        distance = torch.arange(num_keys) - (torch.arange(num_queries)[:, None] + num_keys - num_queries)
+        mask = torch.ones_like(distance, dtype=torch.bool)
         if right >= 0:
-            hidden |= distance > right
+            mask &= distance <= right
         if left >= 0:
-            hidden |= distance < -left
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        yield _Sequence(queries, keys, q, k, v, scores.masked_fill(hidden, -torch.inf).softmax(-1), scale)
+            mask &= distance >= -left
+        yield queries, keys, mask
 
 
-def _on_host(*tensors: Tensor | None) -> list[list[int]]:
-    """Return the tensors' numbers, which kernels read without waiting; none for None."""
-    with _unwatched():
-        return [[] if tensor is None else tensor.tolist() for tensor in tensors]
+def _as_batch(rows: Tensor) -> Tensor:
+    """Return a sequence (T, H, D) as a batch (1, H, T, D)."""
+    return rows.transpose(0, 1)[None]
 
 
-def _sum_of_groups(grad: Tensor, num_heads: int) -> Tensor:
-    """Return the gradients (N, H_kv, D) of heads that several heads (N, H, D) of queries share."""
-    return grad.unflatten(1, (num_heads, -1)).sum(2)
+def _as_row(batch: Tensor) -> Tensor:
+    """Return a batch (1, H, T, D) as a sequence (T, H, D)."""
+    return batch[0].transpose(0, 1)
 
 
-# ---- attention of `scaled_dot_product_attention`; what kernels keep in registers is kept on the host here
 def _attention_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
+    output = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
     with _unwatched():
-        _, _, v, shares, _ = _shares(query, key, value, attn_bias, is_causal, scale)
-        output = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
-        output.copy_(shares @ v)
+        output.copy_(_attended(query, key, value, _causal(query, key) if is_causal else attn_bias, scale))
     empty, none = query.new_empty(0), torch.empty(0, dtype=torch.int64)
     sums = query.new_zeros(query.shape[:3], dtype=torch.float)
     return output, sums, none, none, query.shape[2], key.shape[2], none, none, empty
@@ -122,28 +104,42 @@ def _attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     with _unwatched():
-        q, k, v, shares, factor = _shares(query, key, value, attn_bias, is_causal, scale)
-        grad = grad_out.cpu().float()
-        grad_shares = grad @ v.mT
-        grad_scores = shares * (grad_shares - (grad_shares * shares).sum(-1, keepdim=True))
-        found = (grad_scores @ k * factor, grad_scores.mT @ q * factor, shares.mT @ grad)
-        groups = query.shape[1] // key.shape[1]
-        by_head = (found[0], *(part.unflatten(1, (-1, groups)).sum(2) for part in found[1:]))
-        tensors = (query, key, value)
-        grads = [torch.empty_like(own).copy_(part) for own, part in zip(tensors, by_head, strict=True)]
+        found = _gradients(grad_out, query, key, value, _causal(query, key) if is_causal else attn_bias, scale)
+        grads = [torch.empty_like(own).copy_(part) for own, part in zip((query, key, value), found, strict=True)]
     return *grads, None
 
 
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    """Return which keys (queries, keys) a query sees; torch's operators take no other mask beside it."""
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Return the output (B, H, T, D) on the host."""
+    _, _, v, shares, _ = _shares(query, key, value, mask, scale)
+    return shares @ v
+
+
+def _gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by queries, keys and values on the host; heads that share keys add theirs."""
+    q, k, v, shares, factor = _shares(query, key, value, mask, scale)
+    grad, groups = grad_out.cpu().float(), query.shape[1] // key.shape[1]
+    grad_shares = grad @ v.mT
+    grad_scores = shares * (grad_shares - (grad_shares * shares).sum(-1, keepdim=True)) * factor
+    by_key, by_value = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_scores.mT @ q, shares.mT @ grad))
+    return grad_scores @ k, by_key, by_value
+
+
 def _shares(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     """Return queries, keys and values on the host in float32, with as many heads; the weights; and the scale."""
     q, k, v = (tensor.cpu().float() for tensor in (query, key, value))
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = q @ k.mT * factor
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     if mask is not None:
         own = mask.cpu()
         scores = scores.masked_fill(~own, -torch.inf) if own.dtype is torch.bool else scores + own
