@@ -171,7 +171,7 @@ class DataParallelStrategy(ModelParallelStrategy):
     def _setup_distributed(self) -> None:
         """Start the process group, and undo Lightning's binding of a gloo group to the device.
 
-        Torch splits groups that are bound to a device, but lacks what this takes for gloo's.
+        To make a smaller group, torch calls a method of the bound group that gloo's groups lack.
         """
         super()._setup_distributed()
         group = dist.group.WORLD

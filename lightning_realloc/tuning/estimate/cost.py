@@ -208,9 +208,9 @@ class CallCost:
         return self._slowest_stage(block, self._sampled_head(sequences).plus(host))
 
     def _is_captured(self, sequences: float) -> bool:
-        """Return whether a decoding step is a CUDA graph: not too many tokens, and no communication.
+        """Return whether a decoding step is a CUDA graph.
 
-        Or no other than that of tensor parallelism, if the engine captures it.
+        It has few enough tokens, and no communication except tensor parallelism's if the engine captures that.
         """
         engine, dims = self.settings.engine, self.dims
         num_tokens = sequences * (1 + engine.num_ahead)
