@@ -29,6 +29,7 @@ from lightning_realloc import (
     SamplingParams,
     TrainOptions,
 )
+from lightning_realloc.algorithms.base.generation_options import FreeCache
 from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
@@ -126,7 +127,7 @@ def save_scorer(setting: Setting) -> str:
     return str(folder)
 
 
-def make_grpo(setting: Setting, compile_backend: str | None = None, *, free_cache: bool = True) -> GRPO:
+def make_grpo(setting: Setting, compile_backend: str | None = None, *, free_cache: FreeCache = "auto") -> GRPO:
     """Return GRPO on the saved model, with responses of equal length."""
     scale = setting.scale
     options = TrainOptions(micro_batch_tokens=scale.micro_batch_tokens, compile=compile_backend)
@@ -205,13 +206,13 @@ def measure_ppo(setting: Setting, recorder: Recorder) -> None:
 def predict_peaks(strategy: Any, scale: Scale, num_sequences: int) -> dict[str, int]:
     """Return call -> predicted peak bytes of the call and of the transition to it, as the strategy forecasts them."""
     builder = strategy._placed.builder()
+    settings = builder.memory_settings()
+    settings = settings.with_kept_caches() if strategy.runner.engines.keeps_caches else settings
     load = Workload(
         num_sequences=num_sequences, prompt_tokens=scale.prompt_tokens, response_tokens=scale.response_tokens,
         micro_batch_tokens=scale.micro_batch_tokens,
     )  # fmt: skip
-    forecast = forecast_memory(
-        strategy.dataflow, strategy.plan, builder.describe_roles(), builder.memory_settings(), load, ranks=(0,)
-    )
+    forecast = forecast_memory(strategy.dataflow, strategy.plan, builder.describe_roles(), settings, load, ranks=(0,))
     peaks: dict[str, int] = {}
     for entry in forecast.phases:
         if entry.phase != SET_UP:

@@ -258,12 +258,14 @@ class Timeline(PhaseCallback):
             evaluator = evaluator or strategy.plan_evaluator([strategy.lengths])
             source = "measured passes" if tuner is not None and tuner.has_profile else "data sheets"
             if trainer.is_global_zero:
-                self._write(_prediction(evaluator, strategy.plan, trainer, source))
+                self._write(_prediction(evaluator, strategy, trainer, source))
         except ReallocError as error:  # on every rank: a model without a decoder's shape, for instance
             log.debug("no prediction of this plan: %s", error)
 
 
-def _prediction(evaluator: PlanEvaluator, plan: Any, trainer: Trainer, source: str) -> PlanPredicted:
+def _prediction(evaluator: PlanEvaluator, strategy: Any, trainer: Trainer, source: str) -> PlanPredicted:
+    plan, settings = strategy.plan, evaluator.settings
+    settings = settings.with_kept_caches() if strategy.runner.engines.keeps_caches else settings
     simulated = simulate(
         evaluator.dataflow,
         plan,
@@ -272,9 +274,7 @@ def _prediction(evaluator: PlanEvaluator, plan: Any, trainer: Trainer, source: s
         generation_chunks=evaluator.generation_chunks,
     )
     ranks = range(trainer.world_size)
-    forecast = forecast_memory(
-        evaluator.dataflow, plan, evaluator.roles, evaluator.settings, evaluator.workload, ranks=ranks
-    )
+    forecast = forecast_memory(evaluator.dataflow, plan, evaluator.roles, settings, evaluator.workload, ranks=ranks)
     peaks: dict[str, list[int]] = {}
     for entry in forecast.phases:
         peaks.setdefault(entry.phase, [0] * trainer.world_size)[entry.rank] = entry.parts.total

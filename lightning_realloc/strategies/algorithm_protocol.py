@@ -25,7 +25,7 @@ class EngineOptions(Protocol):
         """Decoding steps of the engine ``"native"`` that are captured."""
 
     @property
-    def free_cache(self) -> bool:
+    def free_cache(self) -> bool | Literal["auto"]:
         """Whether the engine ``"native"`` frees keys, values and graphs after each generation."""
 
     @property

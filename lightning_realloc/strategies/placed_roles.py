@@ -31,6 +31,7 @@ from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
+from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
@@ -207,6 +208,12 @@ class PlacedRoles:
         )
         _log.warning("the latest activities of rank %d are in %s", self._strategy.global_rank, file)
 
+    def decide_on_caches(self) -> None:
+        """Decide whether engines keep their caches between generations. Collective over all ranks."""
+        builder, module = self.builder(), self._strategy.connected_module
+        workload = largest_workload(builder.module, module.trainer, builder.dataflow.trained_roles)
+        self.runner.engines.keeps_caches = builder.keeps_caches(self.pool.plan, self._callbacks, workload)
+
     def finish(self) -> None:
         """Wait for the last messages between ranks."""
         if self._runner is not None:
@@ -218,7 +225,7 @@ class PlacedRoles:
             self._offloader.bring_back()
 
     def close(self) -> None:
-        """Fetch everything that the plan offloads for good, and end processes that generate."""
+        """Fetch everything that the plan offloads for good, free kept caches, and end processes that generate."""
         if self._runner is not None:
             self._runner.close()
         if self._offloader is not None:
@@ -294,6 +301,7 @@ class PlacedRoles:
             self.close()
             self.pool.apply_plan(wanted, self._optimizers.by_role())
             self._replace_models()
+            self.decide_on_caches()
 
     def release(self, role: str) -> None:
         """See `ReallocStrategy.release`."""

@@ -40,7 +40,7 @@ from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOpti
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import check_precision
-from lightning_realloc.strategies.run_messages import log_summary, warn_of_earlier_checkpoint
+from lightning_realloc.strategies.run_messages import log_start
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
@@ -315,8 +315,8 @@ class ReallocStrategy(DataParallelStrategy):
         self.stop.handle_interrupts(self.connected_module.trainer)
         if self.dataflow is not None:
             self._checkpoints.check_callbacks()
-            log_summary(self, self._placed.builder())
-            warn_of_earlier_checkpoint(self.connected_module.trainer)
+            self._placed.decide_on_caches()
+            log_start(self, self._placed.builder())
             self._collection.start()
 
     def _record_failure(self, exception: BaseException) -> None:

@@ -13,15 +13,14 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ReallocError
 from lightning_realloc.remote_path import AnyPath, as_path
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, newest_complete
+from lightning_realloc.strategies.largest_workload import largest_workload, rows_per_batch
 from lightning_realloc.strategies.pool.memory_check import with_callbacks
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
-from lightning_realloc.tuning.memory.parts import Workload
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 if TYPE_CHECKING:
@@ -41,7 +40,13 @@ TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 
 # ---- before the first step
-def log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
+def log_start(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
+    """Log a summary, and warn of an earlier checkpoint that the run does not continue from."""
+    _log_summary(strategy, builder)
+    _warn_of_earlier_checkpoint(strategy.connected_module.trainer)
+
+
+def _log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
     """Log models, plan, memory, batch, learning rates and checkpoints, unless ``enable_model_summary=False``."""
     trainer = strategy.connected_module.trainer
     if not trainer.is_global_zero or not any(isinstance(one, ModelSummary) for one in trainer_callbacks(trainer)):
@@ -52,7 +57,7 @@ def log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
         log.debug("no summary of this run: %s", error)
 
 
-def warn_of_earlier_checkpoint(trainer: Trainer) -> None:
+def _warn_of_earlier_checkpoint(trainer: Trainer) -> None:
     """Warn if training starts from nothing, though a checkpoint lies where this run writes its own.
 
     ``ckpt_path="last"`` finds only names of its own: no numbered checkpoint of a run that was killed before its first
@@ -98,58 +103,27 @@ def _size(name: str, role: RoleMemory, *, is_trained: bool) -> str:
 
 def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Trainer) -> Iterator[str]:
     """Yield the forecast peak of the fullest rank; nothing if there is no forecast."""
-    flow, workload = builder.dataflow, _workload(builder.module, trainer, builder.dataflow.trained_roles)
+    flow, workload = builder.dataflow, largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
     ranks, callbacks = range(builder.world_size), trainer_callbacks(trainer)
     try:
         plan, settings = with_callbacks(callbacks, flow, strategy.plan, builder.memory_settings())
+        settings = settings.with_kept_caches() if strategy.runner.engines.keeps_caches else settings
         forecast = forecast_memory(flow, plan, builder.describe_roles(), settings, workload, ranks=ranks)
     except ReallocError as error:
         log.debug("no forecast of memory: %s", error)
         return
     peak = max((one for one in forecast.phases if one.phase != SET_UP), key=lambda one: one.parts.total)
     without = "" if workload is not None else ", without activations and caches"
+    kept = "; caches and CUDA graphs stay between generations" if strategy.runner.engines.keeps_caches else ""
     yield (
         f"memory: forecast peak of {_gib(peak.parts.total)} on rank {peak.rank} in {peak.phase}{without}; "
-        f"a device has {_gib(builder.memory_budget)}"
+        f"a device has {_gib(builder.memory_budget)}{kept}"
     )
-
-
-def _workload(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, ...]) -> Workload | None:
-    """Return the largest workload that data and sampling allow; None if the data's lengths are unknown."""
-    table = getattr(getattr(trainer, "datamodule", None), "tables", {}).get("train")
-    num_rows, sampling = _rows_per_batch(trainer), getattr(module, "sampling", None)
-    if not isinstance(table, Samples) or num_rows is None or not trained:
-        return None
-    prompt = _longest(table, "prompt_ids")
-    response = _longest(table, "response_ids") if sampling is None else sampling.max_new_tokens
-    if prompt is None or response is None:
-        return None
-    options, num_responses = module.train_options_of(trained[0]), 1 if sampling is None else sampling.n
-    return Workload(
-        num_sequences=num_rows * num_responses,
-        prompt_tokens=max(1, prompt),
-        response_tokens=max(1, response),
-        micro_batch_tokens=options.micro_batch_tokens_on(trainer.strategy.root_device.type),
-        num_minibatches=options.num_minibatches,
-        num_epochs=options.num_epochs,
-        samples_per_prompt=num_responses,
-    )
-
-
-def _longest(table: Samples, column: str) -> int | None:
-    return int(table.ragged(column).lengths.max()) if column in table and len(table) else None
-
-
-def _rows_per_batch(trainer: Trainer) -> int | None:
-    """Return the samples of a loader's batch, with both sides of pairs; None for another library's loader."""
-    loader = trainer.train_dataloader
-    size, group_size = getattr(loader, "batch_size", None), getattr(loader, "group_size", None)
-    return size * group_size if isinstance(size, int) and isinstance(group_size, int) else None
 
 
 def _iteration(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, ...]) -> Iterator[str]:
     """Yield the samples of an iteration, if they are known, and the optimizer steps."""
-    num_rows, sampling = _rows_per_batch(trainer), getattr(module, "sampling", None)
+    num_rows, sampling = rows_per_batch(trainer), getattr(module, "sampling", None)
     if num_rows is not None and sampling is not None:
         yield f"{num_rows} prompts x {sampling.n} responses = {num_rows * sampling.n} samples"
     elif num_rows is not None:

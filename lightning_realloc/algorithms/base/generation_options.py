@@ -17,6 +17,9 @@ from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
 EngineName = Literal["native", "hf", "vllm"]
 """Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``, ``vllm`` vLLM in a process
 of its own."""
+FreeCache = bool | Literal["auto"]
+"""When the memory of a generation's cache and CUDA graphs is freed: ``"auto"``, where other calls need it; True, after
+each generation; False, never."""
 SampleReallocation = bool | Literal["queued", "all"]
 """Samples that may move between ranks: False, none; True or ``"queued"``, those that wait for a slot; ``"all"``,
 running ones as well."""
@@ -41,9 +44,11 @@ class GenerationOptions:
     max_cache_bytes: int | None = None
     """Bound on the bytes of keys and values per rank; further samples wait. None: room for ``max_slots`` of the
     longest sample."""
-    free_cache: bool = True
+    free_cache: FreeCache = "auto"
     """Whether the memory of keys, values and CUDA graphs is freed after each generation. False keeps it for the next
-    one, which then captures no steps anew; the other calls have that much less memory."""
+    one, which then captures no steps anew; the other calls have that much less memory. ``"auto"`` keeps it on GPUs
+    whose memory suffices by the forecast for the longest samples, but not under ``Trainer(deterministic=True)``, as a
+    resumed run then has other last bits."""
     sample_reallocation: SampleReallocation = False
     """Whether samples move between data-parallel ranks so that all ranks finish together. True or ``"queued"``: samples
     that wait for a slot; ``"all"``: running ones as well, with their keys and values. Tokens stay the same."""
@@ -67,11 +72,13 @@ class GenerationOptions:
         check_type(RolloutBudget, rollout_budget=self.rollout_budget)
         check_type(VLLMOptions, vllm=self.vllm)
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
-        check_type(bool, batch_invariant=self.batch_invariant, free_cache=self.free_cache)
+        check_type(bool, batch_invariant=self.batch_invariant)
         _check_sample_reallocation(self.sample_reallocation)
         check_choice("engine", self.engine, get_args(EngineName))
         if self.cuda_graphs not in (True, False, "collective"):
             raise ConfigError(f'cuda_graphs={self.cuda_graphs!r} must be True, False or "collective"')
+        if self.free_cache not in (True, False, "auto"):
+            raise ConfigError(f'free_cache={self.free_cache!r} must be True, False or "auto"')
         if self.compile is not None:
             check_compile_backend(self.compile)
         if self.batch_invariant and self.compile is not None:

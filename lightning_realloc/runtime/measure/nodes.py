@@ -17,6 +17,7 @@ import torch
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import ClusterSpec, format_ranks
+from lightning_realloc.runtime.measure.usage import bytes_of_others
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.shared_memory import host_identity
 
@@ -64,8 +65,7 @@ def describe_cluster(num_nodes: int, ranks_per_node: int, device: torch.device) 
 
 def warn_of_other_processes(device: torch.device) -> None:
     """Warn if other processes hold much of a GPU, since plans count on all of its memory."""
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
+    total, others = torch.cuda.get_device_properties(device).total_memory, bytes_of_others(device)
     if others > MAX_USED_SHARE * total:
         warn(
             f"other processes hold {others / 2**30:.1f} of {total / 2**30:.1f} GiB on {device}, and plans count on all "

@@ -68,9 +68,10 @@ class CallRunner:
         self._context, self._mailbox, self._pool = context, context.mailbox, context.pool
         self._placed, self._options, self._stop = placed, options, stop
         self._metrics = RunMetrics(context, may_be_late=options.overlap == "iterations")
-        self._engines = EnginePool(context)
+        self.engines = EnginePool(context)
+        """Engines that generate on this rank."""
         self._infer, self._train = InferCalls(context), TrainCalls(context, hooks)
-        generate = GenerateCalls(context, self._engines, self._infer, self._metrics.idle)
+        generate = GenerateCalls(context, self.engines, self._infer, self._metrics.idle)
         self._calls_of: Mapping[str, CallsOfOneKind] = {
             "generate": generate, "infer": self._infer, "train": self._train
         }  # fmt: skip
@@ -178,7 +179,7 @@ class CallRunner:
             report = self._receive_report(data)
             if are_of_next:
                 self._metrics.keep_for_next(report.metrics)
-            self._engines.receive_history()
+            self.engines.receive_history()
             self._mailbox.release(self._run)
         return data.gather()
 
@@ -200,7 +201,7 @@ class CallRunner:
 
     def plan_changed(self) -> None:
         """Forget the models of the plan before: the pool serves another plan from now on."""
-        self._engines.forget()
+        self.engines.forget()
         self._train.forget_layouts()
         self._allow_streams()
 
@@ -214,12 +215,12 @@ class CallRunner:
             data.drain(data.routes.calls_at_once())
         self._left_out, self._ahead = self._ahead, ()
         self._metrics.drain()
-        self._engines.receive_history()
+        self.engines.receive_history()
         self._mailbox.release(self._run)
 
     def close(self) -> None:
-        """End processes that generate for this rank; a later call starts them again."""
-        self._engines.close()
+        """Free kept caches, and end processes that generate for this rank; a later call starts them again."""
+        self.engines.close()
 
     # ---- batches that wait to be trained on, in checkpoints
     def waiting_state(self) -> list[dict[str, Any]]:
@@ -251,7 +252,7 @@ class CallRunner:
     ) -> IterationData:  # fmt: skip
         """Return the data of a new pass over the calls."""
         self._run += 1
-        self._engines.receive_history(before=self._run - 1)  # or its senders could not free it while no call generates
+        self.engines.receive_history(before=self._run - 1)  # or its senders could not free it while no call generates
         routes = Routes(
             calls,
             {call.name: self._placement(call, iteration or 0) for call in calls if call.role is not None},

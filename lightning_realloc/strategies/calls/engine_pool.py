@@ -140,6 +140,8 @@ class EnginePool:
         self._vllm = VLLMEngines(self._algorithm)
         self._expected: list[tuple[ReplicaEngine, int, int]] = []
         """Engine, run and call whose peers sent responses that this rank has not received yet."""
+        self.keeps_caches = False
+        """Whether engines keep caches and CUDA graphs between generations, as long as the run goes on."""
 
     def engine_for(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
         """Return a replica's engine; its drafter has received the peers' responses.
@@ -189,7 +191,10 @@ class EnginePool:
         self._engines.clear()
 
     def close(self) -> None:
-        """End the processes of this rank's engines; a later call starts them again."""
+        """Free kept caches, and end the processes of this rank's engines; a later call starts them again."""
+        if self.keeps_caches:
+            for generator in self._engines.values():
+                generator.engine.release()
         self._vllm.close()
 
     def _build_drafter(self, replica: Replica) -> Drafter:

@@ -65,9 +65,8 @@ class GenerateCalls:
                 replica_engine.lockstep.give_up()
             raise
         finally:
-            # By default training gets the memory. A cache that has grown also rounds logprobs differently, in the last
-            # bit, than the fresh one of a run that was resumed here.
-            if self._context.algorithm.generation_options.free_cache:
+            # A cache that has grown rounds logprobs differently, in the last bit, than that of a run resumed here.
+            if not self._engines.keeps_caches:
                 engine.release()
 
     def _record_metrics(self, call: str, replica: Replica, generator: ReplicaEngine, report: IterationReport) -> None:

@@ -23,6 +23,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.measure.usage import bytes_of_others
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -32,6 +33,7 @@ from lightning_realloc.strategies.pool.memory_check import (
     describe_roles,
     describe_with_adapters,
     engine_memory,
+    has_room_for_caches,
     memory_settings,
     refuse_too_large,
     require_free_memory,
@@ -41,7 +43,7 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.tuning.memory.forecast import transition_bytes
-from lightning_realloc.tuning.memory.parts import MemorySettings
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -191,6 +193,24 @@ class PoolBuilder:
         if running is not None and self.device.type != "cpu":
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
             require_free_memory(extra, self.device, what="moving to the new plan")
+
+    def keeps_caches(self, plan: ExecutionPlan, callbacks: Iterable[object], workload: Workload | None) -> bool:
+        """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks.
+
+        Args:
+            plan: The plan in use.
+            callbacks: The Trainer's callbacks.
+            workload: The largest one that memory must have room for; None if it is unknown.
+        """
+        wanted = self.module.generation_options.free_cache
+        if wanted != "auto" or self.module.engine != "native" or self.device.type == "cpu":
+            return wanted is False
+        if workload is None or torch.are_deterministic_algorithms_enabled():
+            return False
+        plan, settings = with_callbacks(callbacks, self.dataflow, plan, self.memory_settings())
+        budget = torch.cuda.get_device_properties(self.device).total_memory - bytes_of_others(self.device)
+        roles, budget = self.describe_roles(), min(self.memory_budget, budget)
+        return has_room_for_caches(self.dataflow, plan, roles, settings, workload, rank=self.rank, budget_bytes=budget)
 
     def memory_settings(self) -> MemorySettings:
         """Return the bytes per element that the Trainer's and the algorithm's settings imply.

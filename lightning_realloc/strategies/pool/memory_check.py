@@ -7,6 +7,7 @@ allocator keeps the block, and the move's tensors come out of it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -31,10 +32,12 @@ from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obsta
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.tuning.memory.advice import SUGGESTED_ADAPTERS, find_excess, in_half_precision
-from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings
+from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+
+log = logging.getLogger(__name__)
 
 
 def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]) -> dict[str, RoleMemory]:
@@ -101,7 +104,8 @@ def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: t
     return EngineMemory(
         max_cache_bytes=module.max_cache_bytes,
         moves_samples=bool(module.sample_reallocation),
-        frees_cache=module.generation_options.free_cache,
+        frees_cache=module.generation_options.free_cache is not False,
+        captures_anew=module.generation_options.free_cache is True,
         captures_collectives=module.generation_options.cuda_graphs == "collective",
         num_ahead=0 if speculation is None else speculation.most_ahead,
         draft=None if speculation is None else _draft_memory(speculation),
@@ -220,6 +224,33 @@ def refuse_too_large(
     found = [text for text in gather_objects(excess) if text is not None]
     if found:
         raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top")
+
+
+def has_room_for_caches(
+    dataflow: Dataflow,
+    plan: ExecutionPlan,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    workload: Workload,
+    *,
+    rank: int,
+    budget_bytes: int,
+) -> bool:
+    """Return whether every rank can keep its caches between generations, if samples get as long as they may.
+
+    Every rank forecasts its own bytes. Collective over all ranks. False where replicas that generate are freed, since
+    CUDA graphs do not outlive them, and for models without a forecast.
+    """
+    generating = {str(call.role) for call in dataflow.iteration_calls if call.kind == "generate"}
+    has_room = not settings.frees_copies and generating.isdisjoint(plan.offload)
+    try:
+        forecast = forecast_memory(dataflow, plan, roles, settings.with_kept_caches(), workload, ranks=(rank,))
+        most = max(entry.parts.total for entry in forecast.phases if entry.phase != SET_UP)
+        has_room = has_room and most <= usable_bytes(budget_bytes)
+    except ReallocError as error:
+        log.debug("caches are freed after each generation, as there is no forecast of memory: %s", error)
+        has_room = False
+    return all(gather_objects(has_room))
 
 
 def allocate_once(num_bytes: int, device: torch.device) -> None:

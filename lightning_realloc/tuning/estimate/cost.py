@@ -175,7 +175,7 @@ class CallCost:
     def _capture(self, segments: Sequence[DecodeSegment]) -> CallSeconds:
         """Return the time to capture each shape of a generation's steps once; 0 if graphs stay between generations."""
         efficiency = self.links.efficiency
-        if not self.settings.engine.frees_cache:
+        if not self.settings.engine.captures_anew:
             return CallSeconds()
         shapes = count_step_shapes([segment for segment in segments if self._is_captured(segment.sequences)])
         launched = self.kernels.shape.num_layers * efficiency.decode_launch_s

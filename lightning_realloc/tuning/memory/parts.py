@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
@@ -49,6 +49,8 @@ class EngineMemory:
     """Whether samples arrive from other ranks, so that a bounded cache takes all bytes that it may."""
     frees_cache: bool = True
     """Whether the KV cache is freed after each generation."""
+    captures_anew: bool = False
+    """Whether each generation captures its decoding steps again, since their CUDA graphs are always freed."""
     captures_collectives: bool = False
     """Whether decoding steps of tensor-parallel layouts are captured as CUDA graphs, too."""
     num_ahead: int = 0
@@ -102,6 +104,10 @@ class MemorySettings:
         """
         exact = num_trained if is_trained else num if role.average_of is not None else 0
         return exact * self.master_bytes + (num - exact) * self.copy_bytes
+
+    def with_kept_caches(self) -> MemorySettings:
+        """Return the settings of a run whose engines keep their caches between generations."""
+        return replace(self, engine=replace(self.engine, frees_cache=False))
 
     def __post_init__(self) -> None:
         for name in ("master_bytes", "copy_bytes", "gathered_bytes"):

@@ -7,13 +7,16 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
+import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_realloc.algorithms.base.generation_options import GenerationOptions
+from lightning_realloc import PromptDataModule, ReallocStrategy
+from lightning_realloc.algorithms.base.generation_options import FreeCache, GenerationOptions
 from lightning_realloc.generation import GenerationEngine, SamplingParams, engine_parts
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from tests.devices import CPU_ALONE
 from tests.generation.forward.test_cuda_graphs import Recorder
+from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerPool
@@ -46,7 +49,7 @@ class ListedEngine(GenerationEngine):
         ENGINES.append(self)
 
 
-def run_grpo(free_cache: bool) -> tuple[Outcome, list[int], list[int]]:
+def run_grpo(free_cache: FreeCache) -> tuple[Outcome, list[int], list[int]]:
     """Train for four iterations, with graphs that run their work again."""
     ENGINES.clear()
     recorder = Recorder()
@@ -72,3 +75,64 @@ def test_a_kept_cache_keeps_its_graphs_over_changes_of_the_weights(workers: Work
     assert kept_bytes[0] > 0 and len(set(kept_bytes)) == 1
     assert captured[0] < captured[1] < captured[2] < captured[3]
     assert 0 < captured_once[1] == captured_once[2] == captured_once[3]
+
+
+PLAN = runs.calls(actor_generate="dp1", reference_infer="dp1", actor_train="dp1")
+ROWS = [{"prompt": "one and two"}, {"prompt": "three"}] * 5
+
+
+class Held(Callback):
+    """Records whether engines keep their caches, and after every iteration the engine's graphs and bytes."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self.graphs: list[list[int]] = []
+        self.cache_bytes: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Read the strategy and the engine."""
+        self.keeps = trainer.strategy.runner.engines.keeps_caches  # type: ignore[attr-defined]
+        (engine,) = ENGINES
+        assert engine._runners.step_graphs is not None
+        self.graphs.append(list(map(id, engine._runners.step_graphs._graphs.values())))
+        self.cache_bytes.append(engine._cache.num_bytes)
+
+
+def fit_on_gpu(
+    free_cache: FreeCache, deterministic: bool, memory: str | None
+) -> tuple[bool, list[list[int]], list[int]]:
+    """Train for five iterations; return what `Held` records, with the bytes after the fit as the last ones."""
+    ENGINES.clear()
+    held = Held()
+    models = {name: tiny_model("llama", vocab_size=300) for name in ("actor", "reference")}
+    module = runs.grpo(**models, sampling=SAMPLING, generation=GenerationOptions(free_cache=free_cache))
+    options = {"precision": "bf16-mixed", "accelerator": "cuda", "deterministic": deterministic}
+    with mock.patch("lightning_realloc.strategies.calls.engine_pool.GenerationEngine", ListedEngine):
+        trainer = runs.trainer(ReallocStrategy(PLAN, memory_per_device=memory), 1, callbacks=[held], **options)
+        trainer.fit(module, PromptDataModule(ROWS, batch_size=2))
+    (engine,) = ENGINES
+    return held.keeps, held.graphs, [*held.cache_bytes, engine._cache.num_bytes]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("free_cache", "deterministic", "memory", "keeps"),
+    [
+        ("auto", False, None, True),
+        ("auto", False, "2500KB", False),  # enough for weights and optimizer, but not for all next to each other
+        ("auto", True, None, False),
+        (True, False, None, False),
+        (False, True, "2500KB", True),
+    ],
+)
+def test_a_gpu_keeps_caches_and_graphs_where_memory_suffices(
+    workers: WorkerPool, free_cache: FreeCache, deterministic: bool, memory: str | None, keeps: bool
+) -> None:
+    ((kept, graphs, (*cache_bytes, bytes_after)),) = workers.run(
+        fit_on_gpu, free_cache, deterministic, memory, world_size=1, init_process_group=False
+    )
+    assert kept is keeps
+    assert all((size > 0) is keeps for size in cache_bytes)
+    assert bool(graphs[-1]) is keeps
+    assert graphs[-1] == graphs[-2]
+    assert bytes_after == 0

@@ -16,13 +16,13 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.hardware import Efficiency
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
-from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.memory.parts import EngineMemory, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.known_models import KnownModel
 from tests.tuning.examples import PPO_FLOW
 
 MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "generation_cuda.json"
 H200 = ClusterSpec.parse("h200:1x1")
-HALF = MemorySettings(copy_bytes=2, gathered_bytes=2)
+HALF = MemorySettings(copy_bytes=2, gathered_bytes=2, engine=EngineMemory(captures_anew=True))
 KEPT = replace(Efficiency(), capture_steps=0)
 """For an engine that captured its graphs in an earlier call."""
 EAGER = replace(Efficiency(), captures_steps=False)

@@ -36,10 +36,11 @@ def estimator(
     cluster: ClusterSpec = CLUSTER,
     load: Workload = LOAD,
     efficiency: Efficiency | None = None,
+    settings: MemorySettings = HALF,
     **options: tuple[int, ...],
 ) -> RooflineEstimator:
     roles = {name: model.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
-    return RooflineEstimator(PPO_FLOW, cluster, roles, HALF, load, efficiency=efficiency, **options)
+    return RooflineEstimator(PPO_FLOW, cluster, roles, settings, load, efficiency=efficiency, **options)
 
 
 def seconds(call: str, layout: str = "dp8", answers: Estimator | None = None, **options: bool | int) -> CallSeconds:
@@ -227,12 +228,13 @@ def test_a_captured_step_takes_longer_with_more_sequences_and_longer_contexts() 
         assert all(more > less for less, more in pairwise(times))
 
 
-def test_graphs_are_captured_anew_in_every_generation() -> None:
+def test_graphs_are_captured_anew_in_every_generation_if_they_are_always_freed() -> None:
     few, many = (Efficiency(capture_steps=count) for count in (1, 2))
     long = replace(LOAD, response_tokens=1024)
+    freed, kept = (replace(HALF, engine=EngineMemory(captures_anew=anew)) for anew in (True, False))
     once, twice, never = (
-        seconds("actor.generate", "dp8", estimator(load=long, efficiency=one)).total
-        for one in (few, many, Efficiency(capture_steps=0))
+        seconds("actor.generate", "dp8", estimator(load=long, efficiency=one, settings=settings)).total
+        for one, settings in ((few, freed), (many, freed), (many, kept))
     )
     assert twice - once == pytest.approx(once - never)
     shapes = (once - never) / (32 * Efficiency().decode_launch_s)
