@@ -20,6 +20,7 @@ from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.packed_step import DecodeRow
 from lightning_realloc.generation.forward.runner import ModelRunner
+from lightning_realloc.runtime.transfer.point_to_point import Arena
 
 ROOF_SHARES = {"1b": {32: 0.45, 128: 0.45}, "8b": {1: 0.6, 8: 0.6, 32: 0.6, 128: 0.6}}
 """Model -> batch -> share of the bandwidth that a step has to reach."""
@@ -41,15 +42,37 @@ def measure_decode(setting: Setting, recorder: Recorder) -> None:
     for name, shape in setting.scale.shapes.items():
         with _model(shape, setting) as model:
             for batch in setting.scale.batches:
+                apart, _ = time_step(model, batch, setting, joins_layers=False)
                 seconds, is_captured = time_step(model, batch, setting)
                 num_bytes = step_bytes(shape, batch, setting.scale)
                 share = num_bytes / seconds / bandwidth
                 recorder.row(
                     f"{name} B={batch}", ms_per_step=1e3 * seconds, captured=is_captured, gigabytes=num_bytes / 1e9,
                     roof_ms=1e3 * num_bytes / bandwidth, roof_share=share, copy_gb_per_s=bandwidth / 1e9,
+                    ms_layers_apart=1e3 * apart,
                 )  # fmt: skip
                 if batch in ROOF_SHARES[name]:
                     recorder.at_least(f"{name} B={batch}, share of the roof", share, ROOF_SHARES[name][batch])
+
+
+def compiled_cases(scale: Scale) -> tuple[str, ...]:
+    """Return the cases of :func:`measure_compiled`."""
+    return tuple(f"{case}, blocks compiled" for case in decode_cases(scale))
+
+
+def measure_compiled(setting: Setting, recorder: Recorder) -> None:
+    """Time the same steps with compiled blocks, and the first one with its compilation."""
+    bandwidth, backend = setting.copy_bytes_per_s(), setting.scale.compile_backend
+    for name, shape in setting.scale.shapes.items():
+        with _model(shape, setting) as model:
+            for batch in setting.scale.batches:
+                begin = time.perf_counter()
+                seconds, is_captured = time_step(model, batch, setting, compile_backend=backend)
+                num_bytes = step_bytes(shape, batch, setting.scale)
+                recorder.row(
+                    f"{name} B={batch}, blocks compiled", ms_per_step=1e3 * seconds, captured=is_captured,
+                    roof_share=num_bytes / seconds / bandwidth, all_s=time.perf_counter() - begin,
+                )  # fmt: skip
 
 
 def step_bytes(shape: Shape, batch: int, scale: Scale) -> int:
@@ -58,11 +81,23 @@ def step_bytes(shape: Shape, batch: int, scale: Scale) -> int:
 
 
 @torch.no_grad()
-def time_step(model: PreTrainedModel, batch: int, setting: Setting) -> tuple[float, bool]:
-    """Return the seconds of a step of ``batch`` samples at the same position, and whether a graph replays it."""
+def time_step(
+    model: PreTrainedModel, batch: int, setting: Setting, *, joins_layers: bool = True,
+    compile_backend: str | None = None,
+) -> tuple[float, bool]:  # fmt: skip
+    """Return the seconds of a step of ``batch`` samples at the same position, and whether a graph replays it.
+
+    Args:
+        model: Model to run.
+        batch: Number of samples.
+        setting: Device and sizes.
+        joins_layers: Whether layers that read the same tensor multiply as one.
+        compile_backend: Backend of ``torch.compile`` for the blocks; None: none.
+    """
     attended = setting.scale.attended
     cache = SlotCache()
-    graphs = StepGraphs(model, cache)
+    graphs = StepGraphs(model, cache, compile=compile_backend)
+    graphs.joins_layers = joins_layers
     runner = ModelRunner(model, cache, num_slots=batch, longest=attended, graphs=graphs)
     rows = [DecodeRow([5], attended - 1)] * batch
     with slot_attention(model):
@@ -163,8 +198,10 @@ def measure_prefill(setting: Setting, recorder: Recorder) -> None:
 
 @contextmanager
 def _model(shape: Shape, setting: Setting) -> Iterator[PreTrainedModel]:
-    """Yield a model on the device, which is freed afterwards."""
-    model = build_llama(shape, setting.device, setting.scale.dtype)
+    """Yield a model on the device with its weights stored as a reallocation does; it is freed afterwards."""
+    model, arena = build_llama(shape, setting.device, setting.scale.dtype), Arena(setting.device)
+    for parameter in sorted(model.parameters(), key=lambda parameter: parameter.dim() < 2):
+        parameter.data = arena.allocate(parameter.shape, parameter.dtype).copy_(parameter.data)
     yield model
     model.to("meta")
     gc.collect()

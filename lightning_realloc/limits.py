@@ -19,7 +19,7 @@ MIN_PACKED_STEPS = 32
 """Response tokens from which on packing a linear layer's weights for oneDNN saves more time than it costs."""
 MIN_PACKED_FLOAT32_WEIGHTS = 512 * 512
 """Weights of a float32 layer from which on packing it is faster; in bfloat16 it always is."""
-PACKED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+READING_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of these names share one product where they are called with the same tensor."""
 DEFAULT_MICRO_BATCH_TOKENS = 8192
 """Tokens of a forward pass outside of generation. More: fewer and larger products, and more memory for activations."""

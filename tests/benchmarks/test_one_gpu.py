@@ -69,7 +69,7 @@ def test_bytes_of_a_step_and_of_a_whole_call_are_summed_over_tokens() -> None:
     assert call_bytes(SHAPE, Workload(((7, 8),), (3,)), 3, scale) == 3 * weights + (3 + 4 + 5) * position
 
 
-@pytest.mark.parametrize("part", ["decode", "prefill", "switch", "generate", "grpo"])
+@pytest.mark.parametrize("part", ["decode", "decode_compiled", "prefill", "switch", "generate", "grpo"])
 def test_a_part_measures_all_of_its_cases(part: str, tmp_path: Path) -> None:
     rows = rows_of(measure(part, Setting(SMALL, "cpu", tmp_path)))
     assert tuple(row["case"] for row in rows) == PARTS[part].cases(SMALL)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
+from torch import nn
 from torch.optim import SGD
 
 from lightning_realloc import GenerationOptions
+from lightning_realloc.generation.forward import cuda_graphs
 from lightning_realloc.generation.forward.cuda_graphs import Graph, StepGraphs, StepShape
+from lightning_realloc.generation.forward.joined_linear import joined_linears
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from tests.devices import DEVICES, accelerator_of_nccl, accelerator_on
+from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerPool
@@ -58,9 +64,14 @@ def test_grpo_has_the_losses_of_one_cpu_rank(workers: WorkerPool, device: str, p
     assert runs.largest_difference(actual.weights, expected.weights) < TOLERANCE
 
 
-def shapes_of_graphs(plan: str, accelerator: CUDAAccelerator | str) -> tuple[list[StepShape], Outcome]:
-    """Train for three iterations whose generation reads a copy of the weights; return the captured steps, too."""
+def shapes_of_graphs(plan: str, accelerator: CUDAAccelerator | str) -> tuple[list[StepShape], set[int], Outcome]:
+    """Train for three iterations whose generation reads a copy of the weights.
+
+    Returns:
+        The captured steps, the numbers of groups of joined layers in them, and the outcome.
+    """
     shapes: list[StepShape] = []
+    groups: set[int] = set()
     capture = StepGraphs._capture_step
 
     def noting(self: StepGraphs, shape: StepShape) -> Graph[StepShape] | None:
@@ -68,13 +79,20 @@ def shapes_of_graphs(plan: str, accelerator: CUDAAccelerator | str) -> tuple[lis
         shapes.extend([] if graph is None else [shape])
         return graph
 
+    @contextmanager
+    def joining(model: nn.Module) -> Iterator[None]:
+        with joined_linears(model) as num_groups:
+            groups.add(num_groups)
+            yield
+
     options = runs.options(micro_batch_tokens=32)
     module = runs.grpo(optimizer=DESCENT, train_options=options, generation=GenerationOptions(cuda_graphs="collective"))
     strategy = ReallocStrategy(runs.calls(actor_generate=plan, reference_infer=plan, actor_train="dp1@0"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepGraphs, "_capture_step", noting)
+        patch.setattr(cuda_graphs, "joined_linears", joining)
         trained_on = {"accelerator": accelerator, "precision": "bf16-mixed"}
-        return shapes, runs.train(module, strategy, runs.world_size(), Batches(3), **trained_on)
+        return shapes, groups, runs.train(module, strategy, runs.world_size(), Batches(3), **trained_on)
 
 
 @pytest.mark.gpu
@@ -83,9 +101,10 @@ def test_generation_in_a_fit_replays_cuda_graphs(workers: WorkerPool, plan: str)
     world_size = int(plan[-1])
     accelerator = accelerator_of_nccl(world_size)
     made = workers.run(shapes_of_graphs, plan, accelerator, world_size=world_size, init_process_group=False)
-    shapes, outcome = made[0]
+    shapes, groups, outcome = made[0]
     assert shapes
-    assert all(others == shapes for others, _ in made)
+    assert all(others == shapes for others, *_ in made)
+    assert groups == {2 * tiny_model("llama").config.num_hidden_layers}
     assert len(outcome.logged) == 3
 
 

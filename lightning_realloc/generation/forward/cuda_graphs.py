@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Generic, TypeVar
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import CapturableCache
 from lightning_realloc.generation.forward.attention import IMPLEMENTATION
+from lightning_realloc.generation.forward.joined_linear import joined_linears
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep
 from lightning_realloc.generation.forward.runner import run_packed
 from lightning_realloc.generation.forward.step_shapes import (
@@ -78,6 +79,9 @@ class CapturedForwards(Generic[ShapeT]):
             the group make the same calls.
     """
 
+    joins_layers = True
+    """Whether layers that read the same tensor may multiply as one, which rounds otherwise than one after the other."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -113,6 +117,13 @@ class CapturedForwards(Generic[ShapeT]):
         """Whether steps of this generation are captured."""
         self.was_usual = True
         """Whether the last step took as long as later ones of its size: no graph was captured or is due."""
+
+    @contextmanager
+    def _fused(self) -> Iterator[None]:
+        """Let the model's forwards launch fewer kernels, where that is possible."""
+        joined = joined_linears(self._model) if self.joins_layers else nullcontext()
+        with joined, compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]):
+            yield
 
     def begin(self) -> bool:
         """Return whether this generation's steps can be captured; drop graphs that no longer hold.
@@ -196,7 +207,7 @@ class CapturedForwards(Generic[ShapeT]):
         self._record = self._record or (self._make_record or _CudaRecord)()
         replay, reason = None, "another rank could not"
         try:
-            with compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]):
+            with self._fused():
                 replay = self._record(write_logits)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
@@ -220,7 +231,7 @@ class CapturedForwards(Generic[ShapeT]):
     def _first_run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a first run; if the blocks cannot be compiled, say so once and go on without."""
         try:
-            with compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]):
+            with self._fused():
                 return forward()
         except Exception as error:
             if self._compile is None:
@@ -232,7 +243,8 @@ class CapturedForwards(Generic[ShapeT]):
                 shorten(str(error), width=300),
             )
             self._compile = None
-            return forward()
+            with self._fused():
+                return forward()
 
     def _room_for(self, num_tokens: int) -> Tensor:
         """Return memory for the logits of ``num_tokens`` tokens; graphs that write to it keep it alive."""

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.limits import MIN_PACKED_FLOAT32_WEIGHTS, MIN_PACKED_STEPS, PACKED_TOGETHER
+from lightning_realloc.generation.forward.shared_product import SharedProduct, layers_reading_the_same
+from lightning_realloc.limits import MIN_PACKED_FLOAT32_WEIGHTS, MIN_PACKED_STEPS
 from lightning_realloc.runtime.parallel.tensor_parallel import is_plain_linear
 
 _LEAST_FOR_ONE_ROW = 1 << 20
@@ -98,29 +99,12 @@ def _packable_groups(model: nn.Module) -> list[_Group]:
             if packs(dtype) and module.weight.numel():
                 dtypes[module] = dtype
     groups = []
-    for layers in _reading_the_same(model):
-        if all(layer in dtypes for layer in layers) and _can_be_joined(layers):
+    for layers in layers_reading_the_same(model):
+        if all(layer in dtypes for layer in layers):
             groups.append(_Group(layers, dtypes[layers[0]]))
             for layer in layers:
                 del dtypes[layer]
     return groups + [_Group((layer,), dtype) for layer, dtype in dtypes.items()]  # type: ignore[arg-type]
-
-
-def _reading_the_same(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
-    """Yield sibling layers whose names say that they read the same tensor."""
-    if torch.is_inference_mode_enabled():  # tensors do not say there whether they were written to since
-        return
-    for module in model.modules():
-        for names in PACKED_TOGETHER:
-            layers = tuple(getattr(module, name, None) for name in names)
-            if all(isinstance(layer, nn.Linear) for layer in layers):
-                yield layers  # type: ignore[misc]
-
-
-def _can_be_joined(layers: Sequence[nn.Linear]) -> bool:
-    """Return whether the layers' weights and biases can be concatenated."""
-    kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
-    return len(kinds) == 1 and len(set(layers)) == len(layers)
 
 
 def _pack_group(group: _Group) -> None:
@@ -130,7 +114,7 @@ def _pack_group(group: _Group) -> None:
     biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
     multiply = partial(_multiply_packed, _pack(weight), _joined(biases) if biases else None)
     least_rows = 1 if group.num_weights >= _LEAST_FOR_ONE_ROW else 2
-    product = _SharedProduct(multiply, [layer.weight.shape[0] for layer in layers])
+    product = SharedProduct(multiply, layers)
     for index, layer in enumerate(layers):
         own = multiply if len(layers) == 1 else partial(product.part, index)
         vars(layer)["forward"] = _forward_from(own, layer, least_rows) if dtype is torch.float32 else own
@@ -148,28 +132,6 @@ def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear, least_ro
         return packed(input) if input.numel() >= fewest_elements else plain(input)
 
     return forward
-
-
-class _SharedProduct:
-    """One product for layers that read the same tensor; the first of them that is called computes it."""
-
-    def __init__(self, multiply: Callable[[Tensor], Tensor], widths: list[int]) -> None:
-        self._multiply = multiply
-        self._widths = widths
-        self._parts: dict[int, Tensor] = {}
-        """Parts (…, width of the layer) of the product that no layer has used yet."""
-        self._input: Tensor | None = None
-        self._version = 0
-
-    def part(self, index: int, input: Tensor) -> Tensor:
-        """Return the product of one layer with ``input``."""
-        if self._input is not input or self._version != input._version or index not in self._parts:
-            self._input, self._version = input, input._version
-            self._parts = dict(enumerate(torch.split(self._multiply(input), self._widths, -1)))
-        part = self._parts.pop(index)
-        if not self._parts:
-            self._input = None
-        return part
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -235,13 +235,15 @@ def _bind_direct(
     aliased = agreement.aliased_names(request, request.rank)
     arena = Arena(request.device)
     targets: dict[str, Tensor] = {}
-    for name in request.target.names(request.rank):
+    # Weights come before biases: those of queries, keys and values then lie next to each other, and multiply as one.
+    shapes = {name: request.target.local_shape(name, request.rank) for name in request.target.names(request.rank)}
+    for name in sorted(shapes, key=lambda name: len(shapes[name]) < 2):
         if request.target_tensors is not None:
             targets[name] = request.target_tensors[name]
         elif name in aliased:
             targets[name] = request.source_tensors[name]
         else:
-            targets[name] = arena.allocate(request.target.local_shape(name, request.rank), request.dtype)
+            targets[name] = arena.allocate(shapes[name], request.dtype)
     schedule = schedule_transfers(plan, max_staging_bytes=request.max_staging_bytes)
     transport = DirectTransport(
         _bind_messages(request, agreement, schedule.rounds, targets),

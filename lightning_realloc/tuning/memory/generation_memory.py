@@ -16,8 +16,8 @@ from lightning_realloc.limits import (
     DISTILLATION_TOKENS,
     MIN_PACKED_FLOAT32_WEIGHTS,
     MIN_PACKED_STEPS,
-    PACKED_TOGETHER,
     PAGE_SIZE,
+    READING_THE_SAME,
 )
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemoryParts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
@@ -141,7 +141,7 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
 
 def _shared_product(name: str) -> str:
     """Return the same name for all weights that are packed together."""
-    for siblings in PACKED_TOGETHER:
+    for siblings in READING_THE_SAME:
         for sibling in siblings:
             name = name.replace(f".{sibling}.", f".{siblings[0]}.")
     return name
