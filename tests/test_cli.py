@@ -469,7 +469,7 @@ def test_two_devices_train_through_the_script_launcher(folder: Path) -> None:
     plan = '{"calls": {"actor.generate": "tp2", "reference.infer": "dp2", "actor.train": "fsdp2"}}'
     options = ["--trainer.devices", "2", "--trainer.strategy.plan", plan, "--trainer.callbacks.dirpath", "two"]
 
-    finished = _process([sys.executable, "-m", "lightning_realloc.cli", *FIT, *options], folder)
+    finished = _process([sys.executable, "-m", "lightning_realloc", *FIT, *options], folder)
 
     assert finished.returncode == 0, finished.stderr
     description = json.loads((folder / "two" / "last.ckpt" / "realloc.json").read_text())

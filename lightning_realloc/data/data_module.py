@@ -102,8 +102,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             raise DataError(
                 f"batch_size={batch_size!r} must be a whole number of at least 1; an iteration takes that many rows"
             )
-        if not 0.0 <= val_fraction < 1.0:
-            raise DataError(f"val_fraction={val_fraction} must be at least 0 and below 1")
+        if not isinstance(val_fraction, int | float) or not 0.0 <= val_fraction < 1.0:
+            raise DataError(f"val_fraction={val_fraction} must be a number of at least 0 and below 1")
         if val_data is not None and val_fraction > 0.0:
             raise DataError(f"val_data and val_fraction={val_fraction} both name held-out rows; give one of them")
         if is_stream(val_data):

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
-from lightning_realloc.errors import ConfigError, RankLost
+from lightning_realloc.errors import ConfigError, PlanError, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import give_back_freed_memory
@@ -156,7 +157,7 @@ class PlacedRoles:
         module: Any = self._strategy.lightning_module
         self._reallocation = ParameterReallocation.from_trainer(trainer)
         self._watch(local_folder(trainer.default_root_dir))
-        with self._naming_lost_ranks():
+        with self._naming_failures():
             if not self.holds(module) or self._pool is None:
                 self._pool = self.builder().build(self._options.plan)
                 self._module = module
@@ -167,10 +168,15 @@ class PlacedRoles:
         self.runner.version_log.write_to(local_folder(trainer.default_root_dir) / WEIGHT_VERSIONS)
 
     @contextmanager
-    def _naming_lost_ranks(self) -> Iterator[None]:
-        """Raise RankLost with the lost rank if a connection breaks while models are set up."""
+    def _naming_failures(self) -> Iterator[None]:
+        """Raise RankLost with the lost rank if a connection breaks in the set-up, and PlanError if memory runs out."""
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            raise PlanError(
+                f"the models find no room on {self._strategy.root_device}: cut their weights over more ranks, train "
+                f"adapters (peft_config), or end other processes there ({str(error).splitlines()[0]})"
+            ) from error
         except RuntimeError as error:
             if self._watchdog is None or not is_broken_connection(error):
                 raise

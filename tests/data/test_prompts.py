@@ -212,6 +212,8 @@ def test_contradictory_settings_are_refused() -> None:
         PromptDataModule(ROWS, batch_size=1, val_data=ROWS, val_fraction=0.5)
     with pytest.raises(DataError, match=r"val_fraction=1.0"):
         PromptDataModule(ROWS, batch_size=1, val_fraction=1.0)
+    with pytest.raises(DataError, match=r"val_fraction=None must be a number"):
+        PromptDataModule(ROWS, batch_size=1, val_fraction=None)
     with pytest.raises(DataError, match="max_prompt_tokens=0"):
         PromptDataModule(ROWS, batch_size=1, max_prompt_tokens=0)
     with pytest.raises(DataError, match=r"call setup\(\) first"):

@@ -106,6 +106,8 @@ class CapturedForwards(Generic[ShapeT]):
         self._graphs: dict[ShapeT, Graph[ShapeT]] = {}
         self._num_runs: Counter[ShapeT] = Counter()
         self._is_possible = True
+        self._has_paused = False
+        """Whether memory ran out in a capture."""
         self._model_state: tuple[object, ...] = ()
         self._num_allocations = 0
         self._set_up: set[ShapeT] = set()
@@ -205,14 +207,19 @@ class CapturedForwards(Generic[ShapeT]):
             logits.copy_(forward())
 
         self._record = self._record or (self._make_record or _CudaRecord)()
-        replay, reason = None, "another rank could not"
+        replay, reason, has_room = None, "another rank could not", True
         try:
             with self._fused():
                 replay = self._record(write_logits)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
+            # Ending the capture may fail, too, and hide the first error.
+            has_room = not any(isinstance(one, torch.OutOfMemoryError) for one in (error, error.__context__))
         if self._on_any_rank(replay is None) or replay is None:
-            self._give_up(reason)
+            if has_room or self._group is not None:
+                self._give_up(reason)
+            else:
+                self._pause(reason)
             return None
         self._graphs[shape] = graph = Graph(shape, inputs, logits, replay)
         self.seconds_setting_up += time.perf_counter() - begin
@@ -227,6 +234,20 @@ class CapturedForwards(Generic[ShapeT]):
             type(self._model).__name__,
             reason,
         )
+
+    def _pause(self, reason: str) -> None:
+        """Capture nothing until the next generation, which may find more memory."""
+        self.is_active = False
+        self.release()
+        if not self._has_paused:
+            self._has_paused = True
+            _log.warning(
+                "memory ran out while a decoding step of %s was captured as a CUDA graph, so this generation launches "
+                "each kernel on its own; lower max_slots of the call in the plan or max_cache_bytes, offload other "
+                "roles, or set cuda_graphs=False: %s",
+                type(self._model).__name__,
+                reason,
+            )
 
     def _first_run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a first run; if the blocks cannot be compiled, say so once and go on without."""

@@ -22,6 +22,7 @@ from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.flight_record import ActivityKind, FlightRecord
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
 from lightning_realloc.strategies.calls.engine_pool import EnginePool, PeerFailure
+from lightning_realloc.strategies.calls.full_device import naming_full_device
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.metrics import RunMetrics, mean_age
@@ -70,11 +71,10 @@ class CallRunner:
         self._metrics = RunMetrics(context, may_be_late=options.overlap == "iterations")
         self.engines = EnginePool(context)
         """Engines that generate on this rank."""
-        self._infer, self._train = InferCalls(context), TrainCalls(context, hooks)
+        make_room = self.engines.give_up_caches
+        self._infer, self._train = InferCalls(context, make_room), TrainCalls(context, hooks, make_room)
         generate = GenerateCalls(context, self.engines, self._infer, self._metrics.idle)
-        self._calls_of: Mapping[str, CallsOfOneKind] = {
-            "generate": generate, "infer": self._infer, "train": self._train
-        }  # fmt: skip
+        self._calls: Mapping[str, CallsOfOneKind] = {"generate": generate, "infer": self._infer, "train": self._train}
         self._ahead: tuple[IterationData, ...] = ()
         """Batches with responses that wait to be trained on, at most ``max_staleness``."""
         self._left_out: tuple[IterationData, ...] = ()
@@ -203,6 +203,7 @@ class CallRunner:
         """Forget the models of the plan before: the pool serves another plan from now on."""
         self.engines.forget()
         self._train.forget_layouts()
+        self._infer.forget_layouts()
         self._allow_streams()
 
     def finish(self) -> None:
@@ -315,9 +316,9 @@ class CallRunner:
         role = str(call.role)
         if call.kind == "generate":
             refuse_long_prompts(data.table(call).known, self._pool.home(role))
-        with self._phase(call.name) as replica:
+        with naming_full_device(call, self._placed.layout_of(call.name)), self._phase(call.name) as replica:
             takes_part = self._context.rank in replica.layout
-            made = self._calls_of[call.kind].run(call, replica, data) if takes_part else None
+            made = self._calls[call.kind].run(call, replica, data) if takes_part else None
             if call.kind == "train":
                 self._pool.weights_trained(role)
                 self._pool.update_averages(role)

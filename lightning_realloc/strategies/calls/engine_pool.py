@@ -6,6 +6,7 @@ prompt may come back on another rank. A rank sends its responses after a call, a
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:
     from lightning_realloc.generation import VLLMEngine
+
+log = logging.getLogger(__name__)
 
 _IDLE, _WORKING, _FAILED = range(3)
 
@@ -142,6 +145,8 @@ class EnginePool:
         """Engine, run and call whose peers sent responses that this rank has not received yet."""
         self.keeps_caches = False
         """Whether engines keep caches and CUDA graphs between generations, as long as the run goes on."""
+        self.is_generating = False
+        """Whether an engine runs, and needs its cache."""
 
     def engine_for(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
         """Return a replica's engine; its drafter has received the peers' responses.
@@ -190,11 +195,23 @@ class EnginePool:
         self._kept |= last
         self._engines.clear()
 
+    def give_up_caches(self) -> bool:
+        """Free the caches and CUDA graphs that engines keep, and keep no more; return whether there were any."""
+        if self.is_generating or not self.keeps_caches:
+            return False
+        log.warning("memory ran out: caches and CUDA graphs are freed after each generation from now on")
+        self._free_caches()
+        self.keeps_caches = False
+        return True
+
+    def _free_caches(self) -> None:
+        for generator in self._engines.values():
+            generator.engine.release()
+
     def close(self) -> None:
         """Free kept caches, and end the processes of this rank's engines; a later call starts them again."""
         if self.keeps_caches:
-            for generator in self._engines.values():
-                generator.engine.release()
+            self._free_caches()
         self._vllm.close()
 
     def _build_drafter(self, replica: Replica) -> Drafter:

@@ -44,6 +44,7 @@ class GenerateCalls:
             early = EarlyInference.from_fusion(call, data, self._context.pool, self._inference, partial_results)
         shared = partial_results if num_chunks > 1 or early is not None else None
         self._context.mailbox.record.follow(engine.progress)
+        self._engines.is_generating = True
         try:
             with self._context.reading(call, replica), engine.sharing(shared, early):
                 made: Samples | Divided = self._context.method_of(call)(engine, prompts)
@@ -65,6 +66,7 @@ class GenerateCalls:
                 replica_engine.lockstep.give_up()
             raise
         finally:
+            self._engines.is_generating = False
             # A cache that has grown rounds logprobs differently, in the last bit, than that of a run resumed here.
             if not self._engines.keeps_caches:
                 engine.release()

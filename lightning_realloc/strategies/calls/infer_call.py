@@ -19,6 +19,7 @@ from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.calls.full_device import SmallerBatches
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows, check_unchanged
 from lightning_realloc.strategies.pool.model_pool import ModelPool
@@ -30,10 +31,16 @@ class InferCalls:
 
     Args:
         context: The algorithm and its models on this rank.
+        make_room: See `SmallerBatches`.
     """
 
-    def __init__(self, context: CallContext) -> None:
+    def __init__(self, context: CallContext, make_room: Callable[[], bool] = lambda: False) -> None:
         self._context = context
+        self._smaller = SmallerBatches(context, make_room)
+
+    def forget_layouts(self) -> None:
+        """Start with whole micro-batches again: calls have other layouts."""
+        self._smaller.forget()
 
     def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
         """Return the results of this rank's samples, early ones included; None if it holds none."""
@@ -42,7 +49,7 @@ class InferCalls:
         rest = micro_batches[len(early.chunks) :]
         if not rest:
             return early.samples
-        self._context.mailbox.record.expect_parts(len(rest), "micro-batches")
+        self._context.mailbox.record.expect_parts(len(self._smaller.divided(call, rest)), "micro-batches")
         made = self.run_micro_batches(call, replica, data.rows(call), rest)
         return made if not early.chunks else Samples.concatenate([*early.chunks, *([] if made is None else [made])])
 
@@ -91,15 +98,17 @@ class InferCalls:
         """Return the results of some micro-batches; None if none of them counts, or another stage holds them."""
         method = self._context.method_of(call)
         replica.model.eval()  # the home replica may come from a training call with dropout
-        parts = [rows.select(micro.positions) for micro in micro_batches]
-        with torch.no_grad(), self._context.reading(call, replica):
-            values = self._forward(method, replica, parts)
-        if values is None:
-            return None
-        counted = [
-            Samples(part.ids, {call.produces[0]: column.to("cpu")})
-            for part, column, micro in zip(parts, values, micro_batches, strict=True) if micro.counts
-        ]  # fmt: skip
+
+        def attempt(micro_batches: Sequence[MicroBatch]) -> list[Samples]:
+            parts = [rows.select(micro.positions) for micro in micro_batches]
+            with torch.no_grad(), self._context.reading(call, replica):
+                values = self._forward(method, replica, parts)
+            return [] if values is None else [
+                Samples(part.ids, {call.produces[0]: column.to("cpu")})
+                for part, column, micro in zip(parts, values, micro_batches, strict=True) if micro.counts
+            ]  # fmt: skip
+
+        counted = self._smaller.run(call, replica.layout, micro_batches, attempt)
         return Samples.concatenate(counted) if counted else None
 
     def _forward(

@@ -20,7 +20,6 @@ from lightning_realloc.batch.training import (
     MicroBatch,
     Totals,
     TrainOptions,
-    halved,
     num_counted_tokens,
 )
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -37,6 +36,7 @@ from lightning_realloc.runtime.parallel.gradients import (
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wildcards
 from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.calls.full_device import SmallerBatches
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 class _Job:
     """One training call on this rank."""
 
+    call: ModelFunctionCall
     method: LossMethod
     """The algorithm's loss."""
     replica: Replica
@@ -69,19 +70,22 @@ class TrainCalls:
     Args:
         context: The algorithm, whose methods compute the losses, and its models on this rank.
         hooks: Lightning's optimizers and hooks.
+        make_room: See `SmallerBatches`.
     """
 
-    def __init__(self, context: CallContext, hooks: LightningOptimizers) -> None:
+    def __init__(
+        self, context: CallContext, hooks: LightningOptimizers, make_room: Callable[[], bool] = lambda: False
+    ) -> None:
         self._context, self._hooks, self._record = context, hooks, context.mailbox.record
         self._skipped = SkippedSteps()
-        self._halvings: Counter[str] = Counter()
-        """Role -> how often its micro-batches were halved because the device's memory ran out."""
+        self._smaller = SmallerBatches(context, make_room)
         self._checked: set[str] = set()
         """Roles whose gradients agree between tensor-parallel ranks in their layout."""
 
     def forget_layouts(self) -> None:
         """Count skipped steps and halvings and check gradients anew: a role's next layout may have other cuts."""
-        self._skipped, self._halvings, self._checked = SkippedSteps(), Counter(), set()
+        self._skipped, self._checked = SkippedSteps(), set()
+        self._smaller.forget()
 
     def order_seeds(self, role: str, iteration: int) -> list[int]:
         """Return a seed per epoch of a role's training call, for the order of its mini-batches."""
@@ -93,10 +97,10 @@ class TrainCalls:
         """Take the optimizer steps of one iteration, and record their mean loss, metrics and gradient norm."""
         algorithm, table, role = self._context.algorithm, data.table(call), replica.role
         method, options = self._context.method_of(call), algorithm.train_options_of(role)
-        job = _Job(method, replica, data.rows(call), options, self._hooks.optimizer_of(role))
+        job = _Job(call, method, replica, data.rows(call), options, self._hooks.optimizer_of(role))
         share, sums = replica.layout.data_parallel_index(self._context.rank), _MetricSums()
-        steps, halvings = data.routes.train_steps(call, table), self._halvings[role]
-        parts = (halved(step.shares[share], halvings, algorithm.group_size) for step in steps)
+        steps = data.routes.train_steps(call, table)
+        parts = (self._smaller.divided(call, step.shares[share]) for step in steps)
         self._record.expect_parts(sum(map(len, parts)), "micro-batches")
         set_training_mode(replica.model, dropout=algorithm.dropout)
         with self._dropout_masks(replica), compiled_blocks(replica.model, options.compile):
@@ -170,30 +174,15 @@ class TrainCalls:
         return True
 
     def _run_micro_batches(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals) -> _MetricSums:
-        """Set the gradients of a mini-batch, and return its metrics.
+        """Set the gradients of a mini-batch, and return its metrics. See `SmallerBatches` for its errors."""
 
-        In a layout of one rank, micro-batches are halved for the rest of the run whenever the device's memory runs out.
-
-        Raises:
-            PlanError: if memory runs out otherwise; other ranks already wait in a collective.
-        """
-        replica, group_size = job.replica, self._context.algorithm.group_size
-        while True:
+        def attempt(parts: Sequence[MicroBatch]) -> _MetricSums:
             job.optimizer.zero_grad(set_to_none=True)
             measured = _MetricSums()
-            parts = halved(micro_batches, self._halvings[replica.role], group_size)
-            try:
-                self._accumulate_gradients(job, parts, totals, measured)
-                return measured
-            except torch.OutOfMemoryError as error:
-                smaller = halved(parts, 1, group_size)
-                if len(replica.layout.ranks) > 1 or len(smaller) == len(parts):
-                    tokens = job.options.micro_batch_tokens_on(self._context.device.type)
-                    raise PlanError(_no_memory(job, parts, tokens, error)) from error
-            self._halvings[replica.role] += 1  # after the error, which keeps the activations alive
-            torch.cuda.empty_cache()
-            size = _largest(parts)
-            log.warning("training %s ran out of memory with %d samples at a time: halving them", replica.role, size)
+            self._accumulate_gradients(job, parts, totals, measured)
+            return measured
+
+        return self._smaller.run(job.call, job.replica.layout, micro_batches, attempt)
 
     def _accumulate_gradients(
         self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums
@@ -294,20 +283,6 @@ class TrainCalls:
         place = f"iteration {self._hooks.iteration}, mini-batch {minibatch}"
         warns, limit = self._context.rank == replica.layout.ranks[0], job.options.max_skipped_steps
         self._skipped.record_skip(replica.role, place, cause, limit=limit, warns=warns)
-
-
-def _largest(micro_batches: Sequence[MicroBatch]) -> int:
-    return max(len(micro.positions) for micro in micro_batches)
-
-
-def _no_memory(job: _Job, micro_batches: Sequence[MicroBatch], tokens: int, error: BaseException) -> str:
-    layout = job.replica.layout
-    return (
-        f"training {job.replica.role} in layout {layout} ran out of memory with micro-batches of up to "
-        f"{_largest(micro_batches)} samples and micro_batch_tokens={tokens}: lower "
-        f"micro_batch_tokens in TrainOptions, set gradient_checkpointing for the call in the plan, or cut the weights "
-        f"over more ranks ({str(error).splitlines()[0]})"
-    )
 
 
 class SkippedSteps:

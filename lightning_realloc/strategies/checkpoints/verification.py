@@ -29,6 +29,8 @@ from lightning_realloc.strategies.checkpoints.folders import is_partial
 from lightning_realloc.strategies.checkpoints.sharded_state import weight_key
 from lightning_realloc.strategies.checkpoints.sharded_tensors import stored_tensors
 
+_CHECKPOINTS = "checkpoints"
+"""Folder for checkpoints in that of a command's run."""
 _LIGHTNING_KEYS = {"pytorch-lightning_version", "state_dict"}
 
 
@@ -36,7 +38,7 @@ def verify_checkpoints(paths: Sequence[AnyPath], write: Callable[[str], object])
     """Write one line for each checkpoint, and return whether all are intact.
 
     Args:
-        paths: Checkpoints, or folders with checkpoints.
+        paths: Checkpoints, or folders with checkpoints, such as those of runs.
         write: Receives the lines.
     """
     are_intact = True
@@ -57,11 +59,14 @@ def verify_checkpoints(paths: Sequence[AnyPath], write: Callable[[str], object])
 
 
 def _checkpoints_at(path: AnyPath) -> list[AnyPath]:
-    """Return the checkpoints in a folder that is not one itself."""
-    if not path.is_dir() or is_checkpoint(path):
-        return [path]
-    inside = [entry for entry in path.iterdir() if is_checkpoint(entry) or entry.suffix in (".ckpt", ".partial")]
-    return sorted(inside) or [path]
+    """Return the checkpoints in a folder that is not one itself, or in its folder ``checkpoints``."""
+    for folder in (path, path / _CHECKPOINTS):
+        if not folder.is_dir() or is_checkpoint(path):
+            break
+        inside = [entry for entry in folder.iterdir() if is_checkpoint(entry) or entry.suffix in (".ckpt", ".partial")]
+        if inside:
+            return sorted(inside)
+    return [path]
 
 
 def verify_checkpoint(path: AnyPath) -> str:

@@ -263,6 +263,36 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     assert warning.endswith("not permitted when stream is capturing")
 
 
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_capture_without_memory_is_tried_again_in_the_next_generation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_hidden: bool
+) -> None:
+    recorder, is_full = Recorder(), True
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        if not is_full:
+            return recorder(work)
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        finally:
+            if is_hidden:
+                raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(engine_parts, "StepGraphs", partial(StepGraphs, make_record=lambda: record, device_type="cpu"))
+    model = tiny_model("llama")
+    engine, plain = GenerationEngine(model), generate(GenerationEngine(model, cuda_graphs=False))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert tokens_of(generate(engine)) == tokens_of(plain)
+        is_full = False
+        assert recorder.num_replayed == 0
+        assert tokens_of(generate(engine)) == tokens_of(plain)
+    assert recorder.num_replayed > 0
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "memory ran out while a decoding step of LlamaForCausalLM was captured" in warning
+    assert "lower max_slots" in warning
+
+
 def test_prefills_are_deferred_until_idle_slots_cost_as_much_as_one() -> None:
     refill = PrefillBatching()
     assert not refill.should_defer(num_running=0, num_free=4), "nothing would be done meanwhile"

@@ -32,6 +32,10 @@ def test_checkpoints_of_a_run_are_verified_one_by_one(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and sum(": intact, SFT" in line for line in lines) == 2
     assert f"{torn}: damaged: {torn / '__1_0.distcp'} has 0 bytes, but" in lines[1]
+    (tmp_path / "of a command").mkdir()
+    (tmp_path / "of a command" / "checkpoints").symlink_to(tmp_path)
+    assert run(["verify", str(tmp_path / "of a command")]) == 2  # the folder of a run
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
     description = read_description(last)
     description["roles"]["actor"]["parameters"]["more"] = [2]

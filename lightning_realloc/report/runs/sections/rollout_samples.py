@@ -69,7 +69,10 @@ def rollouts_section(run: RunFolder) -> Json:
     """Return the section with sampled prompts, responses and rewards, the newest first."""
     rollouts = run.rollouts
     if not rollouts.rows:
-        missing = "No samples: train with callbacks=[RolloutTable()] and a CSVLogger, which writes rollouts.csv."
+        missing = (
+            "No samples: callbacks=[RolloutTable()] with a CSVLogger writes rollouts.csv every 50th iteration, and the "
+            "commands every 10th."
+        )
         return section("rollouts", "Rollouts", missing=missing)
     numeric = [
         all(not row[at] or as_number(row[at]) is not None for row in rollouts.rows)

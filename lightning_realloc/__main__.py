@@ -1,0 +1,8 @@
+"""Run the command line: ``python -m lightning_realloc grpo ...`` is ``lightning-realloc grpo ...``."""
+
+import sys
+
+from lightning_realloc.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
