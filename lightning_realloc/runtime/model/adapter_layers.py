@@ -6,7 +6,7 @@ of the weights: merging into the weights and back would round twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ ADAPTER = "default"
 """PEFT's name for the adapters of a model that has one set of them."""
 FILE_PREFIX = "base_model.model."
 """Prefix of parameter names in PEFT's files."""
+_KEPT = "_kept_merged_weights"
+"""Attribute of a model with the copies that `adapters_merged` keeps."""
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -89,12 +91,19 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def adapters_merged(model: nn.Module) -> Iterator[None]:
+def adapters_merged(model: nn.Module, *, keeps_copies: bool = False) -> Iterator[None]:
     """Make a model compute with merged copies of the adapted weights inside the block, as fast as its base model.
 
     Adapters are computed next to the weights under FSDP, whose forward gathers the weights, and over 4-bit weights,
     which a merge would round.
+
+    Args:
+        model: The model.
+        keeps_copies: Whether the copies' memory stays for the next merge, whose copies then have the same addresses.
     """
+    if not keeps_copies:
+        free_merged(model)
+    kept: dict[nn.Module, dict[str, nn.Parameter]] = vars(model).setdefault(_KEPT, {}) if keeps_copies else {}
     is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
     packed = set(quantized_layers(model).values())
     adapted = () if is_gathered else adapted_layers(model).values()
@@ -104,9 +113,7 @@ def adapters_merged(model: nn.Module) -> Iterator[None]:
         for layer in layers:
             base = layer.base_layer
             bases[base] = dict(base._parameters)
-            for name, parameter in bases[base].items():
-                if parameter is not None:
-                    base._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            base._parameters |= _copied(bases[base], kept.setdefault(base, {}))
             with torch.no_grad():
                 layer.merge()
         yield
@@ -116,6 +123,23 @@ def adapters_merged(model: nn.Module) -> Iterator[None]:
         for layer in layers:
             layer.merged_adapters.clear()
             vars(layer).get("_caches", {}).clear()  # DoRA's data for undoing a merge
+
+
+def _copied(
+    parameters: Mapping[str, nn.Parameter | None], copies: dict[str, nn.Parameter]
+) -> Mapping[str, nn.Parameter]:
+    """Return copies of parameters, in the memory of ``copies`` if there are some."""
+    for name, parameter in parameters.items():
+        if parameter is not None and name in copies:
+            copies[name].data.copy_(parameter.detach())
+        elif parameter is not None:
+            copies[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    return copies
+
+
+def free_merged(model: nn.Module) -> None:
+    """Free the copies that `adapters_merged` keeps."""
+    vars(model).pop(_KEPT, None)
 
 
 def merge_permanently(model: nn.Module) -> nn.Module:

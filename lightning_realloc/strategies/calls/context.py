@@ -52,9 +52,13 @@ class CallContext:
         return pack_columns(samples, self.device, share_prompts=self.algorithm.share_prompts)
 
     @contextmanager
-    def reading(self, call: ModelFunctionCall, replica: Replica) -> Iterator[None]:
-        """Surround forward passes without gradients: autocast where weights need it, and the call's adapters."""
-        with without_gradients(replica.model, self.device), self.pool.adapted_for(call, replica.model):
+    def reading(self, call: ModelFunctionCall, replica: Replica, *, keeps_merged: bool = False) -> Iterator[None]:
+        """Surround forward passes without gradients: autocast where weights need it, and the call's adapters.
+
+        ``keeps_merged``: whether weights with merged adapters stay in memory afterwards.
+        """
+        adapted = self.pool.adapted_for(call, replica.model, keeps=keeps_merged)
+        with without_gradients(replica.model, self.device), adapted:
             yield
 
 

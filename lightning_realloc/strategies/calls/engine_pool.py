@@ -25,7 +25,7 @@ from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
 from lightning_realloc.generation.speculative.registry import build_drafter
 from lightning_realloc.runtime.messages.mailbox import FrameKind
-from lightning_realloc.runtime.model.adapter_layers import adapter_config
+from lightning_realloc.runtime.model.adapter_layers import adapter_config, free_merged
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.vllm_engines import VLLMEngines
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -89,8 +89,8 @@ class Lockstep:
 class ReplicaEngine:
     """The engine of one replica on this rank."""
 
-    role: str
-    """Role of the replica."""
+    replica: Replica
+    """The replica."""
     engine: GenerationEngine | HFEngine | VLLMEngine
     """Generates with the replica's model."""
     lockstep: Lockstep | None
@@ -144,7 +144,7 @@ class EnginePool:
         self._expected: list[tuple[ReplicaEngine, int, int]] = []
         """Engine, run and call whose peers sent responses that this rank has not received yet."""
         self.keeps_caches = False
-        """Whether engines keep caches and CUDA graphs between generations, as long as the run goes on."""
+        """Whether caches, CUDA graphs and merged adapters stay between generations, as long as the run goes on."""
         self.is_generating = False
         """Whether an engine runs, and needs its cache."""
 
@@ -191,7 +191,7 @@ class EnginePool:
         last: dict[str, list[Drafter]] = {}
         for generator in self._engines.values():
             if not generator.drafter.reads_target_cache:  # else it is a part of that model
-                last.setdefault(generator.role, []).append(generator.drafter)
+                last.setdefault(generator.replica.role, []).append(generator.drafter)
         self._kept |= last
         self._engines.clear()
 
@@ -207,6 +207,7 @@ class EnginePool:
     def _free_caches(self) -> None:
         for generator in self._engines.values():
             generator.engine.release()
+            free_merged(generator.replica.model)
 
     def close(self) -> None:
         """Free kept caches, and end the processes of this rank's engines; a later call starts them again."""
@@ -236,10 +237,10 @@ class EnginePool:
         updates = self._updates(call, replica)
         if self._algorithm.engine == "hf":
             oracle = HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots)
-            return ReplicaEngine(replica.role, oracle, None, Drafter(), peers, updates=updates)
+            return ReplicaEngine(replica, oracle, None, Drafter(), peers, updates=updates)
         if self._algorithm.engine == "vllm":
             served = self._vllm.build(replica, max_slots)
-            return ReplicaEngine(replica.role, served, None, Drafter(), peers, updates=updates)
+            return ReplicaEngine(replica, served, None, Drafter(), peers, updates=updates)
         lockstep = None
         if replica.is_sharded:
             group = self._context.pool.meshes.group(layout, "dp", "fsdp")
@@ -271,7 +272,7 @@ class EnginePool:
             poll_weights=None if updates is None or adapter_config(replica.model) is not None else updates.poll,
             peers=moves,
         )
-        return ReplicaEngine(replica.role, engine, lockstep, drafter, peers, moves, updates)
+        return ReplicaEngine(replica, engine, lockstep, drafter, peers, moves, updates)
 
     def _updates(self, call: ModelFunctionCall, replica: Replica) -> WeightUpdates | None:
         """Return the source of newer weights in a generation; None if weights change between calls only."""

@@ -46,7 +46,8 @@ class GenerateCalls:
         self._context.mailbox.record.follow(engine.progress)
         self._engines.is_generating = True
         try:
-            with self._context.reading(call, replica), engine.sharing(shared, early):
+            reading = self._context.reading(call, replica, keeps_merged=self._engines.keeps_caches)
+            with reading, engine.sharing(shared, early):
                 made: Samples | Divided = self._context.method_of(call)(engine, prompts)
             self._engines.send_history(replica_engine, data.run, data.index(call))
             self._record_metrics(call.name, replica, replica_engine, data.report)

@@ -9,8 +9,8 @@ no replicas; its calls work on that role's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -234,14 +234,15 @@ class ModelPool:
         going = self.roles if frees_copies else self.plan.offload
         return tuple(role for role in self.dataflow.roles if self.owner(role) in going)
 
-    def adapted_for(self, call: ModelFunctionCall, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context that sets up a replica's adapters for a call.
+    @contextmanager
+    def adapted_for(self, call: ModelFunctionCall, model: nn.Module, *, keeps: bool = False) -> Iterator[None]:
+        """Set up a replica's adapters for a call. ``keeps`` the memory of merged weights for the next time.
 
         Adapters are off for a role that shares another role's base, and merged into the weights during generation.
         """
-        if self.owner(str(call.role)) != call.role:
-            return adapters_disabled(model)
-        return adapters_merged(model) if call.kind == "generate" else nullcontext()
+        merged = adapters_merged(model, keeps_copies=keeps) if call.kind == "generate" else nullcontext()
+        with adapters_disabled(model) if self.owner(str(call.role)) != call.role else merged:
+            yield
 
     def require_same(self, plan: ExecutionPlan, options: PoolOptions) -> None:
         """Refuse another plan, precision or transport than the models were laid out with.

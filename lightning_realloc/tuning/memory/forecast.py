@@ -157,13 +157,12 @@ class _Forecaster:
             if call.role is None:
                 continue
             base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
-            base += MemoryParts(kv_cache=sum(size for place, size in caches.items() if place != self._place(call)))
+            base = sum((parts for place, parts in caches.items() if place != self._place(call)), base)
             own = copies[self._owner(call.role), self.plan.layout(call.name)] if self._reads_copy(call) else None
             if own is not None and self._frees_copies(self._owner(call.role)):
                 base += own
             if own is not None:
-                cache = MemoryParts(kv_cache=caches.get(self._place(call), 0))
-                yield PhaseMemory(f"-> {call.name}", rank, base + cache)
+                yield PhaseMemory(f"-> {call.name}", rank, base + caches.get(self._place(call), MemoryParts()))
             yield PhaseMemory(call.name, rank, base + self._during(call, rank))
 
     def _owner(self, role: str) -> str:
@@ -314,12 +313,12 @@ class _Forecaster:
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
         memory = self._call_memory(call, rank)
-        if memory is None:
-            return MemoryParts()
-        parts = memory.peak(call.kind)
-        if call.kind == "generate" and self._owner(str(call.role)) == call.role and memory.sizes.dims.fsdp == 1:
-            parts += MemoryParts(copies=memory.sizes.num_adapted * self.settings.copy_bytes)  # with merged adapters
-        return parts
+        return MemoryParts() if memory is None else memory.peak(call.kind) + self._merged(call, memory)
+
+    def _merged(self, call: ModelFunctionCall, memory: CallMemory) -> MemoryParts:
+        """Return the bytes of weights with merged adapters, which generation reads."""
+        merges = call.kind == "generate" and self._owner(str(call.role)) == call.role and memory.sizes.dims.fsdp == 1
+        return MemoryParts(copies=memory.sizes.num_adapted * self.settings.copy_bytes if merges else 0)
 
     def _call_memory(self, call: ModelFunctionCall, rank: int) -> CallMemory | None:
         """Return the memory of a call on a rank; None if it does not run there."""
@@ -340,14 +339,15 @@ class _Forecaster:
         """Return role and layout of a generating call, which its engine belongs to; None for other calls."""
         return (str(call.role), self.plan.layout(call.name)) if call.kind == "generate" else None
 
-    def _kept_caches(self, rank: int) -> dict[_Place | None, int]:
-        """Return the bytes of the caches that engines keep between generations."""
-        found: dict[_Place | None, int] = {}
+    def _kept_caches(self, rank: int) -> dict[_Place | None, MemoryParts]:
+        """Return the bytes that stay between generations: caches, and weights with merged adapters."""
+        found: dict[_Place | None, MemoryParts] = {}
         for call in () if self.settings.engine.frees_cache else self.dataflow.iteration_calls:
             place = self._place(call)
             memory = None if place is None else self._call_memory(call, rank)
             if memory is not None:
-                found[place] = max(found.get(place, 0), memory.kept_cache_bytes)
+                size = max(found.get(place, MemoryParts()).kv_cache, memory.kept_cache_bytes)
+                found[place] = MemoryParts(kv_cache=size) + self._merged(call, memory)
         return found
 
 

@@ -67,6 +67,24 @@ def test_disabling_or_merging_adapters_for_a_while_restores_every_bit(kind: str)
         assert parameter.requires_grad == ("lora_" in name)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_copies_of_merged_weights_are_filled_anew_where_they_are(kind: str) -> None:
+    model = _trained(_actor(tiny_model("qwen3"), _lora(**KINDS[kind])).build(seed=0))
+    addresses = []
+    for _ in range(3):
+        _trained(model)
+        with adapters_merged(model):
+            expected = _logits(model)
+        with adapters_merged(model, keeps_copies=True):
+            assert torch.equal(_logits(model), expected)
+        for _ in range(2):
+            with adapters_merged(model, keeps_copies=True):
+                assert torch.equal(_logits(model), expected)
+                addresses.append([weight.data_ptr() for weight in model.parameters()])
+    if kind != "dora":  # which makes new tensors
+        assert all(later == earlier for earlier, later in zip(addresses[::2], addresses[1::2], strict=True))
+
+
 def test_a_wrapper_of_peft_computes_the_same() -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_rslora=True, init_lora_weights=False)
     wrapped = get_peft_model(tiny_model("llama"), config)

@@ -99,13 +99,14 @@ class Held(Callback):
 
 
 def fit_on_gpu(
-    free_cache: FreeCache, deterministic: bool, memory: str | None
+    free_cache: FreeCache, deterministic: bool, memory: str | None, peft: dict[str, Any] | None = None
 ) -> tuple[bool, list[list[int]], list[int]]:
     """Train for five iterations; return what `Held` records, with the bytes after the fit as the last ones."""
     ENGINES.clear()
     held = Held()
     models = {name: tiny_model("llama", vocab_size=300) for name in ("actor", "reference")}
-    module = runs.grpo(**models, sampling=SAMPLING, generation=GenerationOptions(free_cache=free_cache))
+    settings = GenerationOptions(free_cache=free_cache)
+    module = runs.grpo(**models, peft_config=peft, sampling=SAMPLING, generation=settings)
     options = {"precision": "bf16-mixed", "accelerator": "cuda", "deterministic": deterministic}
     with mock.patch("lightning_realloc.strategies.calls.engine_pool.GenerationEngine", ListedEngine):
         trainer = runs.trainer(ReallocStrategy(PLAN, memory_per_device=memory), 1, callbacks=[held], **options)
@@ -135,4 +136,15 @@ def test_a_gpu_keeps_caches_and_graphs_where_memory_suffices(
     assert all((size > 0) is keeps for size in cache_bytes)
     assert bool(graphs[-1]) is keeps
     assert graphs[-1] == graphs[-2]
+    assert bytes_after == 0
+
+
+@pytest.mark.gpu
+def test_graphs_outlive_the_adapters_that_each_generation_merges(workers: WorkerPool) -> None:
+    peft = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+    ((kept, graphs, (*_, bytes_after)),) = workers.run(
+        fit_on_gpu, "auto", False, None, peft, world_size=1, init_process_group=False
+    )
+    assert kept
+    assert graphs[-1] and graphs[-1] == graphs[-2]
     assert bytes_after == 0

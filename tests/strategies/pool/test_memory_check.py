@@ -247,11 +247,16 @@ def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded
     check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
 
 
+def compare_kept(plan: dict[str, Any], sizes: dict[str, Any]) -> Comparison:
+    """Compare a run whose engines keep their caches."""
+    return compare(plan, "llama", {"generation": GenerationOptions(free_cache=False)}, **sizes)
+
+
 @CPU_ALONE
-def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("sizes", [{}, ADAPTED], ids=["all weights", "adapters"])
+def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool, sizes: dict[str, Any]) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
-    settings = {"generation": GenerationOptions(free_cache=False)}
-    check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
+    check(workers.run(compare_kept, plan, sizes, world_size=2, init_process_group=False))
 
 
 @CPU_ALONE
