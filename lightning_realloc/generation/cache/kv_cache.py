@@ -209,8 +209,8 @@ class CapturableCache(KVCache):
         """Return the places of a captured step; for the arguments see `SlotPlaces`."""
 
     @abstractmethod
-    def host_indices(self, slot: int, begin: int, end: int) -> Sequence[int]:
-        """Return `indices` of a slot's positions from ``begin`` to ``end``."""
+    def host_index(self, slot: int, position: int) -> int:
+        """Return `indices` of one position."""
 
     @abstractmethod
     def padding_index(self, slot: int) -> int:
@@ -264,8 +264,8 @@ class SlotCache(CapturableCache):
     def captured_places(self, indices: Tensor, *, num_rows: int, attended_length: int) -> SlotPlaces:
         return SlotPlaces(self, indices, num_rows=num_rows, attended_length=attended_length)
 
-    def host_indices(self, slot: int, begin: int, end: int) -> Sequence[int]:
-        return range(slot * self.capacity + begin, slot * self.capacity + end)
+    def host_index(self, slot: int, position: int) -> int:
+        return slot * self.capacity + position
 
     def padding_index(self, slot: int) -> int:
         return (slot + 1) * self.capacity - 1

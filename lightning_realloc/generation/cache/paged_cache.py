@@ -233,9 +233,9 @@ class PagedCache(CapturableCache):
     def captured_places(self, indices: Tensor, *, num_rows: int, attended_length: int) -> CapturedPages:
         return CapturedPages(self, indices, num_rows=num_rows, attended_length=attended_length)
 
-    def host_indices(self, slot: int, begin: int, end: int) -> Sequence[int]:
-        pages, size = self.tables.tables[slot], self.page_size
-        return [pages[position // size] * size + position % size for position in range(begin, end)]
+    def host_index(self, slot: int, position: int) -> int:
+        page, offset = divmod(position, self.page_size)
+        return self.tables.tables[slot][page] * self.page_size + offset
 
     def padding_index(self, slot: int) -> int:
         return self._num_pages * self.page_size

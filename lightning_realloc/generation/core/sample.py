@@ -203,9 +203,12 @@ class StopRule:
     def take(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
         """Add the model's tokens to the sample up to the one that ends its turn, and return their number."""
         if not self._strings:  # stop tokens can be found without decoding
-            count = min(len(tokens), sample.max_new_tokens - len(sample.token_ids))
-            count = next((i + 1 for i in range(count) if tokens[i] in self.token_ids), count)
-            sample.grow(tokens[:count], logprobs[:count])
+            count = len(tokens)
+            if count > 1:
+                count = min(count, sample.max_new_tokens - len(sample.token_ids))
+                count = next((i + 1 for i in range(count) if tokens[i] in self.token_ids), count)
+                tokens, logprobs = tokens[:count], logprobs[:count]
+            sample.grow(tokens, logprobs)
             self.update(sample)
             return count
         for count, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):

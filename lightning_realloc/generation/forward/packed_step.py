@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ class PrefillChunk:
     """Position of the first token; the slots hold all positions before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """Tokens that the sample of one slot reads in a forward: its last one and the drafted ones."""
 
     tokens: Sequence[int]

@@ -57,8 +57,7 @@ class ModelRunner:
         Without rows and prefills it runs a dummy token, because a forward may be collective.
         """
         prefills = prefills if rows or prefills else [PrefillChunk((0,), ())]
-        segments = segments_of(prefills)
-        counts, row_lengths = [len(row.tokens) for row in rows], [row.end for row in rows]
+        segments, row_lengths = segments_of(prefills), [row.end for row in rows]
         max_length = max([1, *row_lengths, *(segment.end for segment in segments)])
         self.make_room(max_length, max(len(rows), *(max(p.slots, default=-1) + 1 for p in prefills), 0))
         if self._graphs is not None:
@@ -71,7 +70,7 @@ class ModelRunner:
             chain(*(range(part.begin, part.end) for part in segments), *(range(row.position, row.end) for row in rows))
         )
         ids, places = torch.tensor([[tokens], [positions]], device=self._device).unbind()
-        own = places[0, num_prefill:]
+        own, counts = places[0, num_prefill:], [len(row.tokens) for row in rows]
         cached = self.cache.places(
             Places(segments, num_prefill, _slots_of(counts, self._device), own, len(rows), row_lengths, max_length)
         )

@@ -60,27 +60,26 @@ def filled_up(
 
     Padding reads position 0, and writes to an index that no sample uses.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    places: list[int] = []
-    for slot in range(shape.rows):
-        own = 0
-        if slot < len(rows):
-            row = rows[slot]
-            own = len(row.tokens)
-            ids.extend(row.tokens)
-            positions.extend(range(row.position, row.end))
-            places.extend(cache.host_indices(slot, row.position, row.end))
-        rest = shape.width - own
-        ids.extend([0] * rest)
-        positions.extend([0] * rest)
-        places.extend([cache.padding_index(slot)] * rest)
-    return ids, positions, places
+    if shape.width == 1:  # the host's time counts
+        ids = [row.tokens[0] for row in rows]
+        positions = [row.position for row in rows]
+        places = [cache.host_index(slot, position) for slot, position in enumerate(positions)]
+    else:
+        ids, positions, places = [], [], []
+        for slot, row in enumerate(rows):
+            rest = shape.width - len(row.tokens)
+            ids += [*row.tokens, *[0] * rest]
+            positions += [*range(row.position, row.end), *[0] * rest]
+            places += [cache.host_index(slot, position) for position in range(row.position, row.end)]
+            places += [cache.padding_index(slot)] * rest
+    rest = shape.num_tokens - len(ids)
+    padding = [cache.padding_index(slot) for slot in range(len(rows), shape.rows) for _ in range(shape.width)]
+    return ids + [0] * rest, positions + [0] * rest, places + padding
 
 
 def without_filling(logits: Tensor, rows: Sequence[DecodeRow], width: int) -> Tensor:
     """Return the logits (N, V) without those of padding."""
-    if all(len(row.tokens) == width for row in rows):
+    if width == 1 or all(len(row.tokens) == width for row in rows):
         return logits[: len(rows) * width]
     kept = [slot * width + place for slot, row in enumerate(rows) for place in range(len(row.tokens))]
     return logits[torch.tensor(kept, device=logits.device)]

@@ -252,14 +252,16 @@ class GenerationRun:
 
     # ---- after the forward
     def _take_tokens(self, emitted: Sequence[Emitted], running: Sequence[Sample]) -> None:
-        if not math.isfinite(sum(sum(logprobs) for _, logprobs in emitted)):
+        if not math.isfinite(sum(map(sum, (logprobs for _, logprobs in emitted)))):
             bad = [sample.sample_id for sample, (_, logprobs) in zip(running, emitted, strict=True)
                    if not math.isfinite(sum(logprobs))]  # fmt: skip
             raise not_finite(bad, len(running))
+        num_taken = 0
         for slot, (sample, (tokens, logprobs)) in enumerate(zip(running, emitted, strict=True)):
-            self._counts["generated_tokens"] += self._stop.take(sample, tokens, logprobs)
+            num_taken += self._stop.take(sample, tokens, logprobs)
             if sample.finish_reason is not None:
                 self._end_turn(slot, sample)
+        self._counts["generated_tokens"] += num_taken
 
     def _end_turn(self, slot: int, sample: Sample) -> None:
         """Ask the environment for an answer, or finish the response."""
