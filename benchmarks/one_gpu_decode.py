@@ -42,14 +42,14 @@ def measure_decode(setting: Setting, recorder: Recorder) -> None:
     for name, shape in setting.scale.shapes.items():
         with _model(shape, setting) as model:
             for batch in setting.scale.batches:
-                apart, _ = time_step(model, batch, setting, joins_layers=False)
+                unfused, _ = time_step(model, batch, setting, fuses_layers=False)
                 seconds, is_captured = time_step(model, batch, setting)
                 num_bytes = step_bytes(shape, batch, setting.scale)
                 share = num_bytes / seconds / bandwidth
                 recorder.row(
                     f"{name} B={batch}", ms_per_step=1e3 * seconds, captured=is_captured, gigabytes=num_bytes / 1e9,
                     roof_ms=1e3 * num_bytes / bandwidth, roof_share=share, copy_gb_per_s=bandwidth / 1e9,
-                    ms_layers_apart=1e3 * apart,
+                    ms_unfused=1e3 * unfused,
                 )  # fmt: skip
                 if batch in ROOF_SHARES[name]:
                     recorder.at_least(f"{name} B={batch}, share of the roof", share, ROOF_SHARES[name][batch])
@@ -82,7 +82,7 @@ def step_bytes(shape: Shape, batch: int, scale: Scale) -> int:
 
 @torch.no_grad()
 def time_step(
-    model: PreTrainedModel, batch: int, setting: Setting, *, joins_layers: bool = True,
+    model: PreTrainedModel, batch: int, setting: Setting, *, fuses_layers: bool = True,
     compile_backend: str | None = None,
 ) -> tuple[float, bool]:  # fmt: skip
     """Return the seconds of a step of ``batch`` samples at the same position, and whether a graph replays it.
@@ -91,13 +91,13 @@ def time_step(
         model: Model to run.
         batch: Number of samples.
         setting: Device and sizes.
-        joins_layers: Whether layers that read the same tensor multiply as one.
+        fuses_layers: Whether layers run as fewer kernels.
         compile_backend: Backend of ``torch.compile`` for the blocks; None: none.
     """
     attended = setting.scale.attended
     cache = SlotCache()
     graphs = StepGraphs(model, cache, compile=compile_backend)
-    graphs.joins_layers = joins_layers
+    graphs.fuses_layers = fuses_layers
     runner = ModelRunner(model, cache, num_slots=batch, longest=attended, graphs=graphs)
     rows = [DecodeRow([5], attended - 1)] * batch
     with slot_attention(model):

@@ -17,7 +17,7 @@ from torch.optim import SGD
 from lightning_realloc import GenerationOptions
 from lightning_realloc.generation.forward import cuda_graphs
 from lightning_realloc.generation.forward.cuda_graphs import Graph, StepGraphs, StepShape
-from lightning_realloc.generation.forward.joined_linear import joined_linears
+from lightning_realloc.generation.forward.fused_layers import joined_linears
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from tests.devices import DEVICES, accelerator_of_nccl, accelerator_on

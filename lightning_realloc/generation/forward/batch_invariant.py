@@ -53,7 +53,7 @@ class TileGraphs(CapturedForwards[TileShape]):
     A shape is captured before its first use, so that all of its results come from the same launches.
     """
 
-    joins_layers = False
+    fuses_layers = False
 
     def forward(self, tile: Tensor, shape: TileShape, forward: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return the logits (kept, V) of ``forward`` for a tile (3, T) on the host; None if no graph can run it."""

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Generic, TypeVar
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import CapturableCache
 from lightning_realloc.generation.forward.attention import IMPLEMENTATION
-from lightning_realloc.generation.forward.joined_linear import joined_linears
+from lightning_realloc.generation.forward.fused_layers import fused_norms, joined_linears
 from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep
 from lightning_realloc.generation.forward.runner import run_packed
 from lightning_realloc.generation.forward.step_shapes import (
@@ -79,8 +79,8 @@ class CapturedForwards(Generic[ShapeT]):
             the group make the same calls.
     """
 
-    joins_layers = True
-    """Whether layers that read the same tensor may multiply as one, which rounds otherwise than one after the other."""
+    fuses_layers = True
+    """Whether layers may run as fewer kernels, which round otherwise."""
 
     def __init__(
         self,
@@ -123,8 +123,12 @@ class CapturedForwards(Generic[ShapeT]):
     @contextmanager
     def _fused(self) -> Iterator[None]:
         """Let the model's forwards launch fewer kernels, where that is possible."""
-        joined = joined_linears(self._model) if self.joins_layers else nullcontext()
-        with joined, compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]):
+        with ExitStack() as fused:
+            if self.fuses_layers:
+                fused.enter_context(joined_linears(self._model))
+            if self.fuses_layers and self._compile is None:  # a compiler fuses norms with what surrounds them
+                fused.enter_context(fused_norms(self._model))
+            fused.enter_context(compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]))
             yield
 
     def begin(self) -> bool:

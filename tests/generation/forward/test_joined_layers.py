@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_realloc.generation import GenerationEngine, SamplingParams, engine_parts
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.generation.forward.joined_linear import joined_linears
+from lightning_realloc.generation.forward.fused_layers import joined_linears
 from lightning_realloc.runtime.transfer.point_to_point import Arena
 from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.generation.test_engine import draw_prompts, tokens_of
