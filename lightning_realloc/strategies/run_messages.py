@@ -84,6 +84,7 @@ def _summary_lines(strategy: ReallocStrategy, builder: PoolBuilder, trainer: Tra
     offload = f"; offload {', '.join(plan.offload)}" if plan.offload else ""
     yield f"plan: {', '.join(f'{name} {call.layout}' for name, call in plan.calls)}{offload}"
     yield from _memory_line(builder, strategy, trainer)
+    yield from _first_iterations_line(builder)
     yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"
     rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in strategy.optimizers_by_role().items()]
     schedule = "by schedule" if strategy.lr_scheduler_configs else "constant"
@@ -119,6 +120,19 @@ def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Train
         f"memory: forecast peak of {_gib(peak.parts.total)} on rank {peak.rank} in {peak.phase}{without}; "
         f"a device has {_gib(builder.memory_budget)}{kept}"
     )
+
+
+def _first_iterations_line(builder: PoolBuilder) -> Iterator[str]:
+    """Yield what the first iterations do in addition to later ones."""
+    module, flow = builder.module, builder.dataflow
+    backends = {role: module.train_options_of(role).compile for role in flow.trained_roles}
+    extra = [f"blocks of {role} are compiled ({backend})" for role, backend in backends.items() if backend is not None]
+    calls = [call.name for call in flow.iteration_calls if call.kind == "generate"]
+    if builder.device.type == "cuda" and module.engine == "native" and module.generation_options.cuda_graphs and calls:
+        metrics = ", ".join(f"capture_s/{call}" for call in calls)
+        extra.append(f"decoding steps are captured as CUDA graphs (seconds in {metrics})")
+    if extra:
+        yield f"the first iterations take longer: {', and '.join(extra)}"
 
 
 def _iteration(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, ...]) -> Iterator[str]:

@@ -101,7 +101,7 @@ class CapturedForwards(Generic[ShapeT]):
         self._is_collective = collective
         self._group: TensorParallelGroup | None = None
         """Ranks that capture and replay together."""
-        self.seconds_setting_up = 0.0
+        self.capture_s = 0.0
         """Seconds of compiling and capturing so far."""
         self._graphs: dict[ShapeT, Graph[ShapeT]] = {}
         self._num_runs: Counter[ShapeT] = Counter()
@@ -226,7 +226,7 @@ class CapturedForwards(Generic[ShapeT]):
                 self._pause(reason)
             return None
         self._graphs[shape] = graph = Graph(shape, inputs, logits, replay)
-        self.seconds_setting_up += time.perf_counter() - begin
+        self.capture_s += time.perf_counter() - begin
         return graph
 
     def _give_up(self, reason: str) -> None:

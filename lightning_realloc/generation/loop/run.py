@@ -56,6 +56,8 @@ class GenerationStats:
     """Seconds of choosing how many tokens to draft."""
     num_preemptions: int = 0
     """Times that a sample gave its pages back; its tokens then count in ``prefill_tokens`` again."""
+    capture_s: float = 0.0
+    """Seconds of capturing steps as CUDA graphs, with the compilation of their blocks."""
     shared_prefill_tokens: int = 0
     """Tokens that were not read because shared pages hold them."""
 
@@ -166,8 +168,8 @@ class GenerationRun:
 
     def stats(self) -> GenerationStats:
         """Return the counts so far."""
-        counts = {**self._counts, **self.decoding.counts(), "cache_bytes": self.runner.cache.num_bytes}
-        return GenerationStats(**counts)  # type: ignore[arg-type]
+        of_runner = {"cache_bytes": self.runner.cache.num_bytes, "capture_s": self.runner.capture_s}
+        return GenerationStats(**self._counts, **self.decoding.counts(), **of_runner)  # type: ignore[arg-type]
 
     def weights_updated(self, before: int) -> None:
         """Record that all tokens so far are of the version ``before`` or an earlier one."""

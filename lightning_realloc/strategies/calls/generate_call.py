@@ -81,6 +81,8 @@ class GenerateCalls:
             report.sums |= speculation_metrics(call, stats)
         if algorithm.max_cache_bytes is not None:
             report.sums[f"preemptions/{call}"] = float(stats.num_preemptions)
+        if self._context.device.type == "cuda" and algorithm.engine == "native":
+            report.maxima[f"capture_s/{call}"] = stats.capture_s
         if moved is not None:
             report.sums[f"moved_samples/{call}"] = float(moved.num_received)
         if generator.updates is not None:

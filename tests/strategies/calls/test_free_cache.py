@@ -88,6 +88,7 @@ class Held(Callback):
         self.keeps = False
         self.graphs: list[list[int]] = []
         self.cache_bytes: list[int] = []
+        self.capture_s: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Read the strategy and the engine."""
@@ -96,12 +97,16 @@ class Held(Callback):
         assert engine._runners.step_graphs is not None
         self.graphs.append(list(map(id, engine._runners.step_graphs._graphs.values())))
         self.cache_bytes.append(engine._cache.num_bytes)
+        self.capture_s.append(float(trainer.callback_metrics["capture_s/actor.generate"]))
 
 
 def fit_on_gpu(
     free_cache: FreeCache, deterministic: bool, memory: str | None, peft: dict[str, Any] | None = None
 ) -> tuple[bool, list[list[int]], list[int]]:
-    """Train for five iterations; return what `Held` records, with the bytes after the fit as the last ones."""
+    """Train for five iterations; return what `Held` records, with the bytes after the fit as the last ones.
+
+    Without captures in the last iteration, its graphs are those of the one before.
+    """
     ENGINES.clear()
     held = Held()
     models = {name: tiny_model("llama", vocab_size=300) for name in ("actor", "reference")}
@@ -112,6 +117,8 @@ def fit_on_gpu(
         trainer = runs.trainer(ReallocStrategy(PLAN, memory_per_device=memory), 1, callbacks=[held], **options)
         trainer.fit(module, PromptDataModule(ROWS, batch_size=2))
     (engine,) = ENGINES
+    assert held.capture_s[0] > 0
+    assert (held.capture_s[-1] == 0) is held.keeps
     return held.keeps, held.graphs, [*held.cache_bytes, engine._cache.num_bytes]
 
 
