@@ -199,11 +199,18 @@ def measure_prefill(setting: Setting, recorder: Recorder) -> None:
 @contextmanager
 def _model(shape: Shape, setting: Setting) -> Iterator[PreTrainedModel]:
     """Yield a model on the device with its weights stored as a reallocation does; it is freed afterwards."""
-    model, arena = build_llama(shape, setting.device, setting.scale.dtype), Arena(setting.device)
-    for parameter in sorted(model.parameters(), key=lambda parameter: parameter.dim() < 2):
-        parameter.data = arena.allocate(parameter.shape, parameter.dtype).copy_(parameter.data)
+    model = build_llama(shape, setting.device, setting.scale.dtype)
+    _store_adjacent(model, setting)
     yield model
     model.to("meta")
     gc.collect()
     if setting.is_gpu:
         torch.cuda.empty_cache()
+
+
+def _store_adjacent(model: PreTrainedModel, setting: Setting) -> None:
+    """Store the weights one after the other, matrices first, as a reallocation does."""
+    arena = Arena(setting.device)
+    for parameter in sorted(model.parameters(), key=lambda parameter: parameter.dim() < 2):
+        parameter.data = arena.allocate(parameter.shape, parameter.dtype).copy_(parameter.data)
+    arena.restore()  # exactly as large as the weights

@@ -31,6 +31,10 @@ class PlanError(ReallocError, ValueError):
     """Execution plan or dataflow that contradicts itself, the model or the cluster."""
 
 
+class DeviceFull(PlanError):
+    """Device whose memory does not suffice for a call, or for the models."""
+
+
 class DataError(ReallocError, ValueError):
     """Training data that cannot be read or used."""
 

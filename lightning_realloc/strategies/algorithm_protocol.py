@@ -37,6 +37,10 @@ class RunnableAlgorithm(Protocol):
     """An algorithm as the call runner sees it; `MultiModelModule` is one."""
 
     @property
+    def trainer(self) -> Any:
+        """The Trainer that runs the algorithm."""
+
+    @property
     def group_size(self) -> int:
         """Samples next to each other that stay together."""
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
-from lightning_realloc.errors import ConfigError, PlanError, RankLost
+from lightning_realloc.errors import ConfigError, DeviceFull, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import give_back_freed_memory
@@ -169,11 +169,11 @@ class PlacedRoles:
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
-        """Raise RankLost with the lost rank if a connection breaks in the set-up, and PlanError if memory runs out."""
+        """Raise RankLost with the lost rank if a connection breaks in the set-up, and DeviceFull if memory runs out."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise PlanError(
+            raise DeviceFull(
                 f"the models find no room on {self._strategy.root_device}: cut their weights over more ranks, train "
                 f"adapters (peft_config), or end other processes there ({str(error).splitlines()[0]})"
             ) from error
@@ -205,7 +205,7 @@ class PlacedRoles:
 
     def write_record_after(self, error: BaseException) -> None:
         """Write this rank's latest activities to a file after an error, unless it is a mistake of the caller."""
-        is_mistake = isinstance(error, CALLER_ERRORS) and not isinstance(error, RankLost)
+        is_mistake = isinstance(error, CALLER_ERRORS) and not isinstance(error, RankLost | DeviceFull)
         if self._strategy.world_size == 1 or is_mistake or not isinstance(error, Exception) or self._record.is_empty:
             return
         trainer = self._strategy.connected_module.trainer
@@ -218,7 +218,9 @@ class PlacedRoles:
         """Decide whether engines keep their caches between generations. Collective over all ranks."""
         builder, module = self.builder(), self._strategy.connected_module
         workload = largest_workload(builder.module, module.trainer, builder.dataflow.trained_roles)
-        self.runner.engines.keeps_caches = builder.keeps_caches(self.pool.plan, self._callbacks, workload)
+        engines = self.runner.engines
+        engines.free_caches()  # those of an earlier fit
+        engines.keeps_caches = builder.keeps_caches(self.pool.plan, self._callbacks, workload)
 
     def finish(self) -> None:
         """Wait for the last messages between ranks."""
@@ -300,6 +302,7 @@ class PlacedRoles:
         wanted = builder.plan(plan, self.pool.specs)
         if wanted == running:
             return
+        self.runner.engines.free_caches()  # the move needs their memory
         builder.check_memory(wanted, self._callbacks, running=running)
         with self.runner.collective("set_plan"):
             self.runner.finish()

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_realloc.callbacks.phase import trainer_callbacks
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import CheckpointError, ReallocError
 from lightning_realloc.remote_path import AnyPath, as_path
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
@@ -84,7 +85,7 @@ def _summary_lines(strategy: ReallocStrategy, builder: PoolBuilder, trainer: Tra
     offload = f"; offload {', '.join(plan.offload)}" if plan.offload else ""
     yield f"plan: {', '.join(f'{name} {call.layout}' for name, call in plan.calls)}{offload}"
     yield from _memory_line(builder, strategy, trainer)
-    yield from _first_iterations_line(builder)
+    yield from _first_iterations_line(builder, plan, keeps_graphs=strategy.runner.engines.keeps_caches)
     yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"
     rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in strategy.optimizers_by_role().items()]
     schedule = "by schedule" if strategy.lr_scheduler_configs else "constant"
@@ -122,17 +123,23 @@ def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Train
     )
 
 
-def _first_iterations_line(builder: PoolBuilder) -> Iterator[str]:
+def _first_iterations_line(builder: PoolBuilder, plan: ExecutionPlan, *, keeps_graphs: bool) -> Iterator[str]:
     """Yield what the first iterations do in addition to later ones."""
     module, flow = builder.module, builder.dataflow
     backends = {role: module.train_options_of(role).compile for role in flow.trained_roles}
     extra = [f"blocks of {role} are compiled ({backend})" for role, backend in backends.items() if backend is not None]
-    calls = [call.name for call in flow.iteration_calls if call.kind == "generate"]
-    if builder.device.type == "cuda" and module.engine == "native" and module.generation_options.cuda_graphs and calls:
-        metrics = ", ".join(f"capture_s/{call}" for call in calls)
-        extra.append(f"decoding steps are captured as CUDA graphs (seconds in {metrics})")
+    graphs = module.generation_options.cuda_graphs if builder.device.type == "cuda" and keeps_graphs else False
+    metrics = [
+        f"capture_s/{call.name}"
+        for call in flow.iteration_calls
+        if call.kind == "generate" and graphs
+        for dims in [plan.layout(call.name).dims]
+        if dims.fsdp == 1 and (dims.tp == 1 or graphs == "collective")
+    ]
+    if metrics:
+        extra.append(f"decoding steps are captured as CUDA graphs (seconds in {', '.join(metrics)})")
     if extra:
-        yield f"the first iterations take longer: {', and '.join(extra)}"
+        yield f"the first iterations take longer: {' and '.join(extra)}"
 
 
 def _iteration(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, ...]) -> Iterator[str]:

@@ -20,7 +20,9 @@ from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.callbacks import run_log
 from lightning_realloc.callbacks.run_log import RemainingTime, RunLog, format_duration
 from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.layout import Layout
 from lightning_realloc.strategies.run_messages import _first_iterations_line
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -111,18 +113,21 @@ def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool)
 
 
 def test_the_summary_names_what_the_first_iterations_do_in_addition() -> None:
-    def line_on(device: str, module: Any) -> list[str]:
+    def line_on(device: str, module: Any, *, layout: str = "dp1@0", keeps_graphs: bool = True) -> list[str]:
         builder: Any = SimpleNamespace(module=module, dataflow=module.dataflow, device=torch.device(device))
-        return list(_first_iterations_line(builder))
+        plan = ExecutionPlan.static(module.dataflow, Layout.parse(layout))
+        return list(_first_iterations_line(builder, plan, keeps_graphs=keeps_graphs))
 
     compiled = runs.grpo(train_options=runs.options(compile="eager"))
     captures = "decoding steps are captured as CUDA graphs (seconds in capture_s/actor.generate)"
     assert line_on("cpu", runs.grpo()) == line_on("cuda", runs.sft()) == []
     assert line_on("cuda", runs.grpo(generation=GenerationOptions(cuda_graphs=False))) == []
+    assert line_on("cuda", runs.grpo(), keeps_graphs=False) == line_on("cuda", runs.grpo(), layout="fsdp2@0-1") == []
+    assert line_on("cuda", runs.grpo(), layout="tp2@0-1") == []
     assert line_on("cuda", runs.grpo()) == [f"the first iterations take longer: {captures}"]
     blocks = "the first iterations take longer: blocks of actor are compiled (eager)"
     assert line_on("cpu", compiled) == [blocks]
-    assert line_on("cuda", compiled) == [f"{blocks}, and {captures}"]
+    assert line_on("cuda", compiled) == [f"{blocks} and {captures}"]
 
 
 class SlowSave(Callback):

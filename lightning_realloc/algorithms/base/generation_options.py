@@ -19,7 +19,7 @@ EngineName = Literal["native", "hf", "vllm"]
 of its own."""
 FreeCache = bool | Literal["auto"]
 """When the memory of a generation's cache and CUDA graphs is freed: ``"auto"``, where other calls need it; True, after
-each generation; False, never."""
+each generation; False, not before memory runs out."""
 SampleReallocation = bool | Literal["queued", "all"]
 """Samples that may move between ranks: False, none; True or ``"queued"``, those that wait for a slot; ``"all"``,
 running ones as well."""
@@ -47,8 +47,8 @@ class GenerationOptions:
     free_cache: FreeCache = "auto"
     """Whether the memory of keys, values and CUDA graphs is freed after each generation. False keeps it for the next
     one, which then captures no steps anew; the other calls have that much less memory. ``"auto"`` keeps it on GPUs
-    whose memory suffices by the forecast for the longest samples, but not under ``Trainer(deterministic=True)``, as a
-    resumed run then has other last bits."""
+    whose memory suffices by the forecast for the longest samples, if nothing is offloaded. A resumed run has other last
+    bits where it stays, so ``Trainer(deterministic=True)`` frees it."""
     sample_reallocation: SampleReallocation = False
     """Whether samples move between data-parallel ranks so that all ranks finish together. True or ``"queued"``: samples
     that wait for a slot; ``"all"``: running ones as well, with their keys and values. Tokens stay the same."""
@@ -77,7 +77,7 @@ class GenerationOptions:
         check_choice("engine", self.engine, get_args(EngineName))
         if self.cuda_graphs not in (True, False, "collective"):
             raise ConfigError(f'cuda_graphs={self.cuda_graphs!r} must be True, False or "collective"')
-        if self.free_cache not in (True, False, "auto"):
+        if not isinstance(self.free_cache, bool) and self.free_cache != "auto":
             raise ConfigError(f'free_cache={self.free_cache!r} must be True, False or "auto"')
         if self.compile is not None:
             check_compile_backend(self.compile)

@@ -106,8 +106,8 @@ class CapturedForwards(Generic[ShapeT]):
         self._graphs: dict[ShapeT, Graph[ShapeT]] = {}
         self._num_runs: Counter[ShapeT] = Counter()
         self._is_possible = True
-        self._has_paused = False
-        """Whether memory ran out in a capture."""
+        self._has_warned = False
+        """Whether a warning said that memory ran out in a capture."""
         self._model_state: tuple[object, ...] = ()
         self._num_allocations = 0
         self._set_up: set[ShapeT] = set()
@@ -243,8 +243,8 @@ class CapturedForwards(Generic[ShapeT]):
         """Capture nothing until the next generation, which may find more memory."""
         self.is_active = False
         self.release()
-        if not self._has_paused:
-            self._has_paused = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "memory ran out while a decoding step of %s was captured as a CUDA graph, so this generation launches "
                 "each kernel on its own; lower max_slots of the call in the plan or max_cache_bytes, offload other "

@@ -45,11 +45,14 @@ def joined_linears(model: nn.Module) -> Iterator[int]:
     Layers stay unchanged whose forward is more than the product with their own weight, or was replaced. Hooks keep
     working.
     """
-    groups = []
+    groups: list[tuple[tuple[nn.Linear, ...], SharedProduct]] = []
+    taken: set[nn.Linear] = set()
     for layers in layers_reading_the_same(model):
         weight, bias = _joined([layer.weight for layer in layers]), _joined([layer.bias for layer in layers])
         has_bias = layers[0].bias is not None
-        if weight is not None and (bias is not None or not has_bias) and all(map(is_plain_linear, layers)):
+        is_whole = (bias is not None or not has_bias) and all(map(is_plain_linear, layers))
+        if weight is not None and is_whole and taken.isdisjoint(layers):
+            taken.update(layers)
             groups.append((layers, SharedProduct(_Product(weight, bias), layers)))
     try:
         for layers, product in groups:

@@ -13,6 +13,9 @@ from lightning_realloc.limits import READING_THE_SAME
 class SharedProduct:
     """A product for several layers; the first of them that is called computes it.
 
+    A later layer gets its part of the same product if its input is the same tensor, and was not written to since. Where
+    blocks are compiled, writes are not noticed: models write to no input of these layers.
+
     Args:
         multiply: Returns the product (…, sum of the layers' outputs) with an input (…, in).
         layers: The layers, in the order of their outputs.
@@ -28,8 +31,9 @@ class SharedProduct:
 
     def part(self, index: int, input: Tensor) -> Tensor:
         """Return the product of one layer with ``input``."""
-        if self._input is not input or self._version != input._version or index not in self._parts:
-            self._input, self._version = input, input._version
+        version = 0 if torch.compiler.is_compiling() else input._version  # a program would be cut in two there
+        if self._input is not input or self._version != version or index not in self._parts:
+            self._input, self._version = input, version
             self._parts = dict(enumerate(torch.split(self._multiply(input), self._widths, -1)))
         part = self._parts.pop(index)
         if not self._parts:

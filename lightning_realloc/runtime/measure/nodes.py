@@ -17,7 +17,6 @@ import torch
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import ClusterSpec, format_ranks
-from lightning_realloc.runtime.measure.usage import bytes_of_others
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.shared_memory import host_identity
 
@@ -65,7 +64,8 @@ def describe_cluster(num_nodes: int, ranks_per_node: int, device: torch.device) 
 
 def warn_of_other_processes(device: torch.device) -> None:
     """Warn if other processes hold much of a GPU, since plans count on all of its memory."""
-    total, others = torch.cuda.get_device_properties(device).total_memory, bytes_of_others(device)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
     if others > MAX_USED_SHARE * total:
         warn(
             f"other processes hold {others / 2**30:.1f} of {total / 2**30:.1f} GiB on {device}, and plans count on all "

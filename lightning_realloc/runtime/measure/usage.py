@@ -66,12 +66,6 @@ class PeakMemory:
         return True
 
 
-def bytes_of_others(device: torch.device) -> int:
-    """Return the bytes of a GPU that torch's allocator in this process does not hold, but that are in use."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
 def resident_bytes() -> int | None:
     """Return the resident memory of this process; None outside of Linux."""
     try:

@@ -99,7 +99,8 @@ def adapters_merged(model: nn.Module, *, keeps_copies: bool = False) -> Iterator
 
     Args:
         model: The model.
-        keeps_copies: Whether the copies' memory stays for the next merge, whose copies then have the same addresses.
+        keeps_copies: Whether the copies' memory stays for the next merge, whose copies then have the same addresses;
+            not those of variants such as DoRA.
     """
     if not keeps_copies:
         free_merged(model)
@@ -113,7 +114,9 @@ def adapters_merged(model: nn.Module, *, keeps_copies: bool = False) -> Iterator
         for layer in layers:
             base = layer.base_layer
             bases[base] = dict(base._parameters)
-            base._parameters |= _copied(bases[base], kept.setdefault(base, {}))
+            # PEFT's variants, such as DoRA, replace the copies.
+            copies = {} if getattr(layer, "lora_variant", None) else kept.setdefault(base, {})
+            base._parameters |= _copied(bases[base], copies)
             with torch.no_grad():
                 layer.merge()
         yield

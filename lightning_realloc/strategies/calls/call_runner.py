@@ -71,8 +71,7 @@ class CallRunner:
         self._metrics = RunMetrics(context, may_be_late=options.overlap == "iterations")
         self.engines = EnginePool(context)
         """Engines that generate on this rank."""
-        make_room = self.engines.give_up_caches
-        self._infer, self._train = InferCalls(context, make_room), TrainCalls(context, hooks, make_room)
+        self._infer, self._train = InferCalls(context, self.engines), TrainCalls(context, hooks, self.engines)
         generate = GenerateCalls(context, self.engines, self._infer, self._metrics.idle)
         self._calls: Mapping[str, CallsOfOneKind] = {"generate": generate, "infer": self._infer, "train": self._train}
         self._ahead: tuple[IterationData, ...] = ()
@@ -316,7 +315,7 @@ class CallRunner:
         role = str(call.role)
         if call.kind == "generate":
             refuse_long_prompts(data.table(call).known, self._pool.home(role))
-        with naming_full_device(call, self._placed.layout_of(call.name)), self._phase(call.name) as replica:
+        with self._phase(call) as replica:
             takes_part = self._context.rank in replica.layout
             made = self._calls[call.kind].run(call, replica, data) if takes_part else None
             if call.kind == "train":
@@ -329,7 +328,7 @@ class CallRunner:
     def _run_fused(self, calls: Sequence[ModelFunctionCall], data: IterationData) -> dict[str, float]:
         """Run fused calls of one source together, and return the seconds of those in which this rank takes part."""
         with ExitStack() as stack:
-            replicas = {call.name: stack.enter_context(self._phase(call.name)) for call in calls}
+            replicas = {call.name: stack.enter_context(self._phase(call)) for call in calls}
             mine = [call for call in calls if self._context.rank in replicas[call.name].layout]
             results = self._infer.run_fused(mine, replicas, data) if mine else {}
         for call in calls:
@@ -351,12 +350,12 @@ class CallRunner:
         self._pool.streams.allow(self._pool.dataflow, plan, frees_copies=self._placed.frees_copies)
 
     @contextmanager
-    def _phase(self, call: str) -> Iterator[Replica]:
-        with ExitStack() as stack:
-            with self._mailbox.record.during(
-                f"moving weights for {call}", kind="wait"
-            ):  # the move itself is recorded inside
-                replica = self._metrics.idle.measure(lambda: stack.enter_context(self._placed.phase(call)))
+    def _phase(self, call: ModelFunctionCall) -> Iterator[Replica]:
+        with naming_full_device(call, self._placed.layout_of(call.name), self.engines), ExitStack() as stack:
+            with self._mailbox.record.during(  # the move itself is recorded inside
+                f"moving weights for {call.name}", kind="wait"
+            ):
+                replica = self._metrics.idle.measure(lambda: stack.enter_context(self._placed.phase(call.name)))
             yield replica
 
     # ---- the end of an iteration

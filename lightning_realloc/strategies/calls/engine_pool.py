@@ -196,23 +196,28 @@ class EnginePool:
         self._engines.clear()
 
     def give_up_caches(self) -> bool:
-        """Free the caches and CUDA graphs that engines keep, and keep no more; return whether there were any."""
-        if self.is_generating or not self.keeps_caches:
+        """Free the caches and CUDA graphs that engines keep, and keep no more; return whether there were any.
+
+        Those of a tensor-parallel group stay, since its ranks must replay and capture the same steps.
+        """
+        is_cut = any(generator.replica.layout.dims.tp > 1 for generator in self._engines.values())
+        if self.is_generating or is_cut or not self.keeps_caches or not self._engines:
             return False
         log.warning("memory ran out: caches and CUDA graphs are freed after each generation from now on")
-        self._free_caches()
+        self.free_caches()
         self.keeps_caches = False
         return True
 
-    def _free_caches(self) -> None:
+    def free_caches(self) -> None:
+        """Free the caches and CUDA graphs that engines keep."""
         for generator in self._engines.values():
-            generator.engine.release()
-            free_merged(generator.replica.model)
+            if isinstance(generator.engine, GenerationEngine):
+                generator.engine.release()
+                free_merged(generator.replica.model)
 
     def close(self) -> None:
         """Free kept caches, and end the processes of this rank's engines; a later call starts them again."""
-        if self.keeps_caches:
-            self._free_caches()
+        self.free_caches()
         self._vllm.close()
 
     def _build_drafter(self, replica: Replica) -> Drafter:

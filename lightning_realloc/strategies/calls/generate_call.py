@@ -68,8 +68,9 @@ class GenerateCalls:
             raise
         finally:
             self._engines.is_generating = False
-            # A cache that has grown rounds logprobs differently, in the last bit, than that of a run resumed here.
-            if not self._engines.keeps_caches:
+            # A cache that has grown rounds logprobs differently, in the last bit, than that of a run resumed here, so
+            # deterministic runs free it. Longer held-out samples must not leave a larger one to training.
+            if not self._engines.keeps_caches or not self._context.algorithm.trainer.training:
                 engine.release()
 
     def _record_metrics(self, call: str, replica: Replica, generator: ReplicaEngine, report: IterationReport) -> None:

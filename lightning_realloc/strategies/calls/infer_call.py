@@ -19,7 +19,7 @@ from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.full_device import SmallerBatches
+from lightning_realloc.strategies.calls.full_device import KeptCaches, SmallerBatches
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows, check_unchanged
 from lightning_realloc.strategies.pool.model_pool import ModelPool
@@ -31,12 +31,12 @@ class InferCalls:
 
     Args:
         context: The algorithm and its models on this rank.
-        make_room: See `SmallerBatches`.
+        caches: See `SmallerBatches`.
     """
 
-    def __init__(self, context: CallContext, make_room: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, context: CallContext, caches: KeptCaches) -> None:
         self._context = context
-        self._smaller = SmallerBatches(context, make_room)
+        self._smaller = SmallerBatches(context, caches)
 
     def forget_layouts(self) -> None:
         """Start with whole micro-batches again: calls have other layouts."""

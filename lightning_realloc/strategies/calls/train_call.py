@@ -36,7 +36,7 @@ from lightning_realloc.runtime.parallel.gradients import (
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wildcards
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.full_device import SmallerBatches
+from lightning_realloc.strategies.calls.full_device import KeptCaches, SmallerBatches
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
@@ -70,15 +70,13 @@ class TrainCalls:
     Args:
         context: The algorithm, whose methods compute the losses, and its models on this rank.
         hooks: Lightning's optimizers and hooks.
-        make_room: See `SmallerBatches`.
+        caches: See `SmallerBatches`.
     """
 
-    def __init__(
-        self, context: CallContext, hooks: LightningOptimizers, make_room: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, context: CallContext, hooks: LightningOptimizers, caches: KeptCaches) -> None:
         self._context, self._hooks, self._record = context, hooks, context.mailbox.record
         self._skipped = SkippedSteps()
-        self._smaller = SmallerBatches(context, make_room)
+        self._smaller = SmallerBatches(context, caches)
         self._checked: set[str] = set()
         """Roles whose gradients agree between tensor-parallel ranks in their layout."""
 

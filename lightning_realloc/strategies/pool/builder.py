@@ -23,7 +23,6 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.runtime.measure.usage import bytes_of_others
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -208,8 +207,8 @@ class PoolBuilder:
         if workload is None or torch.are_deterministic_algorithms_enabled():
             return False
         plan, settings = with_callbacks(callbacks, self.dataflow, plan, self.memory_settings())
-        budget = torch.cuda.get_device_properties(self.device).total_memory - bytes_of_others(self.device)
-        roles, budget = self.describe_roles(), min(self.memory_budget, budget)
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        roles, budget = self.describe_roles(), min(self.memory_budget, free)
         return has_room_for_caches(self.dataflow, plan, roles, settings, workload, rank=self.rank, budget_bytes=budget)
 
     def memory_settings(self) -> MemorySettings:

@@ -105,7 +105,7 @@ def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: t
         max_cache_bytes=module.max_cache_bytes,
         moves_samples=bool(module.sample_reallocation),
         frees_cache=module.generation_options.free_cache is not False,
-        captures_anew=module.generation_options.free_cache is True,
+        captures_anew=module.generation_options.free_cache is True,  # "auto" keeps graphs where memory allows it
         captures_collectives=module.generation_options.cuda_graphs == "collective",
         num_ahead=0 if speculation is None else speculation.most_ahead,
         draft=None if speculation is None else _draft_memory(speculation),
@@ -238,11 +238,11 @@ def has_room_for_caches(
 ) -> bool:
     """Return whether every rank can keep its caches between generations, if samples get as long as they may.
 
-    Every rank forecasts its own bytes. Collective over all ranks. False where replicas that generate are freed, since
-    CUDA graphs do not outlive them, and for models without a forecast.
+    Every rank forecasts its own bytes. Collective over all ranks. Graphs are not forecast, and left to the share of
+    memory that `usable_bytes` keeps free. False where replicas are freed, since graphs do not outlive them; where roles
+    are offloaded, since a checkpoint brings all of them back; and for models without a forecast.
     """
-    generating = {str(call.role) for call in dataflow.iteration_calls if call.kind == "generate"}
-    has_room = not settings.frees_copies and generating.isdisjoint(plan.offload)
+    has_room = not settings.frees_copies and not plan.offload
     try:
         forecast = forecast_memory(dataflow, plan, roles, settings.with_kept_caches(), workload, ranks=(rank,))
         most = max(entry.parts.total for entry in forecast.phases if entry.phase != SET_UP)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams, engin
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.fused_layers import joined_linears
 from lightning_realloc.runtime.transfer.point_to_point import Arena
-from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.generation.test_engine import draw_prompts, tokens_of
 from tests.models import tiny_model
 
@@ -88,6 +85,15 @@ def test_layers_that_are_not_adjacent_or_do_more_are_left_alone() -> None:
             assert forwards_of(model) == before
 
 
+def test_layers_of_two_parents_are_joined_once() -> None:
+    block = store_adjacent(tiny_model("llama", num_hidden_layers=1))
+    attention = block.get_submodule("model.layers.0.self_attn")
+    block.other = nn.ModuleDict({name: attention.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")})
+    with joined_linears(block) as num_groups:
+        assert num_groups == 2
+    assert not forwards_of(block)
+
+
 def test_each_layer_gets_the_product_with_its_own_input() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -105,30 +111,46 @@ def test_each_layer_gets_the_product_with_its_own_input() -> None:
         torch.testing.assert_close(block(*inputs.clone()), expected)
 
 
+class FusedGraphs(StepGraphs):
+    """Captures on CPU: a capture runs its work, and a replay runs it again, with the same fused layers."""
+
+    num_replayed = 0
+    joined: set[int]
+    """Numbers of joined layers."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, make_record=lambda: self._record_work, device_type="cpu", **settings)
+        self.joined = set()
+
+    def _record_work(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+
+        def replay() -> None:
+            type(self).num_replayed += 1
+            with self._fused():
+                self.joined.add(sum("_joined_product" in vars(module) for module in self._model.modules()))
+                work()
+
+        return replay
+
+
 @pytest.mark.parametrize("backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_captured_steps_join_products_and_draw_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, backend: str | None
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_captured_steps_with_fused_layers_draw_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, family: str, backend: str | None
 ) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    recorder, counted = Recorder(), set[int]()
-
-    @contextmanager
-    def counting(model: nn.Module) -> Iterator[None]:
-        with joined_linears(model) as num_groups:
-            counted.add(num_groups)
-            yield
-
-    monkeypatch.setattr("lightning_realloc.generation.forward.cuda_graphs.joined_linears", counting)
-    captured = partial(StepGraphs, make_record=lambda: recorder, device_type="cpu")
-    monkeypatch.setattr(engine_parts, "StepGraphs", captured)
-    model, params = store_adjacent(tiny_model("qwen2")), SamplingParams(max_new_tokens=20, seed=2, ignore_eos=True)
+    monkeypatch.setattr(engine_parts, "StepGraphs", FusedGraphs)
+    model, params = store_adjacent(tiny_model(family)), SamplingParams(max_new_tokens=20, seed=2, ignore_eos=True)
     plain = GenerationEngine(model, cuda_graphs=False).generate(draw_prompts(5), params)
     engine = GenerationEngine(model, compile=backend)
     for _ in range(3):
         assert tokens_of(engine.generate(draw_prompts(5), params)) == tokens_of(plain)
-    assert recorder.num_replayed
-    assert counted == {2 * model.config.num_hidden_layers}  # type: ignore[union-attr]
+    graphs = engine._runners.step_graphs
+    assert isinstance(graphs, FusedGraphs)
+    assert graphs.num_replayed > 20
+    assert graphs.joined == {5 * model.config.num_hidden_layers}  # type: ignore[union-attr]
     assert not forwards_of(model)
     if backend is not None:
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4

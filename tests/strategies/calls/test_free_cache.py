@@ -117,6 +117,7 @@ def fit_on_gpu(
         trainer = runs.trainer(ReallocStrategy(PLAN, memory_per_device=memory), 1, callbacks=[held], **options)
         trainer.fit(module, PromptDataModule(ROWS, batch_size=2))
     (engine,) = ENGINES
+    assert "_kept_merged_weights" not in vars(engine._model)
     assert held.capture_s[0] > 0
     assert (held.capture_s[-1] == 0) is held.keeps
     return held.keeps, held.graphs, [*held.cache_bytes, engine._cache.num_bytes]

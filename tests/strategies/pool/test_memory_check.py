@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,21 +18,24 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks import MemoryMonitor
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams, Speculation
+from lightning_realloc.layout import Layout
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.measure.memory_stats import StorageMeter
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.pool.memory_check import describe_roles, engine_memory
+from lightning_realloc.strategies.pool.memory_check import describe_roles, engine_memory, has_room_for_caches
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
-from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import calls
+from tests.tuning.memory.test_forecast import FLOW, ROLES
 from tests.workers import WorkerPool
 
 # Every prompt and response has the same length, so that the test compares only the arithmetic.
@@ -245,6 +249,25 @@ def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded
     plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2")
     settings = {"speculation": drafts, "max_cache_bytes": 300_000}
     check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
+
+
+def has_room(budget: float, offload: tuple[str, ...] = (), frees_copies: bool = False) -> bool:
+    """Return whether caches may be kept, with a budget on rank 0 as a part of the peak with kept caches."""
+    plan = replace(ExecutionPlan.static(FLOW, Layout.parse("dp2@0-1")), offload=offload)
+    kept = forecast_memory(FLOW, plan, ROLES, MemorySettings().with_kept_caches(), LOAD, ranks=(0,))
+    most = max(entry.parts.total for entry in kept.phases if entry.phase != SET_UP)
+    rank, settings = int(os.environ.get("RANK", "0")), MemorySettings(frees_copies=frees_copies)
+    budget_bytes = int(budget * most / (1 - HEADROOM)) + 2 if rank == 0 else 1 << 40
+    return has_room_for_caches(FLOW, plan, ROLES, settings, LOAD, rank=rank, budget_bytes=budget_bytes)
+
+
+def test_caches_are_kept_where_every_rank_has_room_and_nothing_leaves_memory(workers: WorkerPool) -> None:
+    assert has_room(1.0)
+    assert not has_room(0.99)
+    assert not has_room(1.0, offload=("reference",))
+    assert not has_room(1.0, frees_copies=True)
+    assert workers.run(has_room, 1.0, world_size=2) == [True, True]
+    assert workers.run(has_room, 0.99, world_size=2) == [False, False]
 
 
 def compare_kept(plan: dict[str, Any], sizes: dict[str, Any]) -> Comparison:
