@@ -206,8 +206,7 @@ def measure_ppo(setting: Setting, recorder: Recorder) -> None:
 def predict_peaks(strategy: Any, scale: Scale, num_sequences: int) -> dict[str, int]:
     """Return call -> predicted peak bytes of the call and of the transition to it, as the strategy forecasts them."""
     builder = strategy._placed.builder()
-    settings = builder.memory_settings()
-    settings = settings.with_kept_caches() if strategy.runner.engines.keeps_caches else settings
+    settings = builder.memory_settings().with_kept_caches(strategy.runner.engines.keeps_caches)
     load = Workload(
         num_sequences=num_sequences, prompt_tokens=scale.prompt_tokens, response_tokens=scale.response_tokens,
         micro_batch_tokens=scale.micro_batch_tokens,

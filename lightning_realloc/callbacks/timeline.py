@@ -264,8 +264,7 @@ class Timeline(PhaseCallback):
 
 
 def _prediction(evaluator: PlanEvaluator, strategy: Any, trainer: Trainer, source: str) -> PlanPredicted:
-    plan, settings = strategy.plan, evaluator.settings
-    settings = settings.with_kept_caches() if strategy.runner.engines.keeps_caches else settings
+    plan, settings = strategy.plan, evaluator.settings.with_kept_caches(strategy.runner.engines.keeps_caches)
     simulated = simulate(
         evaluator.dataflow,
         plan,

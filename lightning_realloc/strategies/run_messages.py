@@ -109,7 +109,7 @@ def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Train
     ranks, callbacks = range(builder.world_size), trainer_callbacks(trainer)
     try:
         plan, settings = with_callbacks(callbacks, flow, strategy.plan, builder.memory_settings())
-        settings = settings.with_kept_caches() if strategy.runner.engines.keeps_caches else settings
+        settings = settings.with_kept_caches(strategy.runner.engines.keeps_caches)
         forecast = forecast_memory(flow, plan, builder.describe_roles(), settings, workload, ranks=ranks)
     except ReallocError as error:
         log.debug("no forecast of memory: %s", error)

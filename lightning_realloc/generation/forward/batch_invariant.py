@@ -93,7 +93,6 @@ class BatchInvariantRunner(ModelRunner):
     ) -> None:
         super().__init__(model, cache, num_slots=num_slots, longest=longest)
         self._captured = self._tile_graphs = graphs if graphs is not None and graphs.begin() else None
-        self._capture_s_before = 0.0 if graphs is None else graphs.capture_s
         self._size = INVARIANT_TILE.get(self._device.type, INVARIANT_TILE["default"])
         self._is_tried = False
         self._threads = torch.get_num_threads()

@@ -102,7 +102,7 @@ class CapturedForwards(Generic[ShapeT]):
         self._group: TensorParallelGroup | None = None
         """Ranks that capture and replay together."""
         self.capture_s = 0.0
-        """Seconds of compiling and capturing so far."""
+        """Seconds of compiling and capturing in this generation."""
         self._graphs: dict[ShapeT, Graph[ShapeT]] = {}
         self._num_runs: Counter[ShapeT] = Counter()
         self._is_possible = True
@@ -126,8 +126,8 @@ class CapturedForwards(Generic[ShapeT]):
         with ExitStack() as fused:
             if self.fuses_layers:
                 fused.enter_context(joined_linears(self._model))
-            if self.fuses_layers and self._compile is None:  # a compiler fuses norms with what surrounds them
-                fused.enter_context(fused_norms(self._model))
+                if self._compile is None:  # a compiler fuses norms with what surrounds them
+                    fused.enter_context(fused_norms(self._model))
             fused.enter_context(compiled_blocks(self._model, self._compile, attention=[IMPLEMENTATION]))
             yield
 
@@ -136,6 +136,7 @@ class CapturedForwards(Generic[ShapeT]):
 
         Collective over the ranks of a tensor-parallel model whose steps are captured.
         """
+        self.capture_s = 0.0
         device = next(self._model.parameters()).device
         self._group = tensor_parallel_group(self._model)
         self.is_active = (

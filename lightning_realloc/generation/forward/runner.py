@@ -40,7 +40,6 @@ class ModelRunner:
         self._longest = longest
         self._graphs = graphs if graphs is not None and graphs.begin() else None
         self._captured: CapturedForwards[Any] | None = self._graphs
-        self._capture_s_before = 0.0 if graphs is None else graphs.capture_s
 
     @property
     def replays_steps(self) -> bool:
@@ -49,8 +48,8 @@ class ModelRunner:
 
     @property
     def capture_s(self) -> float:
-        """Seconds of capturing steps as CUDA graphs since the runner was made."""
-        return 0.0 if self._captured is None else self._captured.capture_s - self._capture_s_before
+        """Seconds of capturing steps as CUDA graphs in this generation."""
+        return 0.0 if self._captured is None else self._captured.capture_s
 
     @property
     def was_usual(self) -> bool:

@@ -242,11 +242,12 @@ def has_room_for_caches(
     memory that `usable_bytes` keeps free. False where replicas are freed, since graphs do not outlive them; where roles
     are offloaded, since a checkpoint brings all of them back; and for models without a forecast.
     """
-    has_room = not settings.frees_copies and not plan.offload
+    if settings.frees_copies or plan.offload:
+        return False
     try:
         forecast = forecast_memory(dataflow, plan, roles, settings.with_kept_caches(), workload, ranks=(rank,))
         most = max(entry.parts.total for entry in forecast.phases if entry.phase != SET_UP)
-        has_room = has_room and most <= usable_bytes(budget_bytes)
+        has_room = most <= usable_bytes(budget_bytes)
     except ReallocError as error:
         log.debug("caches are freed after each generation, as there is no forecast of memory: %s", error)
         has_room = False

@@ -105,9 +105,9 @@ class MemorySettings:
         exact = num_trained if is_trained else num if role.average_of is not None else 0
         return exact * self.master_bytes + (num - exact) * self.copy_bytes
 
-    def with_kept_caches(self) -> MemorySettings:
-        """Return the settings of a run whose engines keep their caches between generations."""
-        return replace(self, engine=replace(self.engine, frees_cache=False))
+    def with_kept_caches(self, keeps: bool = True) -> MemorySettings:
+        """Return the settings of a run whose engines keep their caches between generations, if ``keeps``."""
+        return replace(self, engine=replace(self.engine, frees_cache=False)) if keeps else self
 
     def __post_init__(self) -> None:
         for name in ("master_bytes", "copy_bytes", "gathered_bytes"):
