@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -17,6 +18,10 @@ Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, and ``content`` or ``tool_calls``."""
 _RESERVED_SETTINGS = frozenset({"tools", "tokenize", "add_generation_prompt", "continue_final_message"})
 """Arguments of ``apply_chat_template`` that data modules set themselves."""
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""Types of the parts of a message's content that are text."""
+_MEDIA_COLUMNS = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+"""Columns that hold what a row shows besides its text."""
 _TEXTS_PER_BATCH = 1000
 """Texts per tokenizer call; raising it raises the host memory of the tokenizer's other outputs."""
 
@@ -70,6 +75,37 @@ def describe_load_error(source: str | Path, error: Exception) -> str:
 def is_conversation(value: object) -> TypeGuard[list[Message]]:
     """Return whether ``value`` is a non-empty list of messages with ``role``, and ``content`` or ``tool_calls``."""
     return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
+
+
+def readable_values(values: Mapping[str, Any], message_columns: Collection[str], place: str) -> dict[str, Any]:
+    """Return the columns of a row, with text as the content of the messages in ``message_columns``.
+
+    Raises:
+        DataError: for images, videos and sounds, in messages or in columns of their own; they would be left out.
+    """
+    for name in sorted(_MEDIA_COLUMNS & values.keys()):
+        if _holds_media(values[name]):
+            raise DataError(
+                f"{place}: column {name!r} holds {_described(values[name])}, and models here read text alone, so they "
+                f"would learn without it; leave such rows out, or rename the column if only reward functions read it"
+            )
+    return {
+        name: plain_messages(value, place) if name in message_columns and is_conversation(value) else value
+        for name, value in values.items()
+    }
+
+
+def plain_messages(messages: Sequence[Message], place: str) -> list[Message]:
+    """Return messages whose content is text. Of content in parts, the texts are joined.
+
+    A tool's content may be any value, which templates write as JSON.
+
+    Raises:
+        DataError: for other content, such as an image; the message names ``place``.
+    """
+    return [
+        {**message, "content": _text_of(message, place)} if _is_in_parts(message) else message for message in messages
+    ]
 
 
 def template_input(values: Mapping[str, Any], place: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +182,7 @@ def conversation_text(
             f"{place} is a conversation, and {type(tokenizer).__name__} has no chat template to render it; "
             f"set tokenizer.chat_template or give prompts as text"
         )
-    turns = [_without_nulls(message) for message in messages]
+    turns = [_without_nulls(message) for message in plain_messages(messages, place)]
     try:
         text = tokenizer.apply_chat_template(
             turns,
@@ -234,6 +270,47 @@ def with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
 
 def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and "role" in value and ("content" in value or "tool_calls" in value)
+
+
+def _is_in_parts(message: Message) -> bool:
+    """Return whether a message's content is something else than text."""
+    content = message.get("content")
+    if message["role"] == "tool":
+        return isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content)
+    return not isinstance(content, str | None)
+
+
+def _text_of(message: Message, place: str) -> str:
+    parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
+    unreadable = sorted({_kind(part) for part in parts if not _is_text_part(part)})
+    if unreadable:
+        raise DataError(
+            f"{place}: the content of a message must be text, or a list of parts like "
+            f'{{"type": "text", "text": "..."}}; one of role {message["role"]!r} holds {", ".join(unreadable)}, which '
+            f"models here cannot read; leave such rows out"
+        )
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def _kind(part: object) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return _described(part) if kind is None or kind in _TEXT_PARTS else repr(kind)
+
+
+def _holds_media(value: object) -> bool:
+    """Return whether a column's value is an image, video or sound: an object, bytes, or the name of such a file."""
+    if isinstance(value, list | tuple):
+        return any(map(_holds_media, value))
+    if isinstance(value, str):
+        kind = mimetypes.guess_type(value)[0] or ""  # also of addresses, and of data in an address
+        return kind.startswith(("image/", "video/", "audio/"))
+    if isinstance(value, Mapping):  # tables hold a mapping of nulls where other rows have a file
+        return any(held is not None for held in value.values())
+    return not isinstance(value, int | float | None)
 
 
 def _without_nulls(message: Message) -> dict[str, Any]:

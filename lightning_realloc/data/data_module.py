@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Column, Samples
-from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
+from lightning_realloc.data.chat import check_template_settings, load_tokenizer, readable_values, template_input
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.row_streams import RowStream
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
@@ -77,6 +77,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     names_elsewhere = DATA_HINTS
     group_size: int = 1
     """Number of adjacent samples made from one row; they are always in one batch."""
+    message_columns: Collection[str] = ("prompt", "completion", "messages", "chosen", "rejected")
+    """Columns that may hold messages for the chat template."""
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     def read(self, source: RowSource) -> tuple[Row, ...]:
         """Return all rows of a source, held-out rows included."""
-        return self.shaped(read_rows(source))
+        return self._shaped(read_rows(source))
 
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Convert rows to the form that :meth:`tabulate` expects; a subclass may accept several forms."""
@@ -313,6 +315,11 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         raise DataError(f"{row.place} has {num_tokens} tokens, and {limit.source} allows {limit.tokens}; {ways_out}")
 
     # ---- inside
+    def _shaped(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """Return the rows as :meth:`tabulate` expects them, with text as the content of messages."""
+        readable = (readable_values(row.values, self.message_columns, row.place) for row in rows)
+        return self.shaped(tuple(Row(row.place, values) for row, values in zip(rows, readable, strict=True)))
+
     def _read_tables(self) -> None:
         tokenizer = self.tokenizer
         rows = () if is_stream(self.data) else self.read(self.data)
@@ -391,7 +398,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
         def tabulate(block: Sequence[Row]) -> Samples | None:
             try:
-                return self.tabulate(self.shaped(tuple(block)), tokenizer)
+                return self.tabulate(self._shaped(block), tokenizer)
             except NoUsableRowsError:
                 return None  # for this block; the loader raises if no row of the whole stream fits
 

@@ -65,6 +65,7 @@ class PromptDataModule(RowDataModule):
         if text_prompts not in get_args(TextPrompts):
             raise DataError(f"text_prompts={text_prompts!r} must be one of {', '.join(get_args(TextPrompts))}")
         self.prompt_column = prompt_column
+        self.message_columns = (prompt_column,)
         self.text_prompts = text_prompts
         self.max_prompt_tokens = max_prompt_tokens
 
