@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from lightning_realloc.algorithms.settings import check_share, check_type
 from lightning_realloc.data.chat import describe_load_error
@@ -23,6 +25,7 @@ from lightning_realloc.runtime.model.adapter_layers import (
     head_names,
     saved_names,
     trained_copies,
+    use_trained_copies,
 )
 from lightning_realloc.runtime.model.structure import tied_names
 
@@ -155,6 +158,21 @@ class Adapters:
                 model.get_parameter(local).copy_(self.weights[name])
 
 
+def refuse_adapters(source: str | Path, role: str, *, trained: bool) -> None:
+    """Raise ConfigError for saved adapters, in a folder or on the hub, in the place of a role's model.
+
+    Their folder has no configuration of the model, and need not have a tokenizer.
+    """
+    try:
+        file = find_adapter_config_file(str(source))
+        base = None if file is None else json.loads(Path(file).read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):  # damaged files, or no connection
+        return
+    if base:
+        peft = f"'{source}'" if trained else f"{{{role!r}: '{source}'}}"
+        raise ConfigError(f"{role}='{source}' holds adapters of a base; give {role}={base!r}, peft_config={peft}")
+
+
 def check_trainable(model: nn.Module, role: str) -> None:
     """Check that the adapters of a given model can be trained.
 
@@ -164,22 +182,40 @@ def check_trainable(model: nn.Module, role: str) -> None:
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     if list(configs) != [ADAPTER]:
         raise ConfigError(
-            f"{role} has adapters called {', '.join(configs) or 'nothing'}; one set can be trained, called {ADAPTER!r}"
+            f"{role} has adapters called {', '.join(configs) or 'nothing'}, and can have one set, called {ADAPTER!r}; "
+            f"load one without adapter_name, or give the model of merge_and_unload()"
         )
     _check(_import_peft(role), configs[ADAPTER], role)
     _check_layers(model, role)
 
 
-def check_complete(model: nn.Module, base_name: str | None, role: str) -> None:
-    """Check that a module with adapters consists of base, adapters and head only; exported files hold nothing else.
+def train_adapters_alone(model: nn.Module, base_name: str | None, role: str) -> None:
+    """Train nothing but the adapters and a classifier's head of a given model; exported files hold nothing else.
+
+    PEFT and transformers load saved adapters frozen.
 
     Args:
         base_name: Name of the base model; None if unknown.
 
     Raises:
-        ConfigError: for other modules that are trained, and for resized embeddings.
+        ConfigError: if other weights are trained, and for resized embeddings.
     """
     _refuse_whole([name for name in trained_copies(model) if f"{name}." not in head_names(model)], role)
+    _check_embeddings(model, base_name, role)
+    use_trained_copies(model)
+    adapters = set(saved_names(model).values())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if others := sorted(trained - adapters):
+        raise ConfigError(
+            f"{role} has adapters, and {len(others)} other weights are to be trained, such as {others[0]}; only "
+            f"adapters are saved: freeze the others with requires_grad_(False), or train all weights of "
+            f"merge_and_unload()"
+        )
+    for name in adapters if not trained else ():
+        model.get_parameter(name).requires_grad_(True)
+
+
+def _check_embeddings(model: nn.Module, base_name: str | None, role: str) -> None:
     if base_name is None or not isinstance(model, PreTrainedModel):
         return
     try:

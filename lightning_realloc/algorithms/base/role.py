@@ -25,8 +25,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
+from transformers.utils import CONFIG_NAME
 
-from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
+from lightning_realloc.algorithms.base.adapters import (
+    Adapters,
+    AdapterSource,
+    check_trainable,
+    refuse_adapters,
+    train_adapters_alone,
+)
 from lightning_realloc.algorithms.base.loaded_weights import (
     ModelSource,
     check_source,
@@ -49,13 +56,7 @@ from lightning_realloc.algorithms.base.quantization import (
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.renamed_settings import rename_settings
-from lightning_realloc.runtime.model.adapter_layers import (
-    adapted_layers,
-    adapter_config,
-    head_names,
-    merge_permanently,
-    use_trained_copies,
-)
+from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
 from lightning_realloc.runtime.model.mapped_weights import shown_as_float32, weights_left_in_files, widen
 from lightning_realloc.runtime.model.quantized import pin_quantized_weights, quantized_layers
@@ -144,6 +145,8 @@ class Role:
         is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
         if is_path and not os.path.exists(os.path.expanduser(text)):
             raise ConfigError(f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; {self._sources()}")
+        if os.path.isdir(text) and not os.path.exists(os.path.join(text, CONFIG_NAME)):
+            refuse_adapters(text, self.name, trained=self.trained)
 
     @property
     def can_defer_weights(self) -> bool:
@@ -268,8 +271,9 @@ class Role:
         if not self.trained:
             return merge_permanently(model).requires_grad_(False)
         if isinstance(self.source, nn.Module) and adapted_layers(model):
-            check_complete(model, self._base_name(model), self.name)
-            use_trained_copies(model)
+            train_adapters_alone(model, self._base_name(model), self.name)
+        elif adapters is None and adapted_layers(model):
+            raise ConfigError(f"{self.name}='{self.source}' holds adapters, too; move them to a folder for peft_config")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             model.requires_grad_(True)
         return model
@@ -382,6 +386,8 @@ class Role:
 
     def _not_loaded(self, error: Exception) -> ConfigError:
         assert isinstance(self.source, str | Path), "modules and configs are not loaded"
+        if isinstance(error, ValueError):  # no model, as a name of adapters on the hub
+            refuse_adapters(self.source, self.name, trained=self.trained)
         return ConfigError(
             f"{self.name}={str(self.source)!r} could not be loaded ({describe_load_error(self.source, error)}); "
             f"{self._sources()}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,41 @@ def test_saved_adapters_are_trained_on_or_merged(tmp_path: Path) -> None:
     judge = _actor(tmp_path / "base", tmp_path / "judge", name="reward", trained=False, task="sequence_classification")
     assert not adapted_layers(judge.build(seed=0))
     torch.testing.assert_close(judge.build(seed=0).score.weight, scored.score.modules_to_save.default.weight)
+
+
+def test_adapters_that_were_loaded_frozen_are_trained_and_nothing_else(tmp_path: Path) -> None:
+    folders = {name: str(tmp_path / name) for name in ("base", "adapters", "both")}
+    tiny_model("llama").save_pretrained(folders["base"])
+    _save_adapters(Path(folders["adapters"]), AutoModelForCausalLM.from_pretrained(folders["base"]))
+
+    def load(**options: Any) -> PeftModel:
+        base = AutoModelForCausalLM.from_pretrained(folders["base"])
+        return PeftModel.from_pretrained(base, folders["adapters"], **options)
+
+    added = AutoModelForCausalLM.from_pretrained(folders["base"])
+    added.load_adapter(folders["adapters"])
+    transformers_own = AutoModelForCausalLM.from_pretrained(folders["adapters"])
+    for source in (load(), load(is_trainable=True), transformers_own, added):
+        role = _actor(source)
+        model, described = role.build(seed=0), role.describe()
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert len(trained) == 4 and all("lora_" in name for name in trained)
+        assert role.frozen_parameters(described) == {name for name, _ in model.named_parameters()} - trained
+    with pytest.raises(ConfigError, match="has adapters, and 21 other weights are to be trained, such as lm_head"):
+        _actor(load().requires_grad_(True)).build(seed=0)
+    with pytest.raises(ConfigError, match="adapters called sft, and can have one set, called 'default'; load one with"):
+        _actor(load(adapter_name="sft")).build(seed=0)
+    # In the place of a model, a folder of adapters has neither a configuration nor, often, a tokenizer.
+    base, adapters, both = folders.values()
+    for trained, way_out in ((True, f"'{adapters}'"), (False, f"{{'actor': '{adapters}'}}")):
+        expected = f"actor='{adapters}' holds adapters of a base; give actor='{base}', peft_config={way_out}"
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            Role(name="actor", source=adapters, trained=trained)
+    shutil.copytree(base, both)
+    shutil.copytree(adapters, both, dirs_exist_ok=True)
+    assert not adapted_layers(_actor(both, trained=False).build(seed=0))
+    with pytest.raises(ConfigError, match="holds adapters, too; move them to a folder for peft_config"):
+        _actor(both).build(seed=0)
 
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
