@@ -186,11 +186,11 @@ class DataParallelStrategy(ModelParallelStrategy):
             rank_zero_info(describe_links(self._cluster))
 
     def on_train_start(self) -> None:
-        """Begin a new epoch if the run resumes between two. With ``max_steps``, Lightning counts an empty one first."""
+        """Begin a new epoch if the run resumes after the last batch of one; ``max_steps`` would count an empty one."""
         super().on_train_start()
         loop: Any = self.connected_module.trainer.fit_loop
-        epochs = loop.epoch_progress
-        if loop.restarting and epochs.current.ready == epochs.current.processed:
+        epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+        if loop.restarting and batches.is_last_batch and epochs.current.ready == epochs.current.processed:
             if epochs.current.completed < epochs.current.processed:
                 epochs.increment_completed()
             _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
