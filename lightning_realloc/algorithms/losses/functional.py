@@ -114,10 +114,10 @@ def clipped_surrogate(
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> ClippedLoss:
-    """Return ``max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) / 2`` for each of the N tokens.
+    """Return ``max((v - R)^2, (clamp(v, old - clip, old + clip) - R)^2) / 2`` for each of the N tokens.
 
     A value that moved by more than ``clip`` since the rollout has no gradient away from its old value; None never
-    clips.
+    clips. A value within these bounds stays as it is: ``old + clamp(v - old)`` would round it, and count as clipped.
 
     Source: Schulman et al., arXiv:1707.06347, as in the authors' code, https://github.com/openai/baselines (ppo2);
     Engstrom et al., arXiv:2005.12729, §3.
@@ -125,7 +125,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     plain = (values - returns).square() / 2
     if clip is None:
         return ClippedLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
+    bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square() / 2
     return ClippedLoss(torch.maximum(plain, bounded), (bounded > plain).detach())
 
 

@@ -240,6 +240,15 @@ def test_the_value_loss_is_clipped_where_a_value_has_moved_too_far() -> None:
     assert not free.clipped.any()
 
 
+def test_no_value_that_moved_by_less_than_the_bound_counts_as_clipped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 10_000, generator=generator)
+    moves = (torch.rand(10_000, generator=generator) - 0.5) * 0.39  # at most 0.195; old + (v - old) often rounds v
+    loss = clipped_value_loss(old + moves, old, returns, clip=0.2)
+    assert not loss.clipped.any()
+    assert torch.equal(loss.values, (old + moves - returns).square() / 2)
+
+
 def test_scores_are_scaled_then_clipped() -> None:
     scores = torch.tensor([-3.0, 0.5, 4.0])
     assert shaped_scores(scores).tolist() == [-3.0, 0.5, 4.0]
