@@ -149,8 +149,9 @@ class Parser(LightningArgumentParser):
     def _option_hint(self, name: str) -> str:
         """Return our name for another library's option, the class with this option, or similar options; else empty."""
         last = name.rpartition(".")[2]
-        if (hint := hint_for(last)) is not None:
-            return f"{last} is here {hint}"
+        for known in (name, last):  # OpenRLHF and verl have dotted names
+            if (hint := hint_for(known)) is not None:
+                return f"{known} is here {hint}"
         if owners := [cls.__name__ for cls in SHORT_NAMES if last in setting_defaults(cls)]:
             return f"{last} is a setting of {' or '.join(owners[:3])}; write it under the init_args of the class"
         near = difflib.get_close_matches(name, self._options(), n=3)

@@ -1,7 +1,7 @@
-"""Suggest our setting for an unknown keyword: names of TRL, OpenRLHF and vLLM, and typos.
+"""Suggest our setting for an unknown keyword: names of TRL, OpenRLHF, verl and vLLM, and typos.
 
 The tables of other libraries' names are package data, ``setting_hints.yaml``. It is read when a keyword is unknown.
-The algorithms' table is divided into topics.
+The algorithms' table is divided into topics. Keys of verl are patterns.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cache, wraps
 from importlib.resources import files
 from typing import Any, ClassVar, Self, TypeVar
@@ -53,8 +54,9 @@ class HintTable(Mapping[str, str]):
 @cache
 def _read_tables() -> dict[str, dict[str, str]]:
     tables = _parse_file()
-    topics = tables["algorithm"].values()
-    return tables | {"algorithm": {name: hint for topic in topics for name, hint in topic.items()}}
+    hints = {name: hint for topic in tables["algorithm"].values() for name, hint in topic.items()}
+    renamed = {earlier: hints[flag] for earlier, flag in tables["renamed_flags"].items()}
+    return tables | {"algorithm": renamed | hints}
 
 
 def algorithm_topics() -> Mapping[str, Mapping[str, str]]:
@@ -82,12 +84,21 @@ STRATEGY_HINTS = HintTable("strategy")
 GENERATION_HINTS = HintTable("generation")
 KL_HINTS = HintTable("kl")
 POLICY_LOSS_HINTS = HintTable("policy_loss")
+VERL_HINTS = HintTable("verl")
 
 
 def hint_for(name: str) -> str | None:
-    """Return our counterpart of another library's setting, None for an unknown name."""
+    """Return our counterpart of another library's setting or flag, None for an unknown name."""
     tables = (ALGORITHM_HINTS, DATA_HINTS, SAMPLING_HINTS, TRAIN_OPTIONS_HINTS)
-    return next((table[name] for table in tables if name in table), None)
+    return next((table[name] for table in tables if name in table), None) or hint_of_verl(name)
+
+
+def hint_of_verl(key: str) -> str | None:
+    """Return our counterpart of a key of verl's configuration, such as ``data.train_batch_size``, None for another."""
+    key = key.removeprefix("actor_rollout_ref.")
+    if "." not in key:  # a pattern such as ``reward*`` would fit a misspelt setting of ours
+        return VERL_HINTS.get(key)
+    return next((hint for pattern, hint in VERL_HINTS.items() if fnmatchcase(key, pattern)), None)
 
 
 class SuggestsSettings:

@@ -49,6 +49,7 @@ from lightning_realloc.setting_hints import (
     SAMPLING_HINTS,
     SPECULATION_HINTS,
     TRAIN_OPTIONS_HINTS,
+    VERL_HINTS,
     algorithm_topics,
     settings_of,
 )
@@ -70,6 +71,11 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: GRPO("x", no_reward, beta=0.04), "kl_coef="),
         (lambda: PPO("x", no_reward, cliprange=0.2), "clip_low="),
         (lambda: GRPO("x", no_reward, use_vllm=True), "the package also generates by itself"),
+        (lambda: GRPO("x", no_reward, vllm_tensor_parallel_size=2), "engine='vllm', which takes layouts of dp alone"),
+        (lambda: GRPO("x", no_reward, vllm_gpu_memory_utilization=0.5), "VLLMOptions(memory_share=...)"),
+        (lambda: GRPO("x", no_reward, vllm_max_model_length=512), "VLLMOptions(max_length=...)"),
+        (lambda: GRPO("x", no_reward, max_tool_calling_iterations=3), "Conversation(max_turns=...), one more"),
+        (lambda: GRPO("x", no_reward, auto_find_batch_size=True), "halves its micro-batches"),
         (lambda: DPO("x", precompute_ref_log_probs=True), "precompute_reference="),
         (lambda: SFT("x", assistant_only_loss=True), "the data module's learn"),
         (lambda: SFTDataModule([], batch_size=1, packing=True), "samples are always packed"),
@@ -152,7 +158,7 @@ def test_every_hint_of_options_names_a_field() -> None:
 def test_every_name_in_a_hint_of_the_algorithms_exists() -> None:
     of_algorithms = set().union(*map(settings_of, ALGORITHMS))
     of_data = {"data"}.union(*map(settings_of, DATA_MODULES))
-    for hint in ALGORITHM_HINTS.values():
+    for hint in [*ALGORITHM_HINTS.values(), *VERL_HINTS.values()]:
         for call in re.findall(CALL, hint):
             for node in ast.walk(ast.parse(call, mode="eval")):
                 if isinstance(node, ast.Call) and not is_checked_by_hand(node):
