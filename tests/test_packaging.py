@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -96,6 +97,32 @@ def test_every_dependency_of_the_tests_is_pinned() -> None:
 
     assert all("==" in pin and "+" not in pin for pin in pins)
     assert required <= pinned
+
+
+DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
+"""Name of an import -> its package, where it is not the same but for hyphens."""
+NEEDED_BY_OTHERS = {"alembic", "mlflow-skinny", "sqlalchemy"}
+"""Packages of extras that nothing here names: those of Lightning's logger for MLflow."""
+OF_THE_REPOSITORY = {"bench", "docs", "parity", "real", "test"}
+"""Extras for tests, benchmarks and examples."""
+
+
+def test_every_import_is_of_a_dependency_or_an_extra_and_every_extra_is_for_something() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: own for name, own in project["optional-dependencies"].items() if name not in OF_THE_REPOSITORY}
+    required = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in project["dependencies"]}
+    optional = {re.split(r"[^\w.-]", requirement)[0].lower() for own in extras.values() for requirement in own}
+    sources = [file.read_text() for file in PACKAGE.rglob("*.py")]
+
+    imported = set().union(*(_imports(ast.parse(source)) for source in sources)) - sys.stdlib_module_names
+    foreign = imported - {"lightning_realloc", "lightning_realloc_autoload"}
+    packages = {DISTRIBUTIONS.get(name, name) for name in foreign}
+    assert {name.replace("_", "-") for name in packages} <= {name.replace("_", "-") for name in required | optional}
+
+    names = {package: name for name, package in DISTRIBUTIONS.items()}
+    words = set(re.findall(r"\w+", " ".join(sources)))
+    unused = {package for package in optional if names.get(package, package.replace("-", "_")) not in words}
+    assert unused - NEEDED_BY_OTHERS == set()
 
 
 def test_the_package_never_prints() -> None:
