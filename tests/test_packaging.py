@@ -130,3 +130,25 @@ def test_the_package_never_prints() -> None:
         calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
         printed = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
         assert not printed, f"{file.relative_to(ROOT)} prints in lines {printed}"
+
+
+UNPICKLING = {
+    "rewards/workers/worker.py": "from the process that started it, through a pipe",
+    "strategies/checkpoints/stored_metadata.py": "torch's file, of torch's plain classes alone",
+    "strategies/lightning/ray_ranks.py": "Ray itself sends work so",
+}
+"""Modules that may unpickle, and what."""
+
+
+def test_nothing_from_a_store_or_another_rank_is_unpickled() -> None:
+    forbidden = {"loads", "load", "Unpickler", "broadcast_object_list", "scatter_object_list"}
+    forbidden |= {"all_gather_object", "gather_object", "send_object_list", "recv_object_list"}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        used = {
+            f"{node.value.id}.{node.attr}"
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in forbidden
+            if node.value.id in ("pickle", "cloudpickle", "dill", "marshal", "dist", "distributed")
+        }
+        name = file.relative_to(PACKAGE).as_posix()
+        assert not used or name in UNPICKLING, f"{name} uses {used}: send plain data (runtime/messages/objects.py)"

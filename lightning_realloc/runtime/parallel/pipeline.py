@@ -27,6 +27,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.forward.packed_attention import packed_attention
+from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.stage import get_stage_io
 
@@ -64,10 +65,9 @@ class PipelineStage:
         return self.index == self.count - 1
 
     def from_last(self, value: Result) -> Result:
-        """Return the last stage's picklable value on every stage. Collective over the pipeline."""
-        held = [value]
-        dist.broadcast_object_list(held, src=self._last_rank, group=self._group)
-        return held[0]
+        """Return the last stage's value, plain data, on every stage. Collective over the pipeline."""
+        received: Result = broadcast_object(value, self._last_rank, self._group)
+        return received
 
     def begin(self) -> None:
         """Start a run. Its first messages send the dtype of all others."""

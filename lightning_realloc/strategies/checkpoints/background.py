@@ -7,7 +7,6 @@ part through the process group's store, and the first rank completes the checkpo
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Save(Protocol):
     """One rank's part of a checkpoint that is being written."""
 
     def write(self) -> Any:
-        """Write this rank's part, and return its description. Raises CheckpointError."""
+        """Write this rank's part, and return its description as plain data. Raises CheckpointError."""
 
     def complete(self, parts: list[Any]) -> None:
         """Complete the checkpoint from the descriptions of all ranks. Raises CheckpointError."""
@@ -114,11 +114,13 @@ class BackgroundSave:
             if rank == 0:
                 self._complete(save, [part, *map(self._receive, keys[1:])])
             else:
-                _store().set(keys[rank], pickle.dumps(part))
+                _store().set(keys[rank], encode_value(part))
         except CheckpointError as error:
             self._problem = error
         except RuntimeError as error:  # the rank that hosts the store has ended
             self._problem = CheckpointError(f"no checkpoint was completed, since another rank has ended: {error}")
+        except Exception as error:  # a report that no rank of this run wrote
+            self._problem = CheckpointError(f"no checkpoint was completed: {type(error).__name__}: {error}")
         with self._lock:
             self._is_writing = False
             actions, self._actions = self._actions, []
@@ -150,7 +152,7 @@ class BackgroundSave:
                     f"after the run failed; resume from the one before"
                 )
             time.sleep(POLL_S)
-        part = pickle.loads(store.get(key))
+        part = decode_value(store.get(key))
         store.delete_key(key)
         return part
 

@@ -53,7 +53,8 @@ from lightning_realloc.strategies.checkpoints.sharded_state import (
     weight_key,
     weights_state,
 )
-from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor, StoredTensor
+from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor
+from lightning_realloc.strategies.checkpoints.stored_metadata import StoredTensor, stored_tensors
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def read_checkpoint(
     content = content_folder(folder, description)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
         meta = read_meta(content, weights_only=weights_only)
-        stored = sharded_tensors.stored_tensors(content)
+        stored = stored_tensors(content)
     adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}
     for role, entry in description["roles"].items():

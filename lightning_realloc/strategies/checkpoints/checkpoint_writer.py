@@ -8,13 +8,15 @@ removed and earlier checkpoints stay.
 
 from __future__ import annotations
 
+import socket
+import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath, RemotePath
@@ -39,8 +41,14 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import (
     ShardedTensor,
     ShardWriter,
     State,
+    WrittenRegion,
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
+
+VISIBLE_WITHIN_S = 30.0
+"""Seconds within which a file has to be seen by other nodes; NFS may remember for as long that it was missing."""
+_POLL_S = 0.1
+"""Seconds between two looks for such a file."""
 
 
 def write_checkpoint(
@@ -74,6 +82,8 @@ def write_checkpoint(
     save = _Save(folder, target, models.rank, _state(meta, models, roles, include_frozen=include_frozen))
     models.run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
+        with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+            _wait_for_file(target.content, META_FILE, models.rank)
         save.shards.plan_on_all_ranks()
         if background is not None:
             with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
@@ -123,7 +133,7 @@ def _state(meta: dict[str, Any], models: TrainedModels, roles: list[str], *, inc
 class Part(NamedTuple):
     """Description of the part of a checkpoint that one rank wrote."""
 
-    regions: list[WriteResult]
+    regions: list[WrittenRegion]
     """File and position of every region."""
     files: dict[str, dict[str, Any]]
     """File name -> size and checksum."""
@@ -145,7 +155,7 @@ class _Save:
         self._rank = rank
         self._needed_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.values())
         self._description: dict[str, Any] = {}
-        self.shards = ShardWriter(state, target.content, files=target.files, after=META_FILE)
+        self.shards = ShardWriter(state, target.content, files=target.files)
 
     def begin(self, meta: dict[str, Any], models: TrainedModels, roles: list[str]) -> None:
         """Write all files but those with tensors, and describe the models. For the first rank."""
@@ -215,3 +225,21 @@ def _describe_role(models: TrainedModels, role: str, *, saved: bool) -> dict[str
         "parameters": {param.name: list(param.shape) for param in home.model_layout.model.params},
         "tied": {alias: owner for alias, owner in home.model_layout.model.aliases},
     }
+
+
+def _wait_for_file(folder: AnyPath, name: str, rank: int) -> None:
+    """Wait until a file that another rank has written can be seen.
+
+    Raises:
+        CheckpointError: if it cannot be seen within `VISIBLE_WITHIN_S`.
+    """
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while not (folder / name).exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank {rank} ({socket.gethostname()}) does not see {folder}, to which the first rank writes; save to "
+                f"a file system that all nodes share, or to an object store such as s3://"
+            )
+        with suppress(OSError):
+            next(folder.parent.iterdir(), None)  # refreshes what a client of NFS remembers
+        time.sleep(_POLL_S)

@@ -28,6 +28,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     read_description,
 )
 from lightning_realloc.strategies.checkpoints.sharded_state import optimizer_key, weight_key
+from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 
 
 def export_checkpoint(
@@ -130,7 +131,7 @@ def _role_entry(checkpoint: AnyPath, roles: dict[str, Any], role: str) -> dict[s
 
 
 def _read_weights(checkpoint: AnyPath, role: str, entry: dict[str, Any], *, averaged: bool) -> dict[str, Tensor]:
-    stored = sharded_tensors.stored_tensors(checkpoint)  # may lack the base of adapters
+    stored = stored_tensors(checkpoint)  # may lack the base of adapters
     names = {weight_key(role, name): name for name in entry["parameters"] if weight_key(role, name) in stored}
     if averaged:
         keys = {name: optimizer_key(role, name, AVERAGE) for name in names.values()}

@@ -16,7 +16,8 @@ from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
 from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors, reshard
-from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor, StoredTensor
+from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor
+from lightning_realloc.strategies.checkpoints.stored_metadata import StoredTensor
 from lightning_realloc.strategies.pool.replan import state_room
 from lightning_realloc.strategies.pool.replica import Replica
 

@@ -7,11 +7,9 @@ be read into any other layout and any other number of ranks.
 
 from __future__ import annotations
 
-import socket
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -21,7 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,7 +43,6 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -48,18 +50,10 @@ from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
 from lightning_realloc.remote_path import AnyPath, RemotePath
+from lightning_realloc.runtime.messages.objects import gather_on_first, scatter_objects
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors, raise_on_all_ranks
 from lightning_realloc.strategies.checkpoints.remote.remote_files import RemoteFiles, read_slice
-from lightning_realloc.strategies.checkpoints.stored_metadata import METADATA_FILE, read_metadata
-
-
-class StoredTensor(NamedTuple):
-    """Global shape and dtype of a tensor in a checkpoint."""
-
-    shape: tuple[int, ...]
-    """Shape of the global tensor."""
-    dtype: torch.dtype
-    """Dtype of its elements."""
+from lightning_realloc.strategies.checkpoints.stored_metadata import METADATA_FILE, read_metadata, stored_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,14 +88,40 @@ class ShardedTensor:
         ]
 
 
+class WrittenRegion(NamedTuple):
+    """File and position of a region that one rank wrote, as plain data for the first rank."""
+
+    name: str
+    """Name of the tensor in the checkpoint."""
+    starts: tuple[int, ...]
+    """Begin of the region."""
+    num_bytes: int
+    """Bytes of its elements."""
+    file: str
+    """File below the checkpoint's folder."""
+    offset: int
+    """Position in the file."""
+    length: int
+    """Bytes in the file."""
+
+
+class RegionsToWrite(NamedTuple):
+    """The regions of one tensor that a rank holds, as plain data for the first rank."""
+
+    name: str
+    """Name of the tensor in the checkpoint."""
+    shape: tuple[int, ...]
+    """Shape of the global tensor."""
+    dtype: torch.dtype
+    """Dtype of its elements."""
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    """Begin and extents of each region."""
+
+
 State = Mapping[str, ShardedTensor]
 """Name in the checkpoint -> this rank's shard."""
 SHARD_SUFFIX = ".distcp"
 """Suffix of the files with tensors."""
-VISIBLE_WITHIN_S = 30.0
-"""Seconds within which a file has to be seen by other nodes; NFS may remember for as long that it was missing."""
-_POLL_S = 0.1
-"""Seconds between two looks for such a file."""
 _MISSING = "{folder} holds no tensor {name!r}; read it with the version of lightning-realloc that wrote it"
 
 
@@ -113,14 +133,21 @@ class _SavePlanner(DefaultSavePlanner):
         self._state = state
         self._copies: dict[MetadataIndex, Tensor] | None = None
 
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, tensor in self._state.items():
-            for chunk in tensor.chunks():
-                data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
-                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
+    def regions(self) -> list[RegionsToWrite]:
+        """Return the regions that this rank holds."""
+        return [
+            RegionsToWrite(name, tensor.shape, tensor.dtype, [(tuple(c.offsets), tuple(c.sizes)) for c in chunks])
+            for name, tensor in self._state.items()
+            if (chunks := tensor.chunks())
+        ]
+
+    def divide(self, everyone: Iterable[Iterable[RegionsToWrite]]) -> tuple[list[list[int]], Metadata]:
+        """Return the positions of the regions that each rank writes, among those it holds, and the description."""
+        held = [_write_items(regions) for regions in everyone]
+        plans, metadata = self.create_global_plan(list(map(SavePlan, held)))
+        written = [{item.index for item in plan.items} for plan in plans]
+        chosen = zip(held, written, strict=True)
+        return [[at for at, item in enumerate(items) if item.index in kept] for items, kept in chosen], metadata
 
     def copy_to_host(self, plan: SavePlan) -> None:
         """Copy the regions that this rank writes, and let go of the tensors."""
@@ -136,6 +163,17 @@ class _SavePlanner(DefaultSavePlanner):
         index = write_item.index
         assert index.offset is not None, "regions are always written with their offset"
         return self._state[index.fqn].view(tuple(index.offset)).detach()
+
+
+def _write_items(regions: Iterable[RegionsToWrite]) -> list[WriteItem]:
+    """Return torch's description of regions, in their order."""
+    items = []
+    for name, shape, dtype, boxes in regions:
+        for starts, sizes in boxes:
+            chunk = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
+            data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -213,12 +251,9 @@ class ShardWriter(FileSystemWriter):
         state: This rank's shards.
         folder: Folder to write to.
         files: Files of an object store; None for a local folder.
-        after: Name of a file there that the first rank has written before, and that every rank must see; None for none.
     """
 
-    def __init__(
-        self, state: State, folder: AnyPath, *, files: RemoteFiles | None = None, after: str | None = None
-    ) -> None:
+    def __init__(self, state: State, folder: AnyPath, *, files: RemoteFiles | None = None) -> None:
         super().__init__(_torch_path(folder), single_file_per_rank=True, sync_files=False)
         if files is not None:
             self.fs, self.path = files, str(folder)
@@ -226,7 +261,6 @@ class ShardWriter(FileSystemWriter):
         self._plan = SavePlan([])
         self._metadata: Metadata | None = None
         self._folder = folder
-        self._after = after
 
     @property
     def checkpoint_id(self) -> str | Path:
@@ -234,67 +268,54 @@ class ShardWriter(FileSystemWriter):
         return self._folder if isinstance(self._folder, Path) else str(self._folder)
 
     def plan_on_all_ranks(self) -> None:
-        """Agree on the rank that writes each region. Collective over all ranks if there are several."""
-        with _name_failures(self._folder), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
-            save_state({}, storage_writer=self, planner=self._planner, no_dist=not dist.is_initialized())
+        """Agree on the rank that writes each region. Collective over all ranks if there are several.
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check that this rank writes to the first rank's folder; torch calls this in the collective."""
-        if self._after is not None:
-            _wait_for_file(self._folder, self._after)
-        prepared: SavePlan = super().prepare_local_plan(plan)
-        return prepared
-
-    def write_data(self, plan: SavePlan, planner: object) -> Future[list[WriteResult]]:
-        """Keep the plan; torch calls this in the collective."""
-        self._plan = plan
-        nothing: Future[list[WriteResult]] = Future()
-        nothing.set_result([])
-        return nothing
-
-    def finish(self, metadata: Metadata, results: object) -> None:
-        """Keep the description; torch calls this on the first rank."""
-        self._metadata = metadata
+        Torch's own `save` would do so by collectives that unpickle what they receive.
+        """
+        rank, world_size = _rank_and_world_size()
+        with raise_on_all_ranks(self._folder, rank=rank, world_size=world_size), _name_failures(self._folder):
+            self.set_up_storage_writer(rank == 0, rank=rank)
+            self.prepare_local_plan(SavePlan([]))
+        mine = self._planner.regions()
+        everyone, chosen = gather_on_first(mine), list[list[int]]()
+        with raise_on_all_ranks(self._folder, rank=rank, world_size=world_size), _name_failures(self._folder):
+            if rank == 0:
+                chosen, self._metadata = self._planner.divide(everyone)
+        items = _write_items(mine)
+        self._plan = SavePlan([items[at] for at in scatter_objects(chosen)], storage_data=_StoragePrefix(f"__{rank}_"))
 
     def copy_to_host(self) -> None:
         """Copy this rank's regions, so that they are written as they are now."""
         self.per_thread_copy_ahead = 0  # on CUDA, torch would copy them a second time
         self._planner.copy_to_host(self._plan)
 
-    def write(self) -> list[WriteResult]:
+    def write(self) -> list[WrittenRegion]:
         """Write this rank's regions, and return where they are."""
-        written: list[WriteResult] = super().write_data(self._plan, self._planner).value()
+        written = []
+        for each in super().write_data(self._plan, self._planner).value():
+            index, place = each.index, each.storage_data
+            starts, num_bytes = tuple(index.offset or ()), each.size_in_bytes
+            written.append(WrittenRegion(index.fqn, starts, num_bytes, place.relative_path, place.offset, place.length))
         return written
 
-    def complete(self, written: list[list[WriteResult]]) -> None:
+    def complete(self, written: Iterable[Iterable[WrittenRegion]]) -> None:
         """Write ``.metadata`` from the results of `write` of all ranks. For the first rank."""
         assert self._metadata is not None, "the first rank completes a checkpoint after planning"
-        super().finish(self._metadata, written)
+        self.finish(self._metadata, [list(map(_write_result, regions)) for regions in written])
+
+
+def _write_result(region: WrittenRegion) -> WriteResult:
+    index = MetadataIndex(region.name, torch.Size(region.starts))
+    return WriteResult(index, region.num_bytes, _StorageInfo(region.file, region.offset, region.length))
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
     """Return the files that a rank wrote to a local folder."""
     return sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))
-
-
-def _wait_for_file(folder: AnyPath, name: str) -> None:
-    """Wait until a file that another rank has written can be seen.
-
-    Raises:
-        CheckpointError: if it cannot be seen within `VISIBLE_WITHIN_S`.
-    """
-    deadline = time.monotonic() + VISIBLE_WITHIN_S
-    while not (folder / name).exists():
-        if time.monotonic() > deadline:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            raise CheckpointError(
-                f"rank {rank} ({socket.gethostname()}) does not see {folder}, to which the first rank writes; save to "
-                f"a file system that all nodes share, or to an object store such as s3://"
-            )
-        with suppress(OSError):
-            next(folder.parent.iterdir(), None)  # refreshes what a client of NFS remembers
-        time.sleep(_POLL_S)
 
 
 def _torch_path(folder: AnyPath) -> Path:
@@ -304,11 +325,7 @@ def _torch_path(folder: AnyPath) -> Path:
 
 @contextmanager
 def _name_failures(folder: AnyPath) -> Iterator[None]:
-    """Convert torch's error, which it raises on every rank, into a CheckpointError.
-
-    Raises:
-        CheckpointError: that of a rank that failed.
-    """
+    """Convert an error of torch's writers and readers into a CheckpointError that names the folder."""
     try:
         yield
     except CheckpointException as failed:  # a BaseException, which `except Exception` does not catch
@@ -316,34 +333,30 @@ def _name_failures(folder: AnyPath) -> Iterator[None]:
         if isinstance(error, CheckpointError) or not isinstance(error, Exception):
             raise error from failed
         raise CheckpointError(f"{folder} cannot be used: {type(error).__name__}: {error}") from failed
+    except CheckpointError:
+        raise
+    except Exception as error:  # of a file system, or of torch's planner
+        raise CheckpointError(f"{folder} cannot be used: {type(error).__name__}: {error}") from error
 
 
 def load(state: State, folder: AnyPath, *, alone: bool = False) -> None:
     """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``.
 
+    Every rank reads its regions by itself; torch's collectives would unpickle what they receive.
+
     Raises:
         CheckpointError: on every rank, if one of them cannot read a file.
     """
-    no_dist = alone or not dist.is_initialized()
-    rank, world_size = (0, 1) if no_dist else (dist.get_rank(), dist.get_world_size())
+    rank, world_size = (0, 1) if alone else _rank_and_world_size()
     with raise_on_all_ranks(folder, rank=rank, world_size=world_size):
         reader = _Reader(folder)
-    with _name_failures(folder), warnings.catch_warnings():
+    with (
+        raise_on_all_ranks(folder, rank=rank, world_size=world_size),
+        _name_failures(folder),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-        load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=no_dist)
-
-
-def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
-    """Return the name, global shape and dtype of every tensor under ``folder``.
-
-    Raises:
-        CheckpointError: if ``.metadata`` is missing, damaged, or names unexpected classes.
-    """
-    return {
-        name: StoredTensor(tuple(entry.size), entry.properties.dtype)
-        for name, entry in read_metadata(folder).state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+        load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=True)
 
 
 def read_whole(folder: AnyPath, names: Iterable[str]) -> dict[str, Tensor]:

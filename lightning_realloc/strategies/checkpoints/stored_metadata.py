@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from operator import add
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -31,6 +31,15 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedChe
 METADATA_FILE = ".metadata"
 
 
+class StoredTensor(NamedTuple):
+    """Global shape and dtype of a tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    """Shape of the global tensor."""
+    dtype: torch.dtype
+    """Dtype of its elements."""
+
+
 def read_metadata(folder: AnyPath) -> Metadata:
     """Return the description of a checkpoint's tensors and of the file that stores each region.
 
@@ -50,6 +59,19 @@ def read_metadata(folder: AnyPath) -> Metadata:
                     f"torch did not write it, use another checkpoint"
                 )
     return metadata
+
+
+def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
+    """Return the name, global shape and dtype of every tensor under ``folder``.
+
+    Raises:
+        CheckpointError: if ``.metadata`` is missing, damaged, or names unexpected classes.
+    """
+    return {
+        name: StoredTensor(tuple(entry.size), entry.properties.dtype)
+        for name, entry in read_metadata(folder).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _require_whole_tensors(file: AnyPath, metadata: Metadata) -> None:

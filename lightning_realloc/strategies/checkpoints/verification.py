@@ -27,7 +27,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
 )
 from lightning_realloc.strategies.checkpoints.folders import is_partial
 from lightning_realloc.strategies.checkpoints.sharded_state import weight_key
-from lightning_realloc.strategies.checkpoints.sharded_tensors import stored_tensors
+from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 
 _CHECKPOINTS = "checkpoints"
 """Folder for checkpoints in that of a command's run."""

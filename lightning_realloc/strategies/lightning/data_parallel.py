@@ -6,16 +6,15 @@ This class handles neither roles nor layouts; `ReallocStrategy` adds both.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import signal
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,11 +38,13 @@ from lightning_realloc.runtime.measure.allocators import expand_cuda_segments, k
 from lightning_realloc.runtime.measure.links import describe_links, measure_links
 from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster, warn_of_other_processes
 from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
+from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, make_launcher
+from lightning_realloc.strategies.lightning.process_group import end_process_group, is_on_one_host, start_on_loopback
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.lightning.trainer_checks import (
     check_started_processes,
@@ -56,6 +57,8 @@ from lightning_realloc.strategies.lightning.trainer_checks import (
 )
 from lightning_realloc.strategies.pool.precision import for_samples
 from lightning_realloc.strategies.run_messages import log_way_to_resume
+
+Value = TypeVar("Value")
 
 
 class DataParallelStrategy(ModelParallelStrategy):
@@ -144,7 +147,7 @@ class DataParallelStrategy(ModelParallelStrategy):
             check_started_processes(self.num_processes, self.num_nodes)
             warn_of_stale_addresses()
         if not dist.is_initialized():
-            atexit.register(_end_process_group)
+            atexit.register(end_process_group)
         failures.report_failures(rank=self.local_rank, launcher=self._launcher)  # the global rank is not known yet
         with failures.ending_started_ranks(self._launcher), failures.naming_taken_port(self.cluster_environment):
             self._setup_distributed()
@@ -173,10 +176,20 @@ class DataParallelStrategy(ModelParallelStrategy):
 
         To make a smaller group, torch calls a method of the bound group that gloo's groups lack.
         """
-        super()._setup_distributed()
+        environment = self.cluster_environment
+        assert environment is not None and self.accelerator is not None
+        if not dist.is_initialized() and is_on_one_host(environment, num_nodes=self.num_nodes):
+            self.accelerator.setup_device(self.root_device)
+            self.set_world_ranks()
+            start_on_loopback(environment, self._get_process_group_backend(), self.root_device, self._timeout)
+        super()._setup_distributed()  # does nothing to an existing group
         group = dist.group.WORLD
         if group is not None and dist.get_backend() == "gloo":
             group.bound_device_id = None
+
+    def broadcast(self, obj: Value, src: int = 0) -> Value:
+        """Return one rank's value, plain data, on every rank; Lightning's own method would unpickle it."""
+        return cast(Value, broadcast_object(obj, src))
 
     def _find_nodes(self) -> None:
         """Check which ranks share a node, and measure links between nodes unless the cluster was given. Collective."""
@@ -385,16 +398,3 @@ def average_gradients(module: nn.Module) -> None:
         dist.all_reduce(flat)
         parts = torch.split(flat.div_(dist.get_world_size()), [gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
-
-
-def _end_process_group() -> None:
-    """Destroy the process groups that this process created; Lightning does so only for NCCL.
-
-    A gloo thread may hold the last reference to a tensor. If it released that during interpreter shutdown, it could no
-    longer acquire the GIL and would abort the process.
-    """
-    with suppress(KeyboardInterrupt):  # another Ctrl-C need not wait for this
-        if not dist.is_initialized():
-            return
-        dist.destroy_process_group()
-        gc.collect()  # a group's threads end with its last reference, and models have reference cycles

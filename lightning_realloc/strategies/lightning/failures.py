@@ -8,6 +8,7 @@ other exception keeps its traceback on every rank.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -101,8 +102,8 @@ def naming_taken_port(environment: ClusterEnvironment) -> Iterator[None]:
     """Raise ConfigError, in one line, if the port on which the first rank is to listen is taken."""
     try:
         yield
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+    except (dist.DistNetworkError, OSError) as error:
+        if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
             raise
         place = f"{environment.main_address}:{environment.main_port}"
         raise ConfigError(

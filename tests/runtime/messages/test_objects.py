@@ -7,7 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.runtime.messages.objects import gather_objects, gather_on_first
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.messages.objects import (
+    broadcast_object,
+    gather_objects,
+    gather_on_first,
+    scatter_objects,
+)
 from tests.workers import WorkerPool
 
 
@@ -36,3 +42,23 @@ def _gather_on_first() -> list[Any]:
 
 def test_the_first_rank_alone_gets_values_that_it_alone_needs(workers: WorkerPool) -> None:
     assert workers.run(_gather_on_first, world_size=3) == [["", "x" * 5000, "x" * 10_000], [], []]
+
+
+def _send_and_refuse() -> tuple[list[Any], list[str]]:
+    rank, refusals = dist.get_rank(), list[str]()
+    values = [{"rank": number, "text": "x" * 3000 * number} for number in range(3)]
+    received = [broadcast_object(values[rank], 2), scatter_objects(values if rank == 0 else ())]
+    foreign = (lambda: gather_objects(object() if rank == 1 else 1), lambda: broadcast_object(object(), 0))
+    for attempt in foreign:
+        try:
+            attempt()
+        except DataError as error:
+            refusals.append(str(error))
+    return received, refusals
+
+
+def test_one_rank_sends_to_all_and_an_object_that_is_no_data_is_refused_on_all(workers: WorkerPool) -> None:
+    values = [{"rank": number, "text": "x" * 3000 * number} for number in range(3)]
+    for rank, (received, refusals) in enumerate(workers.run(_send_and_refuse, world_size=3)):
+        assert received == [values[2], values[rank]]
+        assert len(refusals) == 2 and all("a builtins.object is none" in refusal for refusal in refusals)

@@ -22,7 +22,8 @@ from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.checkpoints.sharded_tensors import read_whole, stored_tensors
+from lightning_realloc.strategies.checkpoints.sharded_tensors import read_whole
+from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 from tests.models import tiny_model
 from tests.strategies import runs
 

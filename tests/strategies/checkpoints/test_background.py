@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -211,3 +213,28 @@ def _close_without_a_peer() -> tuple[list[Any], bool]:
 def test_a_failed_run_does_not_wait_for_ranks_that_have_ended(workers: WorkerPool) -> None:
     first, _ = workers.run(_close_without_a_peer, world_size=2)
     assert first == ([], True)
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("code-ran"),)
+
+
+def _complete_with_a_forged_part(folder: Path) -> str:
+    os.chdir(folder)
+    store, saving = torch.distributed.group.WORLD.get_group_store(), BackgroundSave()
+    store.set("checkpoint/forged/1", pickle.dumps(_Bomb()))
+    save = _Parts(0)
+    saving.start(save, token="forged", rank=0, world_size=2)
+    save.may_write.set()
+    try:
+        saving.finish()
+    except CheckpointError as error:
+        return str(error)
+    return "completed"
+
+
+def test_a_part_that_another_program_writes_to_the_store_runs_no_code(workers: WorkerPool, tmp_path: Path) -> None:
+    (refusal,) = workers.run(_complete_with_a_forged_part, tmp_path, world_size=1)
+    assert "no checkpoint was completed: DataError: a message between ranks holds no plain data" in refusal
+    assert not (tmp_path / "code-ran").exists()

@@ -39,8 +39,8 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import (
     ShardedTensor,
     ShardWriter,
     read_whole,
-    stored_tensors,
 )
+from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 
 NUM_MUTATIONS = int(os.environ.get("CHECKPOINT_MUTATIONS", "200"))
 ROOM_BYTES = 4 << 30

@@ -16,8 +16,8 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import (
     ShardWriter,
     load,
     read_whole,
-    stored_tensors,
 )
+from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
 from tests.workers import WorkerPool
 

@@ -20,7 +20,7 @@ from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
-from lightning_realloc.strategies.checkpoints.sharded_tensors import stored_tensors
+from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import RemotePath, as_path
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.checkpoints import sharded_tensors
+from lightning_realloc.strategies.checkpoints import checkpoint_writer
 from lightning_realloc.strategies.checkpoints.checkpoint_files import content_folder, read_description
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
@@ -223,7 +223,7 @@ def test_damage_in_a_store_is_named(workers: WorkerPool, tmp_path: Path) -> None
 # ---- nodes and stores that do not see the same files
 def use_memory_on_two_ranks(world_size: int) -> list[str | None]:
     """Save to a store that every process has for itself, and load what one rank alone has; return the errors."""
-    sharded_tensors.VISIBLE_WITHIN_S = 0.5
+    checkpoint_writer.VISIBLE_WITHIN_S = 0.5
     fitted = runs.trainer(ReallocStrategy(runs.calls(actor_train="fsdp2")), world_size, max_steps=1)
     fitted.fit(runs.sft(), runs.Batches(1, responses=True))
     return [attempt_to(fitted.save_checkpoint, "memory://saved")]
@@ -237,7 +237,7 @@ def test_ranks_that_do_not_share_a_store_are_named_when_saving(workers: WorkerPo
 
 def use_a_folder_of_one_node(folder: Path, world_size: int) -> list[str | None]:
     """Save to a relative path that is another folder for each rank, and resume from a path that only rank 0 has."""
-    sharded_tensors.VISIBLE_WITHIN_S = 0.5
+    checkpoint_writer.VISIBLE_WITHIN_S = 0.5
     home = folder / f"node{os.environ['RANK']}"
     home.mkdir()
     os.chdir(home)

@@ -1,0 +1,194 @@
+"""Serialize Python values as JSON with raw bytes, so that a message from another process cannot run code.
+
+Unlike ``pickle``, `decode_value` makes plain values only: numbers, texts, bytes, containers, tensors, arrays, dates,
+paths, and this package's own dataclasses, named tuples, enums and errors, whose constructors check their fields.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from decimal import Decimal
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import DataError, ReallocError
+
+_PACKAGE = "lightning_realloc."
+"""Beginning of the modules whose classes a message may name."""
+_SIZE_BYTES = 8
+_TEXTS: Mapping[str, Callable[[str], object]] = {
+    "path": Path,
+    "dtype": lambda name: _dtype(name),
+    "decimal": Decimal,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+}
+"""Tag -> constructor of values that are sent as text."""
+_CONTAINERS: Mapping[str, Callable[..., object]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def encode_value(value: object) -> bytes:
+    """Return a value as bytes for `decode_value`.
+
+    Raises:
+        DataError: naming the class of an object that is no plain data.
+    """
+    blobs: list[bytes] = []
+    text = json.dumps(_to_json(value, blobs)).encode()
+    return b"".join((len(text).to_bytes(_SIZE_BYTES, "big"), text, *blobs))
+
+
+def decode_value(content: bytes) -> Any:
+    """Return the value that `encode_value` was given.
+
+    Raises:
+        DataError: for content that it did not make.
+    """
+    end = _SIZE_BYTES + int.from_bytes(content[:_SIZE_BYTES], "big")
+    try:
+        return _Decoder(content, end).value(json.loads(content[_SIZE_BYTES:end]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"a message between ranks holds no plain data: {type(error).__name__}: {error}") from error
+
+
+def _to_json(value: Any, blobs: list[bytes]) -> Any:
+    """Return a JSON value; every JSON object in it has one key, the tag of a kind that JSON lacks."""
+    if value is None or isinstance(value, bool) or type(value) in (int, float, str):
+        return value
+    if type(value) is list:
+        return [_to_json(one, blobs) for one in value]
+    if type(value) in (tuple, set, frozenset):
+        return {type(value).__name__: [_to_json(one, blobs) for one in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_to_json(key, blobs), _to_json(one, blobs)] for key, one in value.items()]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": _append(bytes(value), blobs)}
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        blob = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return {"tensor": [_name(plain.dtype), list(plain.shape), _append(blob, blobs)]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {"array": [value.dtype.str, list(value.shape), _append(value.tobytes(), blobs)]}
+    if isinstance(value, np.generic):
+        return _to_json(value.item(), blobs)
+    text = _text(value)
+    return _own_object(value, blobs) if text is None else {text[0]: text[1]}
+
+
+def _text(value: object) -> tuple[str, str] | None:
+    """Return the tag and the text of a value that is sent as text; None for others."""
+    if isinstance(value, PurePath):
+        return "path", str(value)
+    if isinstance(value, torch.dtype):
+        return "dtype", _name(value)
+    if isinstance(value, datetime.datetime):
+        return "datetime", value.isoformat()
+    if isinstance(value, datetime.date):
+        return "date", value.isoformat()
+    return ("decimal", str(value)) if isinstance(value, Decimal) else None
+
+
+def _own_object(value: Any, blobs: list[bytes]) -> Any:
+    kind = type(value)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _is_own(kind):
+        if isinstance(value, Enum):
+            return {"enum": [name, value.name]}
+        if isinstance(value, ReallocError):
+            return {"error": [name, str(value)]}
+        given = value if isinstance(value, tuple) else [getattr(value, one.name) for one in fields(value) if one.init]
+        return {"object": [name, [_to_json(one, blobs) for one in given]]}
+    plain: type | None = next((one for one in (int, float, str, list, tuple) if isinstance(value, one)), None)
+    if plain is not None:  # of a class derived from it, its value alone
+        return _to_json(plain(value), blobs)
+    raise DataError(
+        f"ranks exchange plain data, and a {kind.__module__}.{kind.__qualname__} is none; send its numbers, texts, "
+        f"lists or tensors instead"
+    )
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class is one of this package's kinds of values."""
+    is_value = is_dataclass(kind) or issubclass(kind, ReallocError | Enum) or hasattr(kind, "_fields")
+    return is_value and kind.__module__.startswith(_PACKAGE)
+
+
+def _append(blob: bytes, blobs: list[bytes]) -> int:
+    blobs.append(blob)
+    return len(blob)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
+class _Decoder:
+    """Reads the JSON values of a message, and its blobs in the order in which they were written."""
+
+    def __init__(self, content: bytes, position: int) -> None:
+        self._content = content
+        self._position = position
+
+    def value(self, given: Any) -> Any:
+        if isinstance(given, list):
+            return [self.value(one) for one in given]
+        if not isinstance(given, dict):
+            return given
+        ((tag, inner),) = given.items()
+        if tag == "dict":
+            return {self.value(key): self.value(one) for key, one in inner}
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag](self.value(one) for one in inner)
+        return _TEXTS[tag](inner) if tag in _TEXTS else self._rare(tag, inner)
+
+    def _rare(self, tag: str, inner: Any) -> Any:
+        if tag == "bytes":
+            return self._blob(inner)
+        if tag in ("tensor", "array"):
+            dtype, shape, size = inner
+            blob = bytearray(self._blob(size))
+            if tag == "array":
+                return np.frombuffer(blob, np.dtype(dtype)).reshape(shape)
+            read = torch.frombuffer(blob, dtype=_dtype(dtype)) if size else torch.empty(0, dtype=_dtype(dtype))
+            return read.reshape(shape)
+        kind: Any = _own_class(inner[0])
+        given = inner[1]
+        if tag == "enum":
+            return kind[given]
+        if tag == "error":
+            return kind(given)
+        values = [self.value(one) for one in given]
+        if issubclass(kind, tuple):
+            return kind(*values)
+        return kind(**dict(zip((one.name for one in fields(kind) if one.init), values, strict=True)))
+
+    def _blob(self, size: int) -> bytes:
+        begin, self._position = self._position, self._position + size
+        return self._content[begin : self._position]
+
+
+def _own_class(name: str) -> type:
+    """Return one of this package's classes of values by its name. Imports nothing: a rank that reads it has used it."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules[module] if module.startswith(_PACKAGE) else None
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, type) or not _is_own(found):
+        raise ValueError(f"{name} is none of this package's values")
+    return found

@@ -1,0 +1,74 @@
+"""Start the process group through a store on loopback, and destroy its groups when the process exits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+LOOPBACK = "127.0.0.1"
+
+
+def is_on_one_host(environment: ClusterEnvironment, *, num_nodes: int) -> bool:
+    """Return whether all ranks are known to be on this host before they have met."""
+    if num_nodes > 1:
+        return False
+    if not environment.creates_processes_externally or isinstance(environment, SLURMEnvironment):
+        return True
+    return "WORLD_SIZE" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def start_on_loopback(
+    environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta | None
+) -> None:
+    """Start the process group with a store that listens on loopback alone. Leaves it to an agent of torchrun, if any.
+
+    The store has no authentication, and torch's own listens on all interfaces.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    rank, port = environment.global_rank(), environment.main_port
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(port)
+    dist.init_process_group(
+        backend,
+        store=_loopback_store(port, timeout or default_pg_timeout, listens=rank == 0),
+        rank=rank,
+        world_size=environment.world_size(),
+        timeout=timeout,
+        device_id=device if device.type != "cpu" else None,
+    )
+
+
+def _loopback_store(port: int, timeout: timedelta, *, listens: bool) -> TCPStore:
+    if not listens:
+        return TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen()
+        return TCPStore(LOOPBACK, port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def end_process_group() -> None:
+    """Destroy the process groups that this process created; Lightning does so only for NCCL.
+
+    A gloo thread may hold the last reference to a tensor. If it released that during interpreter shutdown, it could no
+    longer acquire the GIL and would abort the process.
+    """
+    with suppress(KeyboardInterrupt):  # another Ctrl-C need not wait for this
+        if not dist.is_initialized():
+            return
+        dist.destroy_process_group()
+        gc.collect()  # a group's threads end with its last reference, and models have reference cycles
