@@ -10,13 +10,9 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards.final_numbers import final_number
+from lightning_realloc.rewards.final_numbers import last_boxed as last_boxed
 from lightning_realloc.rewards.texts import completion_texts
-
-_PLAIN_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
-_FRACTION = rf"(?P<sign>[-+]?)\\[dt]?frac\s*{{\s*(?P<above>{_PLAIN_NUMBER})\s*}}\s*{{\s*(?P<below>{_PLAIN_NUMBER})\s*}}"
-_QUOTIENT = rf"(?P<numerator>{_PLAIN_NUMBER})(?:\s*/\s*(?P<denominator>{_PLAIN_NUMBER}))?\s*(?P<percent>\\?%)?"
-# A digit or point directly before is part of a longer number; a letter belongs to a name such as x2.
-_FOUND = re.compile(rf"(?<![\w.]){_FRACTION}|(?<![\w.])(?=[-+.\d]){_QUOTIENT}")
 
 
 def exact_match(
@@ -39,7 +35,7 @@ NumberReader = Literal["math-verify", "plain", "auto"]
 class NumericAnswer:
     r"""Reward 1 if a completion's final answer equals the expected number, 0 otherwise.
 
-    ``"plain"`` compares the last number of each text: in ``\boxed{}``, after ``####``, or else anywhere; see
+    ``"plain"`` compares the final number of each text: in ``\boxed{}``, after ``####``, or else the last one; see
     :func:`final_number`. ``"math-verify"`` compares expressions as that package parses them. The reward does not apply
     (None) if the expected answer cannot be parsed.
 
@@ -190,51 +186,3 @@ class Length:
                 lengths = [len(text) for text in completion_texts(completions)]
         longest = float("inf") if self.maximum is None else self.maximum
         return [float(self.minimum <= length <= longest) for length in lengths]
-
-
-def final_number(text: str) -> Fraction | None:
-    r"""Return the number in the last ``\boxed{}``, or after the last ``####``, or else the last number of the text.
-
-    ``1,234.5``, ``-3e2``, ``3/4``, ``\frac{3}{4}`` and ``12%`` are numbers; algebra and units are not supported. None
-    if there is no number.
-    """
-    boxed = last_boxed(text)
-    if boxed is not None:
-        text = boxed
-    elif "####" in text:
-        text = text.rpartition("####")[2]
-    numbers = [number for match in _FOUND.finditer(text) if (number := _value(match)) is not None]
-    return numbers[-1] if numbers else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed ``\boxed{...}``, including inner braces; None without one."""
-    end = len(text)
-    while (begin := text.rfind(r"\boxed{", 0, end)) >= 0:
-        content = begin + len(r"\boxed{")
-        depth = 1
-        for position in range(content, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[content:position]
-        end = begin
-    return None
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    if match["above"] is not None:
-        above, below = _plain(match["above"]), _plain(match["below"])
-        sign = -1 if match["sign"] == "-" else 1
-        return sign * above / below if above is not None and below else None
-    above = _plain(match["numerator"])
-    below = _plain(match["denominator"]) if match["denominator"] else Fraction(1)
-    if above is None or not below:
-        return above
-    return above / below / (100 if match["percent"] else 1)
-
-
-def _plain(text: str) -> Fraction | None:
-    try:
-        return Fraction(text.replace(",", ""))
-    except ValueError:  # only a sign or an exponent
-        return None
