@@ -5,50 +5,52 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards.program_tests import OutputTest, program_tests
 from lightning_realloc.rewards.sandbox.sandbox import run_limited
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
-from lightning_realloc.rewards.texts import completion_texts, shortened
+from lightning_realloc.rewards.texts import completion_texts, extract_code
 
 log = logging.getLogger(__name__)
 
 Score = Literal["all", "share"]
-Test = str | Mapping[str, Any]
 
-_FENCED = re.compile(
-    r"^[ \t]*```(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
-)
-
-# The token comes last and is random, so a program that exits early cannot pass.
+# The program is a module, as dataclasses and pickles need it. The token is random and written last, so a program that
+# exits early cannot pass; it goes to a descriptor of its own, since programs and tests may replace sys.stdout.
 _HARNESS = """
-import json, sys
+import json, os, sys, types
 given = json.loads(sys.stdin.readline())
-names = {"__name__": "solution"}
-exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"), names)
-exec(compile(given["test"], "test.py", "exec"), names)
-sys.stdout.write("\\n" + given["token"])
-sys.stdout.flush()
+output = os.dup(1)
+sys.path.insert(0, os.getcwd())
+solution = sys.modules["solution"] = types.ModuleType("solution")
+solution.__file__ = os.path.abspath("solution.py")
+exec(compile(open(solution.__file__, "rb").read(), solution.__file__, "exec"), solution.__dict__)
+exec(compile(given["test"], "test.py", "exec"), solution.__dict__)
+os.write(output, ("\\n" + given["token"]).encode())
 """
 
 
 class CodeTests:
     """Reward for Python code that passes its prompt's tests.
 
-    The code is the last fenced block of a completion, or the whole text without one. The column ``tests`` holds one
-    test or a list of them for every prompt; None where the reward does not apply. A test is one of:
+    The code is the last block of a completion that is marked as Python, or else the last one without a language, or
+    the whole text. The column ``tests`` holds one test or a list of them for every prompt; None where the reward does
+    not apply. A test is one of:
 
     - Python text that runs after the code and sees its names, such as ``assert solve(2) == 4``.
-    - ``{"input": ..., "output": ...}``: standard input, and the expected standard output.
+    - ``{"input": ..., "output": ...}``: standard input, and the expected standard output. White space at the end of
+      lines, and an error of 1e-6 in numbers with a decimal point, do not count.
+    - ``{"fn_name": ..., "input": [...], "output": ...}``: a function's arguments and its result.
+    - The same with lists ``inputs`` and ``outputs``, as in APPS, also as JSON: a test for each pair.
 
     All processes of a program end with its test. A program gets none of this process's environment variables, but it
     can read and write files with this user's rights. Tests share a process with the tested code: they detect mistakes,
@@ -145,7 +147,7 @@ class CodeTests:
         Raises:
             RewardError: for tests in another form.
         """
-        given = [_as_tests(tests, self.column) for tests in columns[self.column]]
+        given = [program_tests(tests, self.column) for tests in columns[self.column]]
         codes = [extract_code(text) for text in completion_texts(completions)]
         pairs = [(row, test) for row, tests in enumerate(given) for test in tests or ()]
         with ThreadPoolExecutor(self.workers) as executor:
@@ -162,7 +164,7 @@ class CodeTests:
     def _reward(self, passed: Sequence[bool]) -> float:
         return float(all(passed)) if self.score == "all" else sum(passed) / len(passed)
 
-    def _run_test(self, code: str, test: Test) -> tuple[bool, ProgramResult]:
+    def _run_test(self, code: str, test: str | OutputTest) -> tuple[bool, ProgramResult]:
         with tempfile.TemporaryDirectory(prefix="code_tests_", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             (folder / "solution.py").write_text(code, encoding="utf-8", errors="replace")
@@ -174,15 +176,15 @@ class CodeTests:
                     limits=self.limits,
                     standard_input=json.dumps({"test": test, "token": token}) + "\n",
                 )
-                return _passed(result) and result.output.endswith(token), result
+                return _passed(result) and token in result.output, result
             result = run_limited(
                 self._command(folder, "solution.py"),
                 folder=folder,
                 limits=self.limits,
-                standard_input=str(test.get("input", "")),
+                standard_input=test.given,
                 with_errors=False,
             )
-            return _passed(result) and _lines(result.output) == _lines(str(test["output"])), result
+            return _passed(result) and test.accepts(result.output), result
 
     def _command(self, folder: Path, *arguments: str) -> list[str]:
         sandbox = [argument.replace("{folder}", str(folder)) for argument in self.sandbox]
@@ -191,31 +193,5 @@ class CodeTests:
         return [*sandbox, self.interpreter, "-I", "-B", *arguments]
 
 
-def extract_code(text: str) -> str:
-    """Return the last fenced block of Python in a text; the whole text if there is none."""
-    blocks: list[str] = _FENCED.findall(text)
-    return blocks[-1] if blocks else text
-
-
 def _passed(result: ProgramResult) -> bool:
     return result.exit_code == 0
-
-
-def _lines(output: str) -> list[str]:
-    """Return the lines of an output without trailing white space and trailing empty lines."""
-    return [line.rstrip() for line in output.rstrip().splitlines()]
-
-
-def _as_tests(tests: Any, column: str) -> tuple[Test, ...] | None:
-    if tests is None:
-        return None
-    listed = tuple(tests) if isinstance(tests, Iterable) and not isinstance(tests, str | Mapping) else (tests,)
-    for test in listed:
-        if not isinstance(test, str) and not (isinstance(test, Mapping) and "output" in test):
-            raise RewardError(
-                f"a test in column {column!r} must be Python, or a mapping with 'input' and 'output'; it is "
-                f"{shortened(test)}"
-            )
-    if not listed:
-        raise RewardError(f"column {column!r} needs at least one test for every prompt; use None where there are none")
-    return listed

@@ -1,4 +1,4 @@
-r"""Read the final number of a text: in ``\boxed{}``, after ``####``, or else the last one. Linear in the text's length."""
+r"""Read the final number of a text: in ``\boxed{}``, after ``####``, or else the last one. In linear time."""
 
 from __future__ import annotations
 

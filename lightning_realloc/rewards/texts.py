@@ -1,14 +1,58 @@
-"""Text of completions, and short descriptions of prompts and completions for messages."""
+"""Text and code of completions, and short descriptions of prompts and completions for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
+_LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
+_PYTHON = re.compile(r"(?:python|py)[\d.]*", re.IGNORECASE)
 
 
 def completion_texts(completions: Sequence[Any]) -> list[str]:
     """Return completions as texts; for a conversation, the content of its last message."""
     return [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
+
+
+def extract_code(text: str) -> str:
+    """Return the last fenced block that is marked as Python, or else the last one without a language.
+
+    The whole text if there is neither. Blocks lose the indentation of their fence.
+    """
+    blocks = list(_blocks(text))
+    for marked in (True, False):
+        found = [code for language, code in blocks if (_PYTHON.fullmatch(language) if marked else not language)]
+        if found:
+            return found[-1]
+    return textwrap.dedent(text)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of every closed fenced block.
+
+    Source: https://spec.commonmark.org/0.31.2/#fenced-code-blocks, with any indentation, as in lists.
+    """
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in re.split(r"\r\n?|\n", text):
+        fence = _FENCE.fullmatch(line)
+        if opening is None:
+            if fence is not None and "`" not in fence[3]:
+                opening, lines = fence, []
+        elif fence is not None and fence[2].startswith(opening[2]) and not fence[3]:
+            language = _LANGUAGE.match(opening[3])
+            yield language[1] if language else "", "".join(f"{line}\n" for line in lines)
+            opening = None
+        else:
+            lines.append(_without_indentation(line, opening[1]))
+
+
+def _without_indentation(line: str, indentation: str) -> str:
+    num_blanks = len(line) - len(line.lstrip(" \t"))
+    return line[min(len(indentation), num_blanks) :]
 
 
 def describe_batch(given: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import tempfile
@@ -12,7 +13,8 @@ import pytest
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards import CodeTests, RewardFunctions
-from lightning_realloc.rewards.code_tests import extract_code
+from lightning_realloc.rewards.program_tests import OutputTest, program_tests
+from lightning_realloc.rewards.texts import extract_code
 
 SQUARE = "def square(x):\n    return x * x\n"
 TESTS = ["assert square(2) == 4", "assert square(3) == 9"]
@@ -69,10 +71,96 @@ def test_programs_over_limits_earn_nothing_and_leave_no_files(tmp_path: Path, mo
         ("```python\nx = '''```'''\n```", "x = '''```'''\n"),
         ("```text\nhello\n```\nx", "```text\nhello\n```\nx"),
         ("```python\nx = 1", "```python\nx = 1"),
+        ("```cpp\nint x;\n```\nor\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nOutput:\n```\n3\n```", "x = 1\n"),
+        ("```bash\npip install x\n```\n```\nx = 1\n```\n```json\n{}\n```", "x = 1\n"),
+        ("1. So:\n   ```python\n   if x:\n       y\n\n   ```", "if x:\n    y\n\n"),
+        ("\t~~~ Python3\n\tx = 1\ny\n\t~~~~", "x = 1\ny\n"),
+        ('```python title="a.py"\r\nx = 1\r\ny = 2\r\n```\r\nDone.', "x = 1\ny = 2\n"),
+        ("```{.python .numberLines}\nx = 1\n```", "x = 1\n"),
+        ('````python\nx = """\n```\n"""\n````', 'x = """\n```\n"""\n'),
+        ("    if x:\n        y", "if x:\n    y"),
     ],
 )
 def test_the_code_is_the_last_block_of_python(text: str, code: str) -> None:
     assert extract_code(text) == code
+
+
+def test_programs_run_as_python_runs_them() -> None:
+    code = """
+from __future__ import annotations
+import atexit, io, pickle, sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass
+class Point:
+    x: int
+    names: ClassVar[list[str]] = []
+
+atexit.register(print, "goodbye")
+same = wanted = 3
+def moved(point): return Point(point.x + wanted)
+sys.stdout = io.StringIO()
+"""
+    tests = [
+        "assert moved(Point(1)) == Point(4)",
+        "assert pickle.loads(pickle.dumps(Point(1))) == Point(1)",
+        "import inspect, solution; assert solution.Point is Point and 'x: int' in inspect.getsource(Point)",
+        "assert __name__ == 'solution' and moved(Point(1)).x == 5",
+    ]
+    assert judge([code], [tests], score="share") == [0.75]
+
+
+def test_functions_are_called_with_arguments() -> None:
+    function = "same = 1\ndef add(a, b): a.append(same); return (a[0] + b, a[-1] / 3)\n"
+    method = "class Solution:\n    def add(self, a, b): return a + b\n"
+    nothing = "def add(a, b): return None"
+    cases = {"fn_name": "add", "inputs": [[[1], 2], [[2], 2]], "outputs": [[3, 0.3333333], [5, 0.3333333]]}
+    assert judge([function, nothing], [cases, cases], score="share") == [0.5, 0.0]
+    assert judge([function], [json.dumps(cases)], score="share") == [0.5]
+    one = {"fn_name": "add", "input": [1, 2], "output": 3, "inputs": None}
+    listed = {"fn_name": "add", "input": [[1, 2], [3, 4]], "output": [3, 7]}
+    assert judge([method] * 2, [[one, one | {"output": [3]}, listed], one | {"output": 4}]) == [1.0, 0.0]
+    assert judge([nothing, method], [one | {"output": None}] * 2) == [1.0, 0.0]
+
+
+def test_programs_are_run_on_lists_of_inputs() -> None:
+    code = "print(int(input()) + 1)\nprint(0.1 + 0.2, 2e-9)"
+    cases = {"inputs": ["1\n", "2", ["3"]], "outputs": ["2\n0.3 0.0", ["4", "0.3 0.0"], "4\n0.30 0.0"], "fn_name": None}
+    assert judge([code], [cases], score="share") == [pytest.approx(2 / 3)]
+    assert judge([code], [[{"input": ["1", "1"], "output": ["2\n0.3 0.", "3\n0.3 0."]}]], score="share") == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "is_same"),
+    [
+        ("0.333333", "0.333333333333", True),
+        ("x = 0.33", "x = 0.333333333333", False),
+        ("1000000.1 \n", "1000000.0", True),
+        ("1000002.1", "1000000.0", False),
+        ("2", "2.0", True),
+        ("2.0", "2", False),
+        ("1000000007", "1000000008", False),
+        ("1e-7", "0.0", True),
+        ("0.5 a", "0.5 b", False),
+        ("0.5\n1", "0.5", False),
+        ("0.5 1.0", "0.5", False),
+        ("yes 1.5e3", "yes 1500.0", True),
+        ("nan", "0.0", False),
+        ("", "", True),
+    ],
+)
+def test_outputs_may_round_numbers_with_a_decimal_point(found: str, expected: str, is_same: bool) -> None:
+    assert OutputTest("", expected).accepts(found) is is_same
+
+
+def test_texts_of_lists_are_tests_and_not_programs() -> None:
+    checks = ["assert x == 1", "assert x == 2"]
+    for text in (json.dumps(checks), repr(checks)):
+        assert program_tests(text, "tests") == tuple(checks)
+    assert program_tests('[{"input": null, "output": 3}]', "tests") == (OutputTest("", "3"),)
+    assert program_tests("[x] == [1] or exit(1)", "tests") == ("[x] == [1] or exit(1)",)
 
 
 def test_conversations_are_rewarded_too() -> None:
@@ -104,6 +192,11 @@ def test_start_reports_causes_that_would_fail_every_test(caplog: pytest.LogCaptu
         ({}, [[3]], "must be Python, or a mapping with 'input' and 'output'; it is 3"),
         ({}, [3], "must be Python, or a mapping with 'input' and 'output'; it is 3"),
         ({}, [{"input": "3"}], "must be Python, or a mapping"),
+        ({}, [{"input": "3", "output": None}], "must be Python, or a mapping"),
+        ({}, [{"inputs": ["3"], "outputs": []}], "lists 'inputs' and 'outputs' must have equal length"),
+        ({}, [{"inputs": [], "outputs": []}], "needs at least one test"),
+        ({}, [{"fn_name": "f", "input": 3, "output": 4}], "with 'fn_name' an input is a list of arguments"),
+        ({}, ["[1, 2]"], "must be Python, or a mapping with 'input' and 'output'; it is 1;"),
     ],
 )
 def test_invalid_options_and_tests_are_refused(options: dict[str, Any], tests: list[Any], rule: str) -> None:
