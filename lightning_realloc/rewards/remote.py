@@ -8,15 +8,17 @@ is available.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import os
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 import aiohttp
 
@@ -69,15 +71,14 @@ class RemoteReward:
         on_failure: OnFailure = "fail",
         give_up_after: int = GIVE_UP_AFTER,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise RewardError(f"url={_without_password(url)!r} must be an address like http://localhost:8000/judge")
+        self._url_secrets = _secrets_of(url)
         for setting, number in {"batch_size": batch_size, "concurrency": concurrency}.items():
             if number < 1:
                 raise RewardError(f"{setting}={number} must be at least 1")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise RewardError(f"timeout_s={timeout_s} must be above 0 and finite")
         self.url = url
-        self._shown_url = _without_password(url)
+        self._shown_url = _shown(url)
         self.__name__ = name
         self.columns = None if columns is None else tuple(columns)
         self.batch_size = batch_size
@@ -86,7 +87,8 @@ class RemoteReward:
         self.retries = retries or Retries()
         self.on_failure = on_failure
         self.give_up_after = give_up_after
-        self._headers = {"Accept": "application/json", **(headers or {})}
+        self._given_headers = dict(headers or {})
+        self._headers = {"Accept": "application/json", **self._given_headers}
         self._token_variable = token_variable
         self._rule = FailureRule(name, on_failure, give_up_after)
         self._rng = random.Random()  # for waits only; with a shared seed all ranks would retry at the same time
@@ -157,7 +159,7 @@ class RemoteReward:
     def _session(self) -> aiohttp.ClientSession:
         headers = dict(self._headers)
         if self._token_variable is not None:
-            token = os.environ.get(self._token_variable)
+            token = os.environ.get(self._token_variable, "").strip()  # files of secrets end with a line break
             if not token:
                 raise RewardError(
                     f"{self.__name__}: the environment variable {self._token_variable} is not set; set it"
@@ -205,13 +207,48 @@ class RemoteReward:
             return _RequestFailure(f"no answer within timeout_s={self.timeout_s:g} seconds", may_repeat=True)
         except _AnswerTooLong:
             return _RequestFailure(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
-        except (aiohttp.ClientError, OSError) as error:
-            return _RequestFailure(f"{type(error).__name__}: {error}", may_repeat=True)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            reason = f"{type(error).__name__}: {self._redacted(str(error))}"
+            return _RequestFailure(reason, may_repeat=not isinstance(error, ValueError))
         if response.status != 200:
             server_wait_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
             may_repeat = response.status in RETRYABLE_STATUSES
-            return _RequestFailure(f"it answered {response.status}{_excerpt(content)}", may_repeat, server_wait_s)
-        return _rewards(content, count)
+            reason = f"it answered {response.status}{self._excerpt(content)}"
+            return _RequestFailure(reason, may_repeat, server_wait_s)
+        return self._rewards(content, count)
+
+    def _rewards(self, content: bytes, count: int) -> list[float | None] | _RequestFailure:
+        """Parse the rewards of an answer."""
+        try:
+            answer: Any = json.loads(content)
+        except (ValueError, RecursionError):
+            return _RequestFailure(f"its answer is not JSON{self._excerpt(content)}")
+        rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
+        if not isinstance(rewards, list):
+            return _RequestFailure(f"its answer must be {{'rewards': [...]}}{self._excerpt(content)}")
+        if len(rewards) != count:
+            return _RequestFailure(
+                f"its answer must have one reward for each of {count} completions; it has {len(rewards)}"
+            )
+        for reward in rewards:
+            if reward is not None and finite_number(reward) is None:
+                shown = shortened(self._redacted(reward)) if isinstance(reward, str) else self._redacted(repr(reward))
+                return _RequestFailure(f"rewards must be finite numbers or null; it answered {shown[:80]}")
+        return [None if reward is None else float(reward) for reward in rewards]
+
+    # ---- secrets
+    def _excerpt(self, content: bytes) -> str:
+        text = " ".join(self._redacted(content.decode(errors="replace"))[:200].split())
+        return f": {text}" if text else ""
+
+    def _redacted(self, text: str) -> str:
+        """Return a text of the server or of aiohttp without the secrets that were sent."""
+        secrets = {*self._url_secrets, os.environ.get(self._token_variable or "", "").strip()}
+        secrets |= {word for value in self._given_headers.values() for word in value.split()}
+        forms = {form for secret in secrets for form in (secret, quote(secret, safe=""), quote_plus(secret))}
+        for form in sorted(forms - {""}, key=len, reverse=True):
+            text = text.replace(form, "***")
+        return text
 
 
 class _AnswerTooLong(Exception):
@@ -228,10 +265,34 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-def _without_password(url: str) -> str:
-    """Return an address without user and password, for messages."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+def _secrets_of(url: str) -> tuple[str, ...]:
+    """Return the secrets in an address: password or user, both as they are sent, and the values of the query.
+
+    Raises:
+        RewardError: for an address that is not one of a server.
+    """
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # its message repeats parts of the address
+        is_address = False
+    if not is_address:
+        raise RewardError(
+            f"url={_shown(url)!r} must be an address like http://localhost:8000/judge, with a port up to 65535"
+        )
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    sent = base64.b64encode(f"{user}:{password}".encode()).decode() if user or password else ""
+    return (password or user, sent, *(value for _, value in parse_qsl(parts.query)))
+
+
+def _shown(url: str) -> str:
+    """Return an address without user, password and query, for messages; the scheme alone if they cannot be found."""
+    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
+    before, *query = re.split("[?#]", rest, maxsplit=1)
+    authority, slash, path = before.partition("/")
+    if "@" in path or "@" in "".join(query):  # perhaps of a password with a slash
+        return f"{scheme}{mark}***"
+    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}" + "?***" * bool(query)
 
 
 class _RequestFailure:
@@ -256,30 +317,6 @@ async def _checked(
         await asyncio.gather(*requests, return_exceptions=True)
         raise
     return [request.result() for request in requests]
-
-
-def _rewards(content: bytes, count: int) -> list[float | None] | _RequestFailure:
-    """Parse the rewards of an answer."""
-    try:
-        answer: Any = json.loads(content)
-    except (ValueError, RecursionError):
-        return _RequestFailure(f"its answer is not JSON{_excerpt(content)}")
-    rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
-    if not isinstance(rewards, list):
-        return _RequestFailure(f"its answer must be {{'rewards': [...]}}{_excerpt(content)}")
-    if len(rewards) != count:
-        return _RequestFailure(
-            f"its answer must have one reward for each of {count} completions; it has {len(rewards)}"
-        )
-    for reward in rewards:
-        if reward is not None and finite_number(reward) is None:
-            return _RequestFailure(f"rewards must be finite numbers or null; it answered {shortened(reward)}")
-    return [None if reward is None else float(reward) for reward in rewards]
-
-
-def _excerpt(content: bytes) -> str:
-    text = " ".join(content[:200].decode(errors="replace").split())
-    return f": {text}" if text else ""
 
 
 def _now_s() -> float:

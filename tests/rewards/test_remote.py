@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -204,6 +205,43 @@ def test_a_password_in_the_address_is_sent_and_never_shown() -> None:
     assert "secret" not in str(refused.value)
     assert "127.0.0.1" in str(refused.value)
     assert log.headers[0]["Authorization"].startswith("Basic ")
-    with pytest.raises(RewardError) as wrong:
-        RemoteReward("ftp://user:secret@host/judge")
-    assert "secret" not in str(wrong.value)
+    for url, shown in {
+        "ftp://user:hunter2@host/judge": "ftp://host/judge",
+        "http://user:hunter2@host:99999/?api_key=hunter2": "http://host:99999/?***",
+        "http://user:hunter2@[::1": "http://[::1",
+        "http://user:no/hunter2@host/": "http://***",
+        "https://user:hunter2?@host": "https://***",
+        "user:hunter2@host/judge": "host/judge",
+        "http:///judge?next=http://user:hunter2@host": "http://***",
+    }.items():
+        with pytest.raises(RewardError) as wrong:
+            RemoteReward(url)
+        assert f"url={shown!r} must be an address" in str(wrong.value)
+        assert "hunter2" not in "".join(traceback.format_exception(wrong.value))
+
+
+@pytest.mark.parametrize("answer", ["status", "text", "reward", "list"])
+def test_secrets_that_an_answer_repeats_are_never_shown(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cr/et token\n")
+    secrets = ["s3cr/et token", "s3cr%2Fet%20token", "hidden-key", "pass word", "dXNlcjpwYXNzIHdvcmQ=", "key-of-header"]
+    said = " ".join(["no:", *secrets, "x" * 150 + secrets[0]])
+    answers = {
+        "status": Answer(403, content={"detail": said}),
+        "text": Answer(content=said.encode()),
+        "reward": Answer(content={"rewards": [said]}),
+        "list": Answer(content={"rewards": [[said]]}),
+    }
+    with reward_server(lambda number, asked: answers[answer]) as log:
+        url = log.url.replace("http://", "http://user:pass%20word@") + "?api_key=hidden-key"
+        reward = RemoteReward(url, headers={"X-Key": "key-of-header"}, on_failure="mask")
+        with pytest.raises(RewardError) as refused:
+            reward.start()  # without the token, which would replace the password
+        reward = RemoteReward(
+            log.url + "?api_key=hidden-key", headers={"X-Key": "key-of-header"}, token_variable="JUDGE_TOKEN"
+        )
+        with pytest.raises(RewardError) as failed:
+            judge(reward, ["a"])
+    assert log.headers[-1]["Authorization"] == "Bearer s3cr/et token"
+    for error, sent in ((refused, secrets[2:]), (failed, [*secrets[:3], secrets[-1]])):
+        assert f"{log.url}?***" in str(error.value)
+        assert not [secret for secret in sent if secret in "".join(traceback.format_exception(error.value))]
