@@ -6,9 +6,9 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.texts import shortened
@@ -127,8 +127,8 @@ def _calls(name: str, arguments: Any, expected: Any, item: object) -> str:
     return _CALLS.format(tolerance=NUMBER_TOLERANCE, name=name, readings=readings)
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | Mapping)
+def _is_list(value: object) -> TypeGuard[Collection[Any]]:
+    return isinstance(value, Collection) and not isinstance(value, str | Mapping)
 
 
 def _as_text(value: Any) -> str:
