@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Score = Literal["all", "share"]
 
+_SIGNALS = ", and send signals to this run and other processes of its user"
+
 # The program is a module, as dataclasses and pickles need it. The token is random and written last, so a program that
 # exits early cannot pass; it goes to a descriptor of its own, since programs and tests may replace sys.stdout.
 _HARNESS = """
@@ -53,7 +55,8 @@ class CodeTests:
     - The same with lists ``inputs`` and ``outputs``, as in APPS, also as JSON: a test for each pair.
 
     All processes of a program end with its test. A program gets none of this process's environment variables, but it
-    can read and write files with this user's rights. Tests share a process with the tested code: they detect mistakes,
+    can read and write files with this user's rights; a program of root has those of nobody, if nobody may read the
+    interpreter. Tests share a process with the tested code: they detect mistakes,
     not deliberate cheating.
 
     Args:
@@ -136,7 +139,7 @@ class CodeTests:
             log.warning(
                 "this system does not allow namespaces: code run by CodeTests can use the network%s; give "
                 "CodeTests(sandbox=...) or run in a container",
-                "" if os.getuid() == 0 else ", read this run's environment variables, and send it signals",
+                "" if result.is_nobody else _SIGNALS if os.getuid() == 0 else f", read environment variables{_SIGNALS}",
             )
 
     def __call__(

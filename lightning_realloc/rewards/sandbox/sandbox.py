@@ -1,8 +1,8 @@
 """Run an untrusted program under limits, in its own folder and without this process's environment.
 
-Files are not protected: the program reads and writes with this user's rights. Without namespaces, a program of an
-ordinary user can also signal this run, and read its environment. If prompts may be hostile, give a sandbox of the
-system, or run training in a container.
+Files are not protected: the program reads and writes with this user's rights, or with those of nobody if this user is
+root. Without namespaces, a program of an ordinary user can also signal this run, and read its environment. If prompts
+may be hostile, give a sandbox of the system, or run training in a container.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Supervisor process that runs one program under limits and kills all its descendants. Standard library only.
 
 The supervisor adopts the program's orphans, and sets the kernel's resource limits before the program starts. If the
-kernel allows namespaces to this user, the program has no network and sees only its own processes. They all end with the
-first one. Without namespaces, the supervisor finds and kills them.
+kernel allows namespaces to this user, the program has no network and sees only its own processes, also in ``/proc``.
+They all end with the first one. Without namespaces, the supervisor finds and kills them. A program of root runs as the
+user nobody, if nobody may read its interpreter and reach its folder.
 
 Input: a job as JSON on standard input. Output: a :class:`ProgramResult` as JSON on standard output.
 """
@@ -10,7 +11,6 @@ Input: a job as JSON on standard input. Output: a :class:`ProgramResult` as JSON
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -33,9 +33,15 @@ from lightning_realloc.rewards.sandbox.processes import (
     kill_tree,
     raise_priority,
 )
+from lightning_realloc.rewards.sandbox.surroundings import (
+    NOBODY,
+    become_nobody,
+    give_to_nobody,
+    is_open_to_nobody,
+    show_own_processes,
+    unshare,
+)
 
-_NEW_USER, _NEW_PID, _NEW_NET, _NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
-_NOBODY = 65534
 _POLL_INTERVAL_S = 0.02
 """Seconds between two counts of the program's processes."""
 
@@ -70,6 +76,23 @@ class ProgramResult:
     """Captured standard output, and standard error if requested, up to the limit."""
     isolated: bool
     """Whether the program ran in its own namespaces."""
+    is_nobody: bool
+    """Whether a program of root ran as the user nobody, with the rights of nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """Means by which a program is kept apart."""
+
+    isolated: bool
+    """Namespaces of processes, network and messages."""
+    is_nobody: bool
+    """The user nobody, in place of root."""
+
+    @property
+    def limits_processes(self) -> bool:
+        """Whether the kernel can limit processes: elsewhere it would count those of other programs, or training's."""
+        return self.isolated and not self.is_nobody
 
 
 def supervise() -> None:
@@ -78,42 +101,47 @@ def supervise() -> None:
     die_with_parent(job["parent"])
     adopt_orphans()
     niceness = raise_priority()  # before a namespace removes the right; the program gets the old value back
-    isolated = job["namespaces"] and _isolate()
+    surroundings = _isolate(job)
     hide_from_user()  # once the maps of the namespace are written
     # Entering a namespace has cleared the parent-death signal.
     die_with_parent(job["parent"])
     limits = Limits(**job["limits"])
-    result = _run(job, limits, isolated, niceness)
+    result = _run(job, limits, surroundings, niceness)
     json.dump(asdict(result), sys.stdout)
 
 
-def _isolate() -> bool:
-    """Start child processes in new namespaces; return whether the kernel allows it to this user."""
+def _isolate(job: dict[str, Any]) -> _Surroundings:
+    """Start child processes in new namespaces if wanted and allowed, and choose their user."""
     if sys.platform != "linux":
-        return False
-    user, group = os.getuid(), os.getgid()
-    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER | _NEW_PID | _NEW_NET | _NEW_IPC) != 0:
-        return False
+        return _Surroundings(False, False)
+    user, group, wanted = os.getuid(), os.getgid(), job["namespaces"]
+    is_nobody = user == 0 and is_open_to_nobody(job["command"], job["folder"])
+    if is_nobody and (not wanted or unshare()):
+        return _Surroundings(wanted, True)
+    if not wanted or not unshare(new_user=True):
+        return _Surroundings(False, is_nobody)
     # The user inside is nobody, so that the program has none of the creator's rights over the namespace.
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{_NOBODY} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{_NOBODY} {group} 1")
-    return True
+        Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
+    return _Surroundings(True, False)
 
 
-def _run(job: dict[str, Any], limits: Limits, isolated: bool, niceness: int) -> ProgramResult:
+def _run(job: dict[str, Any], limits: Limits, around: _Surroundings, niceness: int) -> ProgramResult:
     output_end, output = os.pipe()
     status_end, status = os.pipe()
     with tempfile.TemporaryFile() as stdin:
         stdin.write(job["input"].encode())
         stdin.seek(0)
+        if around.is_nobody:
+            give_to_nobody(job["folder"], stdin.fileno(), output)
         init_pid = os.fork()
         if init_pid == 0:
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
             os.close(output_end)
             os.close(status_end)
-            _run_as_init(job, limits, isolated, stdin.fileno(), output, status)
+            _run_as_init(job, limits, around, stdin.fileno(), output, status)
     os.close(output)
     os.close(status)
     try:
@@ -121,14 +149,15 @@ def _run(job: dict[str, Any], limits: Limits, isolated: bool, niceness: int) -> 
         code = os.read(status_end, 16) if not reason else b""
         reason = reason or ("" if code else "it was killed from outside")
     finally:
-        if isolated:  # the kernel ends all processes of a namespace with its first one
+        if around.isolated:  # the kernel ends all processes of a namespace with its first one
             os.kill(init_pid, signal.SIGKILL)
         else:
             kill_tree(init_pid)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-    return ProgramResult(int(code) if code else None, reason, captured.decode(errors="replace"), isolated)
+    text = captured.decode(errors="replace")
+    return ProgramResult(int(code) if code else None, reason, text, around.isolated, around.is_nobody)
 
 
 def _watch(init_pid: int, output_end: int, status_end: int, limits: Limits) -> tuple[bytes, str]:
@@ -154,16 +183,20 @@ def _watch(init_pid: int, output_end: int, status_end: int, limits: Limits) -> t
             return captured, f"it started more than {limits.processes} processes"
 
 
-def _run_as_init(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, output: int, status: int) -> None:
+def _run_as_init(
+    job: dict[str, Any], limits: Limits, around: _Surroundings, stdin: int, output: int, status: int
+) -> None:
     """Start the program and wait for it, as the first process of the namespace, with which all others end."""
     try:
-        die_with_parent(os.getppid() if not isolated else 0)
+        die_with_parent(os.getppid() if not around.isolated else 0)
+        if around.isolated:
+            show_own_processes()
         adopt_orphans()
         os.setsid()  # a group that also holds the program, to kill where no subreaper or namespace exists
         program = os.fork()
         if program == 0:
             os.setpgid(0, 0)  # a group without the init process, which outlives it
-            _exec_program(job, limits, isolated, stdin, output)
+            _exec_program(job, limits, around, stdin, output)
         os.close(output)
         code = None
         while code is None:
@@ -175,10 +208,9 @@ def _run_as_init(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int
         os._exit(0)
 
 
-def _exec_program(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, output: int) -> None:
+def _exec_program(job: dict[str, Any], limits: Limits, around: _Surroundings, stdin: int, output: int) -> None:
     """Replace this process with the program."""
     try:
-        die_with_parent(os.getppid())
         for descriptor, standard in ((stdin, 0), (output, 1), (output, 2)):
             os.dup2(descriptor, standard)
         if not job["with_errors"]:
@@ -187,7 +219,10 @@ def _exec_program(job: dict[str, Any], limits: Limits, isolated: bool, stdin: in
         os.chdir(job["folder"])
         forbid_new_privileges()
         drop_capabilities()
-        _limit(limits, isolated)
+        if around.is_nobody:
+            become_nobody()
+        die_with_parent(os.getppid())  # another user clears it
+        _limit(limits, counts_processes=around.limits_processes)
         os.execve(job["command"][0], job["command"], job["environment"])
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}".encode())
@@ -195,7 +230,7 @@ def _exec_program(job: dict[str, Any], limits: Limits, isolated: bool, stdin: in
         os._exit(127)
 
 
-def _limit(limits: Limits, isolated: bool) -> None:
+def _limit(limits: Limits, *, counts_processes: bool) -> None:
     bounds = {
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_CPU: (limits.cpu_s, limits.cpu_s + 1),
@@ -203,7 +238,7 @@ def _limit(limits: Limits, isolated: bool) -> None:
         resource.RLIMIT_NOFILE: (256, 256),
         resource.RLIMIT_AS: (limits.memory_bytes, limits.memory_bytes),
     }
-    if isolated:  # without a namespace it would count all processes of this user, including training
+    if counts_processes:
         num_supervisors = 2  # the supervisor and the init process
         max_processes = limits.processes + num_supervisors
         bounds[resource.RLIMIT_NPROC] = (max_processes, max_processes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from lightning_realloc.rewards.sandbox.sandbox import run_limited
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
+from lightning_realloc.rewards.sandbox.surroundings import is_open_to_nobody
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_bytes=2**28, file_bytes=2**16, processes=6, output_bytes=2**12)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process may leave its group")
@@ -188,9 +190,52 @@ def test_separate_namespaces_hide_the_network_and_other_processes(tmp_path: Path
     ending = run(code, tmp_path)
     if not ending.isolated:
         pytest.skip("this system lets this user make no namespaces")
+    listed = run("import os; print(sorted(name for name in os.listdir('/proc') if name.isdigit()))", tmp_path)
+    assert listed.output == "['1', '2']\n" or not may_mount()
     assert ending.output.startswith("2\n")
     assert "Network is unreachable" in ending.output
     assert "Error" in run("import os; os.setuid(0)", tmp_path).output
+
+
+def may_mount() -> bool:
+    """Return whether a /proc can be mounted, which containers may forbid."""
+    command = "unshare --user --map-root-user --pid --fork --mount-proc true"
+    return subprocess.run(command.split(), check=False).returncode == 0
+
+
+SURROUNDINGS = """
+import os, sys
+print(os.getuid(), os.getgroups())
+print([name for name in os.listdir("/proc") if name.isdigit() and int(name) > 3])
+for path in ("/dev/stdin", "/proc/sys/kernel/core_pattern", "/proc/1/environ"):
+    try:
+        print(open(path, "r+" if "sys" in path else "r").read().strip())
+    except OSError as error:
+        print(type(error).__name__)
+open("made", "w").write("by the program")
+"""
+
+
+@linux
+@pytest.mark.skipif(os.getuid() != 0, reason="is about programs of root")
+def test_a_program_of_root_runs_as_nobody_and_sees_no_process_of_others() -> None:
+    interpreter = "/usr/bin/python3"  # others may read it
+    if not is_open_to_nobody([interpreter], "/tmp/any"):
+        pytest.skip("this system lets only root read its Python")
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        (folder / "solution.py").write_text(SURROUNDINGS)
+        (folder / "solution.py").chmod(0o600)
+        command = [interpreter, "-I", "-S", "solution.py"]
+        result = run_limited(command, folder=folder, limits=LIMITS, standard_input="given\n")
+        assert (result.exit_code, result.is_nobody) == (0, True), result
+        user, processes, *read = result.output.splitlines()
+        assert (user, read) == ("65534 []", ["given", "PermissionError", "PermissionError"])
+        assert processes == "[]" or not result.isolated or not may_mount()
+        assert (folder / "made").stat().st_uid == 65534
+        forks = run_limited([interpreter, "-I", "-S", "-c", FORKS], folder=folder, limits=LIMITS)
+        assert forks.reason == "it started more than 6 processes"
+    assert not is_open_to_nobody([interpreter], "/root/any")
 
 
 PEEK = """
