@@ -6,23 +6,23 @@ import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import check_template_settings, load_tokenizer, readable_values, template_input
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.row_streams import RowStream
-from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
+from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource, read_rows, split_by_hash, usable_rows
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.streams import StreamLoader
 from lightning_realloc.errors import DataError
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 LongRows = Literal["refuse", "truncate", "drop"]
 """Policy for rows with more tokens than fit."""
+BadRows = Literal["refuse", "drop"]
+"""Policy for rows that cannot be used."""
+Made = TypeVar("Made")
 _USE_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
 
 
@@ -43,10 +46,6 @@ class TokenLimit:
     tokens: int
     source: str
     """Name of the setting for error messages, such as ``max_prompt_tokens``."""
-
-
-class NoUsableRowsError(DataError):
-    """None of the rows can be used."""
 
 
 class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
@@ -66,6 +65,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         drop_last: Whether to drop a last batch that is smaller than the others.
         long_rows: Policy for rows with more tokens than fit: ``refuse`` raises an error, ``truncate`` shortens them,
             ``drop`` skips them.
+        bad_rows: Policy for rows with an error, such as a conversation without an answer: ``refuse`` raises it, which
+            names the row; ``drop`` leaves such rows out, and warns with their number and the first error.
         bucket_batches: Number of batches of the shuffled order within which rows are grouped by length; None does not
             group.
         shuffle_buffer: For a stream: number of rows that are read and shuffled at a time.
@@ -92,6 +93,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         shuffle: bool = True,
         drop_last: bool = True,
         long_rows: LongRows = "refuse",
+        bad_rows: BadRows = "refuse",
         bucket_batches: int | None = None,
         shuffle_buffer: int = 1000,
         reads_ahead: bool = True,
@@ -100,6 +102,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         super().__init__()
         if long_rows not in get_args(LongRows):
             raise DataError(f"the policy for long rows, {long_rows!r}, must be one of {', '.join(get_args(LongRows))}")
+        if bad_rows not in get_args(BadRows):
+            raise DataError(f"bad_rows={bad_rows!r} must be one of {', '.join(get_args(BadRows))}")
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(
                 f"batch_size={batch_size!r} must be a whole number of at least 1; an iteration takes that many rows"
@@ -128,6 +132,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.long_rows = long_rows
+        self.bad_rows = bad_rows
         self.bucket_batches = bucket_batches
         self.shuffle_buffer = shuffle_buffer
         self.reads_ahead = reads_ahead
@@ -317,8 +322,30 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     # ---- inside
     def _shaped(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """Return the rows as :meth:`tabulate` expects them, with text as the content of messages."""
-        readable = (readable_values(row.values, self.message_columns, row.place) for row in rows)
-        return self.shaped(tuple(Row(row.place, values) for row, values in zip(rows, readable, strict=True)))
+
+        def shape(some: tuple[Row, ...]) -> tuple[Row, ...]:
+            values = [readable_values(row.values, self.message_columns, row.place) for row in some]
+            return self.shaped(tuple(Row(row.place, own) for row, own in zip(some, values, strict=True)))
+
+        return self._without_bad_rows(tuple(rows), shape)
+
+    def _tabulated(self, rows: tuple[Row, ...], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        return self._without_bad_rows(rows, lambda some: self.tabulate(some, tokenizer))
+
+    def _without_bad_rows(self, rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made]) -> Made:
+        """Return ``use(rows)``, without the rows that it refuses if bad rows are to be dropped."""
+        try:
+            return use(rows)
+        except NoUsableRowsError:
+            raise
+        except DataError:
+            if self.bad_rows == "refuse":
+                raise
+        kept, errors = usable_rows(rows, use)
+        if not kept:
+            raise NoUsableRowsError(f"none of {len(rows)} rows can be used; the first error: {errors[0]}")
+        rank_zero_warn(f"bad_rows='drop' left out {len(errors)} of {len(rows)} rows; the first error: {errors[0]}")
+        return use(tuple(kept))
 
     def _read_tables(self) -> None:
         tokenizer = self.tokenizer
@@ -329,9 +356,9 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         elif self.val_fraction > 0.0:
             rows, held_out = self._split(rows)
         if rows:
-            self._tables["train"] = self.tabulate(rows, tokenizer)
+            self._tables["train"] = self._tabulated(rows, tokenizer)
         if held_out:
-            self._tables["val"] = self.tabulate(held_out, tokenizer)
+            self._tables["val"] = self._tabulated(held_out, tokenizer)
         found = "read as they are needed" if is_stream(self.data) else len(self._tables["train"]) // self.group_size
         rank_zero_info(f"rows to train on: {found}; held out: {len(held_out)}")
 
@@ -398,7 +425,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
         def tabulate(block: Sequence[Row]) -> Samples | None:
             try:
-                return self.tabulate(self._shaped(block), tokenizer)
+                return self._tabulated(self._shaped(block), tokenizer)
             except NoUsableRowsError:
                 return None  # for this block; the loader raises if no row of the whole stream fits
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from lightning_realloc.errors import DataError
 RowSource = str | Path | DatasetSource | Iterable[Mapping[str, Any]]
 """A JSONL or Parquet file, a folder written by ``save_to_disk`` of ``datasets``, a :class:`DatasetSource`, a list of
 dictionaries, or another iterable of dictionaries, such as a ``datasets.Dataset``."""
+
+
+class NoUsableRowsError(DataError):
+    """None of the rows can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,25 @@ def split_by_hash(
         place_in_unit = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
         (chosen if place_in_unit < fraction else rest).append(row)
     return tuple(rest), tuple(chosen)
+
+
+def usable_rows(rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], object]) -> tuple[list[Row], list[DataError]]:
+    """Return the rows that ``use`` takes, and the errors of the others, found by halving.
+
+    Rows that are all too long to be used count as taken: another setting says what becomes of them.
+    """
+    try:
+        use(rows)
+    except NoUsableRowsError:
+        pass
+    except DataError as error:
+        if len(rows) == 1:
+            return [], [error]
+        middle = len(rows) // 2
+        first, errors = usable_rows(rows[:middle], use)
+        second, others = usable_rows(rows[middle:], use)
+        return first + second, errors + others
+    return list(rows), []
 
 
 def check_same_columns(row: Row, first: Row) -> None:

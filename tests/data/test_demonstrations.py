@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from datasets import IterableDataset
 
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.errors import DataError
+from tests.data.test_preferences import texts
 from tests.data.test_prompts import CHAT_TEMPLATE
 from tests.models import byte_tokenizer
 
@@ -157,3 +159,33 @@ def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
     tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(DataError, match="the same way whether or not an answer follows"):
         _pair({"messages": TURNS}, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_rows_with_errors_are_left_out_and_counted_on_request(streams: bool) -> None:
+    bad = [{"messages": TURNS[:1]}, {"messages": [{"role": "user", "content": [{"type": "image"}]}, TURNS[1]]}]
+    good = [{"messages": [{"role": "user", "content": str(n)}, TURNS[1]]} for n in range(7)]
+    long = {"messages": [{"role": "user", "content": "1" * 90}, TURNS[1]]}
+    rows = [*good[:2], bad[0], *good[2:5], bad[1], *good[5:], long]
+
+    def batches(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
+        data = IterableDataset.from_generator(lambda: iter(rows)) if streams else rows
+        module = SFTDataModule(
+            data, batch_size=7, tokenizer=_chat(), shuffle=False, long_rows="drop", max_tokens=50, **settings
+        )
+        module.setup("fit")
+        return texts(next(iter(module.train_dataloader())))
+
+    with (
+        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 2 of .* a conversation needs"),
+        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 6 of .* 'image', which models"),
+    ):
+        kept = batches(rows, bad_rows="drop")
+    assert [prompt for prompt, _ in kept] == [f"u:{n}<eos>\na:" for n in range(7)]
+    with pytest.raises(DataError, match=r"row 6 of .* holds 'image'"):
+        batches(rows)
+    if not streams:
+        with pytest.raises(DataError, match="none of 2 rows can be used; the first error: row 0 of the data set: "):
+            batches([bad[0], bad[0]], bad_rows="drop")
+    with pytest.raises(DataError, match="bad_rows='skip' must be one of refuse, drop"):
+        batches(rows, bad_rows="skip")
