@@ -16,6 +16,8 @@ from lightning_realloc.algorithms.base.pairs import (
     PairwiseModule,
     both_sides,
     chosen_tokens,
+    known_logprobs,
+    packed_logprobs,
     pair_metrics,
     pair_sums,
     sides,
@@ -144,7 +146,7 @@ class DPO(ReferencedModule, PairwiseModule):
         """Return every pair's loss and margin of implied rewards, for both of its samples."""
         pairs = self._scored_pairs(samples)
         losses = sum(weight * pair_loss(n, pairs, self.settings) for n, weight in self._pair_losses.items())
-        nll = self._likelihood(samples.ragged("logprobs"))
+        nll = self._likelihood(known_logprobs(samples, "logprobs"))
         losses = losses + self.losses.get("sft", 0.0) * nll * (len(nll) / chosen_tokens(samples).sum())
         return {"losses": both_sides(losses.float()), "margins": both_sides(self._margins(pairs))}
 
@@ -152,10 +154,12 @@ class DPO(ReferencedModule, PairwiseModule):
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's part of the mean loss over pairs."""
         said = token_logprobs(actor, batch, only_responses=True, with_collision=self.weighting is not None)
-        logprobs = batch.responses(said.logprobs)
-        weights = 1.0 if said.collision is None else _policy_weights(batch.responses(said.logprobs - said.collision))
+        logprobs = packed_logprobs(batch, said.logprobs)
+        weights = (
+            1.0 if said.collision is None else _policy_weights(packed_logprobs(batch, said.logprobs - said.collision))
+        )
         matches = sides(batch["matches"]) if "matches" in batch.columns else None
-        pairs = self._pairs(logprobs, batch.responses(batch["ref_logprobs"]), matches)
+        pairs = self._pairs(logprobs, packed_logprobs(batch, batch["ref_logprobs"]), matches)
         value = pairs.chosen.new_zeros(())
         for name, weight in self._pair_losses.items():
             value = value + weight * (weights * pair_loss(name, pairs, self.settings)).sum() / totals.num_groups
@@ -189,7 +193,7 @@ class DPO(ReferencedModule, PairwiseModule):
 
     def _scored_pairs(self, samples: Samples) -> Pairs:
         """Return all pairs of a batch, with their values of equal rank."""
-        pairs = self._pairs(samples.ragged("logprobs"), samples.ragged("ref_logprobs"))
+        pairs = self._pairs(known_logprobs(samples, "logprobs"), known_logprobs(samples, "ref_logprobs"))
         for name in OF_WHOLE_BATCH.intersection(self.losses):
             pairs = replace(pairs, matches=rank_matches(name, pairs))
         return pairs

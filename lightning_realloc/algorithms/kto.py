@@ -30,7 +30,9 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
-_MISMATCHED, _MISMATCHED_LOGPROBS = "mismatched_ids", "mismatched_ref_logprobs"
+_RESPONSE = ("response_ids", "model_mask")
+"""Columns of a response's tokens."""
+_MISMATCHED, _MISMATCHED_MASK, _MISMATCHED_LOGPROBS = "mismatched_ids", "mismatched_mask", "mismatched_ref_logprobs"
 KTOLoss = Literal["kto", "apo_zero_unpaired"]
 
 
@@ -121,9 +123,11 @@ class KTO(ReferencedModule):
             return super().reference_columns(table, batch_size)
         both = with_mismatches(table)
         said, own = self.compute_ref_logprobs(both, batch_size), torch.arange(len(table)) * 2
+        masks = {} if "model_mask" not in both else {_MISMATCHED_MASK: both.ragged("model_mask").select(own + 1)}
         return {
             "ref_logprobs": said.select(own),
             _MISMATCHED: both.ragged("response_ids").select(own + 1),
+            **masks,
             _MISMATCHED_LOGPROBS: said.select(own + 1),
         }
 
@@ -219,7 +223,8 @@ def with_mismatches(batch: Samples) -> Samples:
         rows += [row, other % len(prompts)]
     both = batch.repeat(2)
     trained = torch.tensor([True, False]).repeat(len(batch))
-    return both.with_columns(response_ids=batch.ragged("response_ids").select(rows), trained=trained)
+    responses = _responses(*(batch.ragged(name).select(rows) for name in _RESPONSE if name in batch))
+    return both.with_columns(**responses, trained=trained)
 
 
 def with_known_mismatches(batch: Samples) -> Samples:
@@ -229,12 +234,22 @@ def with_known_mismatches(batch: Samples) -> Samples:
     def in_turn(own: str, mismatched: str) -> Ragged:
         return Ragged.concatenate([batch.ragged(own), batch.ragged(mismatched)]).select(rows)
 
+    names = zip(_RESPONSE, (_MISMATCHED, _MISMATCHED_MASK), strict=True)
+    responses = _responses(*(in_turn(own, mismatched) for own, mismatched in names if mismatched in batch))
     return (
-        batch.without_columns(_MISMATCHED, _MISMATCHED_LOGPROBS)
+        batch.without_columns(_MISMATCHED, _MISMATCHED_MASK, _MISMATCHED_LOGPROBS)
         .repeat(2)
         .with_columns(
-            response_ids=in_turn("response_ids", _MISMATCHED),
+            **responses,
             ref_logprobs=in_turn("ref_logprobs", _MISMATCHED_LOGPROBS),
             trained=torch.tensor([True, False]).repeat(len(batch)),
         )
     )
+
+
+def _responses(ids: Ragged, mask: Ragged | None = None) -> dict[str, Column]:
+    """Return the columns of responses; with a mask also their numbers of tokens to learn."""
+    if mask is None:
+        return {"response_ids": ids}
+    counts = sequence_sums(Ragged(mask.values.long(), mask.lengths))
+    return {"response_ids": ids, "model_mask": mask, "num_model_tokens": counts}

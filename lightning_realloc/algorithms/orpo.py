@@ -13,6 +13,8 @@ from lightning_realloc.algorithms.base.pairs import (
     PairwiseModule,
     both_sides,
     chosen_tokens,
+    known_logprobs,
+    packed_logprobs,
     pair_metrics,
     pair_sums,
     sides,
@@ -68,7 +70,7 @@ class ORPO(PairwiseModule):
     @compute(needs=("batch", "logprobs"), produces=("losses", "margins"), whole_batch=True)
     def measure(self, samples: Samples) -> Mapping[str, Column]:
         """Return every pair's loss and difference of mean log-probabilities, for both of its samples."""
-        logprobs = samples.ragged("logprobs")
+        logprobs = known_logprobs(samples, "logprobs")
         odds, margins = self._odds(logprobs)
         nll = -pair_sums(logprobs)[0] * (len(odds) / chosen_tokens(samples).sum())
         return {"losses": both_sides((nll + self.beta * odds).float()), "margins": both_sides(margins)}
@@ -76,7 +78,7 @@ class ORPO(PairwiseModule):
     @train("actor", needs="batch")
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's part of the likelihood per chosen token and of the odds ratio loss."""
-        logprobs = batch.responses(token_logprobs(actor, batch, only_responses=True).logprobs)
+        logprobs = packed_logprobs(batch, token_logprobs(actor, batch, only_responses=True).logprobs)
         odds, margins = self._odds(logprobs)
         nll = -pair_sums(logprobs)[0].sum()
         value = nll / totals.sums["chosen_tokens"] + self.beta * odds.sum() / totals.num_groups

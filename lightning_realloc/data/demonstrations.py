@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Literal, get_args
 
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.assistant_spans import split_at_first_answer, tokens_and_assistant_mask
-from lightning_realloc.data.chat import Text, is_conversation, prompt_token_ids, response_start, token_ids
-from lightning_realloc.data.responses import (
-    ResponseDataModule,
+from lightning_realloc.data.assistant_spans import (
     ResponseText,
     TokensOfRow,
-    conversation,
+    answers,
     encoded,
     learnt_text,
-    response_text,
+    rendered_responses,
 )
+from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.data.responses import ResponseDataModule
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 
 Learnt = Literal["all", "last"]
 """Assistant messages to learn from."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SourceText:
-    """One row before tokenization."""
-
-    text: ResponseText
-    prefixes: Sequence[Text] = ()
-    """Prefixes of the conversation before the assistant's later answers, if all answers are learnt."""
 
 
 class SFTDataModule(ResponseDataModule):
@@ -43,7 +34,9 @@ class SFTDataModule(ResponseDataModule):
 
     - ``prompt`` and ``completion``: text, or messages for the chat template. If only one of them is text, it becomes a
       user message (prompt) or an assistant message (completion).
-    - ``messages``: the assistant's messages are learnt.
+    - ``messages``: the assistant's messages are learnt, each as at its turn. If the chat template changes earlier
+      answers when a conversation continues, they become sequences of their own. Messages after the last answer are not
+      read.
     - ``text``: all tokens are learnt except the first, which has no predecessor.
 
     Responses end with the tokenizer's end-of-sequence token. Columns ``tools`` and ``chat_template_kwargs`` are passed
@@ -51,7 +44,7 @@ class SFTDataModule(ResponseDataModule):
     as Python objects. If only some response tokens are learnt, ``model_mask`` marks them.
 
     Args:
-        learn: For ``messages``: learn from ``"all"`` assistant messages, or from the ``"last"`` message only.
+        learn: For ``messages``: learn from ``"all"`` assistant messages, or from the ``"last"`` one only.
         settings: Arguments of :class:`ResponseDataModule`.
 
     Raises:
@@ -75,8 +68,23 @@ class SFTDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``response_ids`` and the columns of the rows that fit."""
         columns = _format(rows[0])
-        given = [_source_text(tokenizer, row, columns, self.learn, self.template_of(row)) for row in rows]
-        return self.table_of_tokens(rows, list(_encoded(tokenizer, given)))
+        texts = [_texts(tokenizer, row, columns, self.learn, self.template_of(row)) for row in rows]
+        if any(len(found) > 1 for found in texts):
+            rank_zero_warn(
+                "the chat template changes earlier answers when a conversation continues, such as by dropping their "
+                "thoughts; such answers are sequences of their own, and batch_size counts sequences"
+            )
+        tokens = encoded(tokenizer, list(chain.from_iterable(texts)))
+        kept: list[tuple[Row, TokensOfRow]] = []
+        for row, found in zip(rows, texts, strict=True):
+            first, *later = islice(tokens, len(found))
+            kept += [(row, first), *((row, one) for one in later if not self._is_cut_away(one))]
+        return self.table_of_tokens([row for row, _ in kept], [one for _, one in kept])
+
+    def _is_cut_away(self, tokens: TokensOfRow) -> bool:
+        """Return whether a long conversation is cut before this answer."""
+        limit = self.limit()
+        return self.long_rows == "truncate" and limit is not None and len(tokens[0]) >= limit.tokens
 
 
 def _format(row: Row) -> tuple[str, ...]:
@@ -89,43 +97,24 @@ def _format(row: Row) -> tuple[str, ...]:
     )
 
 
-def _source_text(
+def _texts(
     tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...], learn: Learnt, template: Mapping[str, Any]
-) -> _SourceText:
+) -> list[ResponseText]:
+    """Return the sequences to learn from a row."""
     values = [row.values[column] for column in columns]
     if values[-1] in ("", []):
         raise DataError(f"{row.place}: {columns[-1]!r} is empty, so nothing can be learnt; fill it or remove the row")
     match values:
         case [str(text)] if columns == ("text",):
-            return _SourceText(learnt_text(text, row.place))
+            return [learnt_text(text, row.place)]
         case [messages] if columns == ("messages",) and is_conversation(messages):
-            if learn == "last":
-                return _SourceText(conversation(tokenizer, messages[:-1], messages[-1:], row.place, template=template))
-            return _SourceText(*split_at_first_answer(tokenizer, messages, row.place, template=template))
+            return answers(tokenizer, messages, row.place, only_last=learn == "last", template=template)
         case [prompt, completion]:
-            found = response_text(tokenizer, prompt, completion, row.place, template=template)
-            if found is not None:
-                return _SourceText(found)
+            found = rendered_responses(tokenizer, prompt, completion, row.place, template=template)
+            if found:
+                return found
     kinds = {column: type(row.values[column]).__name__ for column in columns}
     raise DataError(
         f"{row.place}: {columns} must be text or lists of messages, each with role, and content or tool_calls; got "
         f"{kinds}"
     )
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_SourceText]) -> Iterator[TokensOfRow]:
-    """Yield the token ids of every row's prompt and response, and the mask of response tokens to learn."""
-    prefixes = iter(token_ids(tokenizer, [text for row in rows for text in row.prefixes]))
-    single = iter(encoded(tokenizer, [row.text for row in rows if not row.prefixes]))
-    several = [row.text for row in rows if row.prefixes]
-    openings = iter(prompt_token_ids(tokenizer, [text.prompt for text in several if text.prompt is not None]))
-    wholes = iter(token_ids(tokenizer, [text.whole for text in several]))
-    for row in rows:
-        if row.prefixes:
-            ids, place = next(wholes), row.text.whole.place
-            beginnings = [next(openings), *(next(prefixes) for _ in row.prefixes)]
-            starts = [response_start(beginning, ids, place) for beginning in beginnings]
-            yield (ids[: starts[0]], *tokens_and_assistant_mask(tokenizer, ids, starts, place))
-        else:
-            prompt, response = next(single)
-            yield prompt, response, [bool(prompt), *([True] * (len(response) - 1))]

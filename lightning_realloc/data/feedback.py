@@ -8,8 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.data.assistant_spans import ResponseText, response_text
 from lightning_realloc.data.preferences import with_prompt
-from lightning_realloc.data.responses import ResponseDataModule, ResponseText, response_text
+from lightning_realloc.data.responses import ResponseDataModule
 from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
 

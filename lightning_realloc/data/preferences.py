@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.data.assistant_spans import ResponseText, TokensOfRow, encoded, response_text
 from lightning_realloc.data.chat import is_conversation
 from lightning_realloc.data.data_module import TokenLimit, make_samples
-from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
+from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 
@@ -63,22 +64,23 @@ class PreferenceDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return both samples of every pair that fits."""
         limit = self.limit()
-        texts = [text for row in rows for text in _texts(tokenizer, row, self.template_of(row))]
-        pairs = encoded(tokenizer, texts)
+        sides = list(
+            encoded(tokenizer, [text for row in rows for text in _texts(tokenizer, row, self.template_of(row))])
+        )
         kept: list[Row] = []
-        prompts: list[list[int]] = []
-        responses: list[list[int]] = []
-        for row, *sides in zip(rows, pairs[0::2], pairs[1::2], strict=True):
-            prompt, chosen, rejected = _with_one_prompt(*sides)
-            if self.fits(row, len(prompt) + max(len(chosen), len(rejected)), limit):
+        tokens: list[TokensOfRow] = []
+        for row, *pair in zip(rows, sides[0::2], sides[1::2], strict=True):
+            chosen, rejected = _with_one_prompt(*pair)
+            if self.fits(row, len(chosen[0]) + max(len(chosen[1]), len(rejected[1])), limit):
                 kept.append(row)
-                prompts += [prompt, prompt]
-                responses += _cut_pair(row, prompt, chosen, rejected, limit)
+                tokens += _cut_pair(row, chosen, rejected, limit)
         if not kept:
             return make_samples({}, 0, "pair")
+        prompts, responses, learnt = zip(*tokens, strict=True)
         columns: dict[str, Column] = {
             "prompt_ids": Ragged.from_list(prompts),
             "response_ids": Ragged.from_list(responses),
+            **self.mask_columns(learnt),
         }
         if self.margin_column in rows[0].values:
             columns["margin"] = _margins(kept, self.margin_column).repeat_interleave(2)
@@ -90,7 +92,7 @@ def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
     """Return the common beginning of both sides and the rest of each; None if they are neither texts nor messages.
 
     A space before the first difference of texts belongs to the responses, because tokenizers attach it to the next
-        word.
+    word. Responses of messages begin with the last answer before the first difference, which may be a tool's message.
     """
     are_texts = isinstance(chosen, str) and isinstance(rejected, str)
     if not are_texts and not (is_conversation(chosen) and is_conversation(rejected)):
@@ -98,7 +100,10 @@ def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
     length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if length is None:
         length = min(len(chosen), len(rejected))
-    elif are_texts and chosen[:length].endswith(" "):
+    elif not are_texts:
+        turns = (turn for turn in range(length, 0, -1) if chosen[turn]["role"] == rejected[turn]["role"] == "assistant")
+        length = next(turns, length)
+    elif chosen[:length].endswith(" "):
         length -= 1
     return chosen[:length], chosen[length:], rejected[length:]
 
@@ -149,26 +154,29 @@ def _texts(tokenizer: PreTrainedTokenizerBase, row: Row, template: Mapping[str, 
     return found
 
 
-def _with_one_prompt(
-    chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]
-) -> tuple[list[int], list[int], list[int]]:
-    """Return the tokens of the prompt that both sides have, and those of both responses.
+def _with_one_prompt(chosen: TokensOfRow, rejected: TokensOfRow) -> tuple[TokensOfRow, TokensOfRow]:
+    """Return both sides with the tokens of the prompt that both have.
 
     A token of the prompt's end may be joined with a response on one side only; it is then part of both responses.
     """
     prompt = min(chosen[0], rejected[0], key=len)
-    responses = [own[len(prompt) :] + response for own, response in (chosen, rejected)]
-    return prompt, responses[0], responses[1]
+
+    def of_prompt(own: list[int], response: list[int], learnt: list[bool]) -> TokensOfRow:
+        joined = own[len(prompt) :]
+        return prompt, joined + response, [True] * len(joined) + learnt
+
+    return of_prompt(*chosen), of_prompt(*rejected)
 
 
-def _cut_pair(
-    row: Row, prompt: list[int], chosen: list[int], rejected: list[int], limit: TokenLimit | None
-) -> list[list[int]]:
-    """Return both responses, cut to the limit; DataError if they are equal then."""
-    sides = [cut(row.place, prompt, response, limit) for response in (chosen, rejected)]
-    if sides[0] == sides[1]:
+def _cut_pair(row: Row, chosen: TokensOfRow, rejected: TokensOfRow, limit: TokenLimit | None) -> list[TokensOfRow]:
+    """Return both sides, cut to the limit; DataError if they are equal then."""
+    sides: list[TokensOfRow] = []
+    for prompt, whole, learnt in (chosen, rejected):
+        response = cut(row.place, prompt, whole, limit)
+        sides.append((prompt, response, learnt[: len(response)]))
+    if sides[0][1] == sides[1][1]:
         raise DataError(
-            f"{row.place}: chosen and rejected are the same {len(sides[0])} tokens after encoding and truncation; "
+            f"{row.place}: chosen and rejected are the same {len(sides[0][1])} tokens after encoding and truncation; "
             f"raise max_tokens, set long_rows='drop' or remove the row"
         )
     return sides

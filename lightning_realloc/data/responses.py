@@ -1,9 +1,8 @@
-"""Base class of data modules with given responses, and tokenization of prompts with responses."""
+"""Base class of data modules with given responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,24 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
-from lightning_realloc.data.chat import (
-    Message,
-    Text,
-    conversation_text,
-    ended_answer,
-    is_conversation,
-    prompt_text,
-    prompt_token_ids,
-    response_start,
-    token_ids,
-    with_eos,
-)
+from lightning_realloc.data.assistant_spans import ResponseText, TokensOfRow, encoded
 from lightning_realloc.data.data_module import RowDataModule, TokenLimit, make_samples
 from lightning_realloc.data.rows import Row, RowSource
+from lightning_realloc.data.sources import is_stream
 from lightning_realloc.errors import DataError
-
-TokensOfRow = tuple[list[int], list[int], list[bool]]
-"""Token ids of a prompt and of its response, and the mask of response tokens to learn."""
 
 
 class ResponseDataModule(RowDataModule):
@@ -62,10 +48,7 @@ class ResponseDataModule(RowDataModule):
         labels: Sequence[bool] | None = None,
     ) -> Samples:
         """Return ``prompt_ids``, ``response_ids``, ``label`` if given, and the columns of the rows that fit."""
-        pairs = encoded(tokenizer, texts)
-        return self.table_of_tokens(
-            rows, [(prompt, response, [True] * len(response)) for prompt, response in pairs], labels
-        )
+        return self.table_of_tokens(rows, list(encoded(tokenizer, texts)), labels)
 
     def table_of_tokens(
         self, rows: Sequence[Row], tokens: Sequence[TokensOfRow], labels: Sequence[bool] | None = None
@@ -83,91 +66,20 @@ class ResponseDataModule(RowDataModule):
         responses = [cut(rows[place].place, *tokens[place][:2], limit) for place in kept]
         learnt = [tokens[place][2][: len(response)] for place, response in zip(kept, responses, strict=True)]
         made: dict[str, Column] = {} if labels is None else {"label": torch.tensor([labels[place] for place in kept])}
-        if not all(map(all, learnt)):
-            made["model_mask"] = Ragged.from_list(learnt, dtype=torch.bool)
-            made["num_model_tokens"] = torch.tensor([sum(mask) for mask in learnt])
+        made |= self.mask_columns(learnt)
         ids = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
         data = self.data_of([rows[place] for place in kept], without=[] if labels is None else ["label"])
         return make_samples({**ids, **made}, len(kept), "row", data)
 
+    def mask_columns(self, learnt: Sequence[Sequence[bool]]) -> dict[str, Column]:
+        """Return the mask of response tokens to learn and their number, unless all are learnt.
 
-@dataclass(frozen=True, slots=True)
-class ResponseText:
-    """Prompt and response before tokenization."""
-
-    prompt: Text | None
-    """Prompt; None if the whole text is learnt."""
-    whole: Text
-    """Prompt and response as one text."""
-    is_rendered: bool
-    """Whether the chat template rendered the text, and so may have ended the response."""
-
-
-def response_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: object, response: object, place: str, *, template: Mapping[str, Any]
-) -> ResponseText | None:
-    """Return a prompt and its response, each text or messages; None if one of them is neither.
-
-    If only one of them is messages, the text becomes a user message (prompt) or an assistant message (response).
-    """
-    if isinstance(prompt, str) and isinstance(response, str):
-        whole = Text(prompt + response, place, add_bos=True)
-        return ResponseText(prompt_text(tokenizer, prompt, place), whole, is_rendered=False)
-    if is_conversation(response) and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if is_conversation(prompt) and isinstance(response, str):
-        response = [{"role": "assistant", "content": response}]
-    if is_conversation(prompt) and is_conversation(response):
-        return conversation(tokenizer, prompt, response, place, template=template)
-    return None
-
-
-def learnt_text(text: str, place: str) -> ResponseText:
-    """Return a text without a prompt, of which all tokens are learnt."""
-    return ResponseText(None, Text(text, place, add_bos=True), is_rendered=False)
-
-
-def conversation(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[Message],
-    answer: list[Message],
-    place: str,
-    *,
-    template: Mapping[str, Any],
-) -> ResponseText:
-    """Return a prompt of messages and the assistant's messages after it, rendered by the chat template."""
-    if not prompt or any(message["role"] != "assistant" for message in answer):
-        raise DataError(
-            f"{place}: a conversation needs a message from the assistant to learn, and one before it; "
-            f"its roles are {[message['role'] for message in [*prompt, *answer]]}"
-        )
-    whole = conversation_text(tokenizer, [*prompt, *answer], place, add_generation_prompt=False, template=template)
-    return rendered(prompt_text(tokenizer, prompt, place, template=template), whole)
-
-
-def rendered(prompt: Text, whole: Text) -> ResponseText:
-    """Return a prompt and its response, both rendered by the chat template.
-
-    Raises:
-        DataError: if the template renders the prompt differently once a response follows.
-    """
-    if not whole.text.startswith(prompt.text):
-        raise DataError(
-            f"{whole.place}: the chat template must render a prompt the same way whether or not an answer follows, so "
-            f"that the answer's tokens can be located; use a prefix-preserving template"
-        )
-    return ResponseText(prompt, whole, is_rendered=True)
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[ResponseText]) -> list[tuple[list[int], list[int]]]:
-    """Return the token ids of every prompt and of its response, which ends with the end-of-sequence token."""
-    prompts = iter(prompt_token_ids(tokenizer, [text.prompt for text in texts if text.prompt is not None]))
-    pairs: list[tuple[list[int], list[int]]] = []
-    for text, ids in zip(texts, token_ids(tokenizer, [text.whole for text in texts]), strict=True):
-        start = 0 if text.prompt is None else response_start(next(prompts), ids, text.whole.place)
-        response = ended_answer(tokenizer, ids[start:]) if text.is_rendered else with_eos(tokenizer, ids[start:])
-        pairs.append((ids[:start], response))
-    return pairs
+        Blocks of a stream always have both, because a batch may hold rows of two blocks.
+        """
+        if all(map(all, learnt)) and not is_stream(self.data):
+            return {}
+        counts = torch.tensor([sum(mask) for mask in learnt])
+        return {"model_mask": Ragged.from_list(learnt, dtype=torch.bool), "num_model_tokens": counts}
 
 
 def cut(place: str, prompt: list[int], response: list[int], limit: TokenLimit | None) -> list[int]:

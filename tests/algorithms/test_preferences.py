@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.module import MultiModelModule
-from lightning_realloc.algorithms.base.pairs import pair_sums
+from lightning_realloc.algorithms.base.pairs import chosen_tokens, pair_sums
 from lightning_realloc.algorithms.dpo import DPO
 from lightning_realloc.algorithms.kto import KTO, with_mismatches
 from lightning_realloc.algorithms.losses.preference_losses import PairLossSettings, Pairs, pair_loss
@@ -114,6 +114,38 @@ def test_tokens_after_the_end_of_the_shorter_response_count_less() -> None:
     chosen, rejected = pair_sums(logprobs, tail_weight=0.5)
     # -1 - 2 - (4 + 8) / 2, and -5 - 6 / 2
     assert (chosen.tolist(), rejected.tolist()) == ([-3.0, -3.0], [-9.0, -8.0])
+
+
+def test_messages_of_others_in_a_response_count_in_no_sum_and_no_length() -> None:
+    prompts, responses = [[5]] * 4, [[6, 7, 8, 9], [10, 11], [12], [13, 14, 15]]
+    mask = [[True, False, False, True], [True, True], [True], [True, False, True]]
+    tokens = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
+    masked = {"model_mask": Ragged.from_list(mask, dtype=torch.bool), "num_model_tokens": torch.tensor([2, 2, 1, 2])}
+    batch = Samples(torch.arange(4), {**tokens, **masked})
+    model = tiny_model("llama")
+    rows = []
+    for prompt, response, kept in zip(prompts, responses, mask, strict=True):
+        ids = torch.tensor([prompt + response])
+        logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        rows.append(logprobs[torch.tensor(kept)].detach())
+    assert chosen_tokens(batch).tolist() == [2.0, 0.0, 1.0, 0.0]
+    zeros = Ragged.from_list([[0.0] * len(row) for row in responses], dtype=torch.float32)
+    known = pack_columns(batch.with_columns(ref_logprobs=zeros), CPU)
+    totals = Totals(4, 7, group_size=2, sums={"chosen_tokens": 3})
+    with torch.no_grad():
+        loss = DPO(model, loss=["sigmoid_norm"], beta=0.5).actor_loss(model, known, totals)
+        odds = ORPO(model).actor_loss(model, pack_columns(batch, CPU), totals)
+    means = torch.stack([row.mean() for row in rows])
+    expected = -(0.5 * (means[0::2] - means[1::2])).sigmoid().log().mean()
+    assert loss.value.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert odds.metrics["nll"].total.item() == pytest.approx(-(rows[0].sum() + rows[2].sum()).item(), abs=1e-4)
+    assert odds.metrics["nll"].weight == 3
+    # KTO's mismatched responses keep their own masks.
+    other = Samples(batch.ids, {**batch.columns, "prompt_ids": Ragged.from_list([[5], [5], [6], [6]])})
+    both = with_mismatches(other.with_columns(label=torch.ones(4)))
+    order = [0, 3, 1, 3, 2, 1, 3, 1]
+    assert both.ragged("model_mask").to_lists() == [mask[row] for row in order]
+    assert both.tensor("num_model_tokens").tolist() == [[2, 2, 1, 2][row] for row in order]
 
 
 def test_orpo_adds_the_odds_ratio_to_the_likelihood_of_the_chosen_response() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from datasets import IterableDataset
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.errors import DataError
 from tests.data.test_preferences import texts
@@ -116,11 +117,109 @@ def test_the_first_token_of_a_text_has_no_prediction_and_does_not_count() -> Non
     assert _learnt([{"text": "ab"}]) == [("", ".b<eos>")]
 
 
-def test_a_template_that_rewrites_earlier_answers_needs_learn_last() -> None:
+THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content.split('</think>')[-1] if loop.index0 < ns.asked else message.content }}",
+)
+THINKING_TEMPLATE = (
+    "{% set ns = namespace(asked=0) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}" + THINKING_TEMPLATE
+)
+"""Template that drops the thoughts of answers before the last question, as Qwen3's does."""
+THOUGHTS = [
+    {"role": "user", "content": "q1"},
+    {"role": "assistant", "content": "<think>t1</think>call"},
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "<think>t2</think>a1"},
+    {"role": "user", "content": "q2"},
+    {"role": "assistant", "content": "<think>t3</think>a2"},
+]
+AT_ITS_TURN = [
+    ("u:q1<eos>\na:", "<think>t1</think>call<eos>\nt:7<eos>\na:<think>t2</think>a1<eos>\n"),
+    ("u:q1<eos>\na:call<eos>\nt:7<eos>\na:a1<eos>\nu:q2<eos>\na:", "<think>t3</think>a2<eos>\n"),
+]
+
+
+def _thoughts(**settings: Any) -> Samples:
+    """Return the sequences that are learnt from a conversation with a template that drops earlier thoughts."""
     tokenizer = _chat()
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "(message.content if loop.last else '-')")
-    with pytest.raises(DataError, match="learn='last'"):
-        _pair({"messages": TALK}, tokenizer=tokenizer)
+    tokenizer.chat_template = THINKING_TEMPLATE
+    data = {"data": [{"messages": THOUGHTS}], "batch_size": 10, "drop_last": False, **settings}
+    module = SFTDataModule(**data, tokenizer=tokenizer, shuffle=False)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    return batch
+
+
+def test_every_answer_is_learnt_as_at_its_turn_where_the_template_drops_earlier_thoughts() -> None:
+    with pytest.warns(UserWarning, match="such answers are sequences of their own, and batch_size counts sequences"):
+        batch = _thoughts()
+    assert texts(batch) == AT_ITS_TURN and batch.objects("messages") == (THOUGHTS,) * 2
+    call, result, answer = len("<think>t1</think>call") + 1, len("\nt:7\na:") + 1, len("<think>t2</think>a1\n") + 1
+    first, second = batch.ragged("model_mask").to_lists()
+    assert first == [True] * call + [False] * result + [True] * answer and all(second)
+    assert texts(_thoughts(learn="last")) == AT_ITS_TURN[1:]
+    as_completion = [{"prompt": THOUGHTS[:1], "completion": THOUGHTS[1:]}]
+    assert texts(_thoughts(data=as_completion)) == AT_ITS_TURN
+
+
+def test_a_long_conversation_is_cut_before_the_answers_that_do_not_fit() -> None:
+    ((prompt, learnt),) = texts(_thoughts(max_tokens=33, long_rows="truncate"))  # the second prompt has 33 tokens
+    assert (prompt, learnt) == (AT_ITS_TURN[0][0], AT_ITS_TURN[0][1][: len("<think>t1</think>call<eos>\nt:")])
+
+
+def test_messages_after_the_last_answer_are_not_read() -> None:
+    for after in ({"role": "user", "content": "?"}, {"role": "tool", "content": "7"}):
+        assert _learnt([{"messages": [*TALK, after]}]) == _learnt([{"messages": TALK}])
+        assert _pair({"messages": [*TURNS, after]}, tokenizer=_chat(), learn="last")[1] == "2<eos>\n"
+
+
+def test_a_completion_may_hold_a_call_its_result_and_the_answer() -> None:
+    turns = [TURNS[0], {"role": "assistant", "content": "sum"}, {"role": "tool", "content": "2"}, TURNS[1]]
+    assert _learnt([{"prompt": turns[:1], "completion": turns[1:]}]) == _learnt([{"messages": turns}])
+    # An earlier answer is part of the prompt, and not learnt.
+    ((prompt, learnt),) = _learnt([{"prompt": TALK[:3], "completion": [TALK[3], *turns]}])
+    assert prompt == "u:1+1<eos>\na:2<eos>\nu:2+3<eos>\na:"
+    assert learnt.replace(".", "") == "5<eos>sum<eos>2<eos>\n"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_rows_with_errors_are_left_out_and_counted_on_request(streams: bool) -> None:
+    bad = [{"messages": TURNS[:1]}, {"messages": [{"role": "user", "content": [{"type": "image"}]}, TURNS[1]]}]
+    good = [{"messages": [{"role": "user", "content": str(n)}, TURNS[1]]} for n in range(7)]
+    long = {"messages": [{"role": "user", "content": "1" * 90}, TURNS[1]]}
+    rows = [*good[:2], bad[0], *good[2:5], bad[1], *good[5:], long]
+
+    def batches(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
+        data = IterableDataset.from_generator(lambda: iter(rows)) if streams else rows
+        module = SFTDataModule(
+            data, batch_size=7, tokenizer=_chat(), shuffle=False, long_rows="drop", max_tokens=50, **settings
+        )
+        module.setup("fit")
+        return texts(next(iter(module.train_dataloader())))
+
+    with (
+        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 2 of .* a conversation needs"),
+        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 6 of .* 'image', which models"),
+    ):
+        kept = batches(rows, bad_rows="drop")
+    assert [prompt for prompt, _ in kept] == [f"u:{n}<eos>\na:" for n in range(7)]
+    with pytest.raises(DataError, match=r"row 6 of .* holds 'image'"):
+        batches(rows)
+    if not streams:
+        with pytest.raises(DataError, match="none of 2 rows can be used; the first error: row 0 of the data set: "):
+            batches([bad[0], bad[0]], bad_rows="drop")
+    with pytest.raises(DataError, match="bad_rows='skip' must be one of refuse, drop"):
+        batches(rows, bad_rows="skip")
+
+
+def test_a_batch_of_a_stream_may_hold_rows_with_and_without_a_mask() -> None:
+    rows = [{"messages": turns} for turns in (TURNS, TURNS, TALK, TALK)]
+    data = IterableDataset.from_generator(lambda: iter(rows))
+    module = SFTDataModule(data, batch_size=3, tokenizer=_chat(), shuffle=False, shuffle_buffer=3)
+    module.setup("fit")
+    batch = next(iter(module.train_dataloader()))
+    assert batch.tensor("num_model_tokens").tolist() == [3, 3, 5]
 
 
 def test_long_responses_are_cut_or_dropped_on_request() -> None:
@@ -159,33 +258,3 @@ def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
     tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(DataError, match="the same way whether or not an answer follows"):
         _pair({"messages": TURNS}, tokenizer=tokenizer)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_rows_with_errors_are_left_out_and_counted_on_request(streams: bool) -> None:
-    bad = [{"messages": TURNS[:1]}, {"messages": [{"role": "user", "content": [{"type": "image"}]}, TURNS[1]]}]
-    good = [{"messages": [{"role": "user", "content": str(n)}, TURNS[1]]} for n in range(7)]
-    long = {"messages": [{"role": "user", "content": "1" * 90}, TURNS[1]]}
-    rows = [*good[:2], bad[0], *good[2:5], bad[1], *good[5:], long]
-
-    def batches(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
-        data = IterableDataset.from_generator(lambda: iter(rows)) if streams else rows
-        module = SFTDataModule(
-            data, batch_size=7, tokenizer=_chat(), shuffle=False, long_rows="drop", max_tokens=50, **settings
-        )
-        module.setup("fit")
-        return texts(next(iter(module.train_dataloader())))
-
-    with (
-        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 2 of .* a conversation needs"),
-        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 6 of .* 'image', which models"),
-    ):
-        kept = batches(rows, bad_rows="drop")
-    assert [prompt for prompt, _ in kept] == [f"u:{n}<eos>\na:" for n in range(7)]
-    with pytest.raises(DataError, match=r"row 6 of .* holds 'image'"):
-        batches(rows)
-    if not streams:
-        with pytest.raises(DataError, match="none of 2 rows can be used; the first error: row 0 of the data set: "):
-            batches([bad[0], bad[0]], bad_rows="drop")
-    with pytest.raises(DataError, match="bad_rows='skip' must be one of refuse, drop"):
-        batches(rows, bad_rows="skip")

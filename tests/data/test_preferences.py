@@ -95,6 +95,53 @@ def test_the_implied_prompt_is_the_common_beginning_of_both_sides() -> None:
     assert implied_prompt("ab", "abc") == ("ab", "", "c")
     assert implied_prompt(ASK + GOOD, ASK + BAD) == (ASK, GOOD, BAD)
     assert implied_prompt("ab", ASK) is None
+    result, other = {"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}
+    begun = [*ASK, *GOOD]  # the call is common, its result is not
+    _, *sides = implied_prompt([*begun, result, *GOOD], [*begun, other, *BAD]) or ()
+    assert sides == [[*GOOD, result, *GOOD], [*GOOD, other, *BAD]]
+
+
+def learnt(batch: Samples) -> list[str]:
+    """Return the responses with a dot for every token that is not learnt."""
+    columns = (batch.ragged(name).to_lists() for name in ("response_ids", "model_mask"))
+    return [
+        "".join(chat().decode([i]) if said else "." for i, said in zip(ids, mask, strict=True))
+        for ids, mask in zip(*columns, strict=True)
+    ]
+
+
+def test_of_several_turns_the_assistants_are_learnt() -> None:
+    again, result = [{"role": "user", "content": "2"}], [{"role": "tool", "content": "2"}]
+    chosen, rejected = "2<eos>" + "." * 8 + "2<eos>\n", "3<eos>" + "." * 8 + "3<eos>\n"
+    for between in (again, result):  # a line break, "u:2" or "t:2", the end token, a line break and "a:"
+        row = {"chosen": ASK + GOOD + between + GOOD, "rejected": ASK + BAD + between + BAD}
+        for given in (row, {"prompt": ASK, "chosen": row["chosen"][1:], "rejected": row["rejected"][1:]}):
+            assert learnt(batch_of(PreferenceDataModule, given)) == [chosen, rejected]
+        judged = {"prompt": ASK, "completion": row["chosen"][1:], "label": True}
+        assert learnt(batch_of(BinaryFeedbackDataModule, judged)) == [chosen]
+    batch = batch_of(PreferenceDataModule, row)
+    assert batch.tensor("num_model_tokens").tolist() == [5, 5]
+    short = batch_of(PreferenceDataModule, row, max_tokens=12, long_rows="truncate")  # a prompt of 9 tokens
+    assert learnt(short) == ["2<eos>.", "3<eos>."]
+    tokenizer = chat()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "(message.content if loop.last else '')")
+    with pytest.raises(DataError, match="row 0 of the data set: the chat template"):
+        batch_of(PreferenceDataModule, row, tokenizer=tokenizer)
+
+
+def test_a_pair_needs_a_template_that_keeps_the_thoughts_of_its_answers() -> None:
+    tokenizer = chat()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "{{ message.content }}",
+        "{{ message.content if loop.last else message.content.split('</think>')[-1] }}",
+    )
+    again = [{"role": "assistant", "content": "<think>t</think>2"}, *ASK]
+    row = {"prompt": ASK, "chosen": again + GOOD, "rejected": again + BAD}
+    with pytest.raises(DataError, match="changes earlier answers when the conversation continues, such as by dropping"):
+        batch_of(PreferenceDataModule, row, tokenizer=tokenizer)
+    row = {"prompt": [*ASK, *again], "chosen": GOOD, "rejected": BAD}
+    chosen, _ = texts(batch_of(PreferenceDataModule, row, tokenizer=tokenizer))
+    assert chosen == ("u:1+1<eos>\na:2<eos>\nu:1+1<eos>\na:", "2<eos>\n")
 
 
 @pytest.mark.parametrize("implied", [False, True])

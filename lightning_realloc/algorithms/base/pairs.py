@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.module import MultiModelModule
-from lightning_realloc.algorithms.losses.functional import sequence_sums
+from lightning_realloc.algorithms.base.rollout_columns import model_mask, num_model_tokens
+from lightning_realloc.algorithms.losses.functional import kept_tokens, sequence_sums
 from lightning_realloc.algorithms.losses.preference_losses import shared_length_sums
 from lightning_realloc.algorithms.settings import check_minibatches
+from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Average
 from lightning_realloc.errors import DataError
@@ -68,9 +70,20 @@ def pair_sums(logprobs: Ragged, *, tail_weight: float = 1.0) -> tuple[Tensor, Te
     return sides(sequence_sums(Ragged(values, logprobs.lengths)))
 
 
+def packed_logprobs(batch: PackedBatch, values: Tensor) -> Ragged:
+    """Return the (N,) values of the tokens that the model chose: of a response without the messages of others."""
+    responses = batch.responses(values)
+    return kept_tokens(responses, batch.responses(batch["model_mask"]) if "model_mask" in batch.columns else None)
+
+
+def known_logprobs(samples: Samples, name: str) -> Ragged:
+    """Return the values of the tokens that the model chose, from the column ``name``."""
+    return kept_tokens(samples.ragged(name), model_mask(samples))
+
+
 def chosen_tokens(samples: Samples) -> Tensor:
-    """Return (B,) float64: the length of each chosen response, 0 for rejected ones."""
-    tokens = samples.ragged("response_ids").lengths.double()
+    """Return (B,) float64: the number of tokens to learn of each chosen response, 0 for rejected ones."""
+    tokens = num_model_tokens(samples).double()
     tokens[1::2] = 0.0
     return tokens
 
