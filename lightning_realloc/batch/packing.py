@@ -66,6 +66,8 @@ class PackedBatch:
     """Prompt tokens that each sequence shares with the nearest earlier sequence that holds its prompt; 0 if none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns: per token, (N, ...), zero outside responses, if ragged; else per sequence, (B, ...)."""
+    data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Columns of the data set, B Python objects each."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -156,6 +158,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         predecessors=_predecessors(starts, shared, positions).to(device),
         shared=tuple(shared.tolist()),
         columns={name: _packed_column(samples, name, responses, in_response) for name in columns},
+        data=samples.data,
     )
 
 

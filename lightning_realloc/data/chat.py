@@ -162,6 +162,11 @@ def partial_answer(prompt: object) -> str | None:
     return str(prompt[-1].get("content") or "")
 
 
+def answer_message(prompt: object, text: str) -> Message:
+    """Return a response as a message; a final assistant message of the prompt, which it continues, is part of it."""
+    return {"role": "assistant", "content": (partial_answer(prompt) or "") + text}
+
+
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: object,

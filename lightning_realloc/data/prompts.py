@@ -68,6 +68,8 @@ class PromptDataModule(RowDataModule):
         self.message_columns = (prompt_column,)
         self.text_prompts = text_prompts
         self.max_prompt_tokens = max_prompt_tokens
+        self.asks = False
+        """Whether prompts that are text become a user message; known once rows are read."""
 
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
@@ -91,8 +93,8 @@ class PromptDataModule(RowDataModule):
         limit = self.token_limit(self.max_prompt_tokens, "max_prompt_tokens", reserved=1)
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        asks = self.text_prompts == "user" or (self.text_prompts == "auto" and tokenizer.chat_template is not None)
-        given = [_as_message(row.values[self.prompt_column], asks) for row in rows]
+        self.asks = self.text_prompts == "user" or (self.text_prompts == "auto" and tokenizer.chat_template is not None)
+        given = [_as_message(row.values[self.prompt_column], self.asks) for row in rows]
         texts = [
             _opening(tokenizer, prompt, row.place, self.template_of(row))
             for prompt, row in zip(given, rows, strict=True)

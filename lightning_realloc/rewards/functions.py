@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerState
 
-from lightning_realloc.data.chat import is_conversation, partial_answer
+from lightning_realloc.data.chat import Message, answer_message, is_conversation, partial_answer
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
@@ -136,7 +136,7 @@ class RewardFunctions:
         """Return the rewards of a batch of B completions.
 
         Args:
-            prompts: B texts or conversations. For conversations, functions receive completions as conversations as
+            prompts: B texts or conversations. For a conversation, functions receive the completion as a conversation as
                 well; a final assistant message of the prompt becomes part of the completion.
             completions: B texts.
             completion_ids: B lists of token ids.
@@ -146,11 +146,10 @@ class RewardFunctions:
             RewardError: if a function fails or returns anything but one finite number (or None) per completion, or if
                 no function applies to a completion. The message names function, prompt and completion.
         """
-        conversational = bool(prompts) and is_conversation(prompts[0])
         given: dict[str, Any] = {
             **{name: list(values) for name, values in columns.items()},
             "prompts": [_without_partial_answer(prompt) for prompt in prompts],
-            "completions": list(map(_as_message, prompts, completions)) if conversational else list(completions),
+            "completions": list(map(_completion, prompts, completions)),
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": self.trainer_state(),
             "log_extra": _do_nothing,
@@ -266,8 +265,8 @@ def _do_nothing(*arguments: object) -> None:
     """Stand-in for TRL's logging functions, whose tables do not exist here."""
 
 
-def _as_message(prompt: object, text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": (partial_answer(prompt) or "") + text}]
+def _completion(prompt: object, text: str) -> str | list[Message]:
+    return [answer_message(prompt, text)] if is_conversation(prompt) else text
 
 
 def _without_partial_answer(prompt: Any) -> object:

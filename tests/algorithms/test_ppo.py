@@ -257,6 +257,35 @@ def test_texts_are_tokenized_again_for_another_tokenizer() -> None:
     assert module.critic.config.vocab_size == 128
 
 
+def test_messages_are_rendered_by_the_reward_models_own_template() -> None:
+    ours, theirs = byte_tokenizer(), byte_tokenizer()
+    ours.chat_template = "{{ messages[0].content }}?{{ eos_token }}"
+    theirs.chat_template = (
+        "{{ tools | length if tools }}{% for m in messages %}"
+        "[{{ m.role[0] }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    asked = [{"role": "user", "content": "1+1"}]
+    begun = [*asked, {"role": "assistant", "content": "It is "}]
+    prompts = Ragged.from_list([ours.encode("1+1?<eos>")] * 4)
+    responses = Ragged.from_list([ours.encode(f"{n}<eos>") for n in range(4)])
+    data = {"prompt": (asked, begun, asked, "1+1"), "tools": (None, None, [{"name": "add"}], None)}
+    samples = Samples(torch.arange(4), {"prompt_ids": prompts, "response_ids": responses}, data)
+
+    def read(other: Any, **settings: Any) -> list[str]:
+        batch = retokenized(pack_columns(samples, CPU, share_prompts=True), ours, other, **settings)
+        return [theirs.decode(part) for part in torch.split(batch.input_ids[0], list(batch.lengths))]
+
+    rendered = ["[u]1+1<eos>[a]0<eos>", "[u]1+1<eos>[a]It is 1<eos>", "1[u]1+1<eos>[a]2<eos>"]
+    assert read(theirs) == [*rendered, "1+1?3"]
+    assert read(theirs, asks=True) == [*rendered, "[u]1+1<eos>[a]3<eos>"]
+    assert read(byte_tokenizer()) == [f"1+1?{n}" for n in range(4)]  # without a template, the actor's text
+    module = runs.ppo(reward=tiny_scorer("llama", vocab_size=259), reward_tokenizer=theirs)
+    module.configure_model()
+    batch = pack_columns(samples, CPU)
+    expected = sequence_scores(module.reward, retokenized(batch, module.tokenizer, theirs))
+    assert torch.equal(module.score_sequences(module.reward, batch), expected)
+
+
 def saved(model: Any, folder: Path, tokenizer: Any = None) -> Path:
     """Write a model, and its tokenizer if given."""
     model.save_pretrained(folder)

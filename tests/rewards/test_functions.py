@@ -74,6 +74,19 @@ def test_conversations_get_their_completions_as_messages() -> None:
     assert rewards.total.tolist() == [1.0, 2.0]
 
 
+def test_each_completion_has_the_form_of_its_prompt() -> None:
+    seen: list[Any] = []
+
+    def spy(completions: Any, **columns: Any) -> list[int]:
+        seen.append(completions)
+        return [0, 0]
+
+    asked, message = [{"role": "user", "content": "1+1"}], {"role": "assistant", "content": COMPLETIONS[1]}
+    RewardFunctions(spy)(["1+1", asked], COMPLETIONS, IDS, {})
+    RewardFunctions(spy)([asked, "1+1"], COMPLETIONS[::-1], IDS, {})
+    assert seen == [[COMPLETIONS[0], [message]], [[message], COMPLETIONS[0]]]
+
+
 def test_the_beginning_of_an_answer_in_the_prompt_is_part_of_its_completion() -> None:
     seen: dict[str, Any] = {}
 

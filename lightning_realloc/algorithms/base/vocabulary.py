@@ -12,7 +12,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import Ragged, Samples
-from lightning_realloc.data.chat import load_tokenizer
+from lightning_realloc.data.chat import (
+    answer_message,
+    conversation_text,
+    is_conversation,
+    load_tokenizer,
+    partial_answer,
+    template_input,
+    token_ids,
+)
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation.core.model_config import check_vocabulary
 
@@ -91,13 +99,33 @@ def required_tokenizer(role: Role) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def retokenized(batch: PackedBatch, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> PackedBatch:
+def retokenized(
+    batch: PackedBatch, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, asks: bool = False
+) -> PackedBatch:
     """Encode the same texts, prompt and response together, with ``other`` and its special tokens.
 
-    Special tokens of ``tokenizer`` are removed from the texts, because another model does not know them.
+    Prompts that are messages are rendered by the chat template of ``other``, if it has one, with the response as the
+    assistant's message. Special tokens of ``tokenizer`` are removed from the texts, because another model does not know
+    them.
+
+    Args:
+        asks: Whether prompts that are text were given to the model as a user message.
     """
-    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in _sequences(batch)]
-    encoded = [list(other(text)["input_ids"]) for text in texts]
+    prompts = batch.data.get("prompt", (None,) * len(batch))
+    encoded: list[list[int]] = []
+    for row, (prompt, ids) in enumerate(zip(prompts, _sequences(batch), strict=True)):
+        messages = [{"role": "user", "content": prompt}] if asks and isinstance(prompt, str) else prompt
+        if other.chat_template is None or not is_conversation(messages):
+            encoded.append(list(other(str(tokenizer.decode(ids, skip_special_tokens=True)))["input_ids"]))
+            continue
+        response = ids[len(ids) - batch.response_lengths[row] :]
+        answer = answer_message(messages, str(tokenizer.decode(response, skip_special_tokens=True)))
+        asked = messages if partial_answer(messages) is None else messages[:-1]
+        values, place = {name: column[row] for name, column in batch.data.items()}, f"sample {int(batch.ids[row])}"
+        text = conversation_text(
+            other, [*asked, answer], place, add_generation_prompt=False, template=template_input(values, place, {})
+        )
+        encoded += token_ids(other, [text])
     empty = Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(len(batch), dtype=torch.int64))
     columns = {"prompt_ids": Ragged.from_list(encoded), "response_ids": empty}
     return pack(Samples(batch.ids, columns)).to(batch.input_ids.device)

@@ -11,13 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, is_model_source
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, judged_responses, response_texts
-from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
+from lightning_realloc.algorithms.base.vocabulary import (
+    own_tokenizer,
+    require_same_vocabulary,
+    required_tokenizer,
+    retokenized,
+)
 from lightning_realloc.algorithms.settings import check_choice
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
@@ -162,17 +168,23 @@ class RewardSources:
                     f"have it read the texts"
                 )
                 require_same_vocabulary(role, actor, tokenizer, way_out=way_out)
+                _warn_of_other_template(role, tokenizer)
             else:
                 own = required_tokenizer(role) if isinstance(self._tokenizer, str) else self._tokenizer
                 self._tokenizers[role.name] = own
 
-    def score(self, role: str, model: nn.Module, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    def score(
+        self, role: str, model: nn.Module, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase, *, asks: bool = False
+    ) -> Tensor:
         """Return the (B,) scores of a reward model, for sequences of the actor's ``tokenizer``.
+
+        ``asks`` says whether the actor read prompts that are text as a user message.
 
         Raises:
             RewardError: for a score that is not finite; the message names role, sample and response.
         """
-        read = retokenized(batch, tokenizer, self._tokenizers[role]) if role in self._tokenizers else batch
+        own = self._tokenizers.get(role)
+        read = batch if own is None else retokenized(batch, tokenizer, own, asks=asks)
         scores = sequence_scores(model, read).float()
         bad = ~scores.isfinite()
         if bool(bad.any()):
@@ -202,6 +214,15 @@ class RewardSources:
 
     def _named(self, scores: Mapping[_Model, Tensor], taken: Mapping[str, Tensor] | tuple[()]) -> dict[str, Tensor]:
         return {f"{m.role}_model" if m.role in taken else m.role: values for m, values in scores.items()}
+
+
+def _warn_of_other_template(role: Role, tokenizer: PreTrainedTokenizerBase) -> None:
+    ours, theirs = tokenizer.chat_template, getattr(own_tokenizer(role), "chat_template", None)
+    if None not in (ours, theirs) and ours != theirs:
+        rank_zero_warn(
+            f"{role.name} has another chat template than the actor, and reads messages as the actor's template renders "
+            f"them; set reward_tokenizer='retokenize' to render them by its own"
+        )
 
 
 def penalize_truncated(scores: Tensor, samples: Samples, penalty: float | None) -> Tensor:

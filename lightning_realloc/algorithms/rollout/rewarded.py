@@ -55,7 +55,7 @@ class RewardedModule(PolicyModule):
         sampling: Sampling of the rollout.
         reward_weights: Weight of each reward; None: all count 1.
         reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: texts by their own
-            tokenizers; a tokenizer: texts by that one.
+            tokenizers, messages by their own chat templates; a tokenizer: both by that one.
         missing_eos_penalty: Subtracted in training from the reward of a response that is cut off; None: nothing.
         reference: Model that the policy is kept close to; None: the actor as it was loaded, or without its adapters.
         settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
@@ -158,7 +158,8 @@ class RewardedModule(PolicyModule):
         return self._score("reward", reward, batch)
 
     def _score(self, role: str, reward: nn.Module, batch: PackedBatch) -> Tensor:
-        return self._judges.score(role, reward, batch, self.tokenizer)
+        data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+        return self._judges.score(role, reward, batch, self.tokenizer, asks=getattr(data, "asks", False))
 
     @compute(needs=("rollout", "reward_scores"), produces="rewards")
     def judge(self, samples: Samples) -> Mapping[str, Column]:

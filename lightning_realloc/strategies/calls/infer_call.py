@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 
 import torch
@@ -152,13 +153,21 @@ class EarlyInference:
         partial_results: The finished samples.
         inference: Runs the calls.
         num_chunks: About the number of passes in which a call works on the samples that are finished.
+        with_objects: Gives responses the data's columns of their prompts.
     """
 
     def __init__(
-        self, calls: Sequence[EarlyCall], partial_results: PartialResults, inference: InferCalls, *, num_chunks: int
+        self,
+        calls: Sequence[EarlyCall],
+        partial_results: PartialResults,
+        inference: InferCalls,
+        *,
+        num_chunks: int,
+        with_objects: Callable[[Samples], Samples],
     ) -> None:
         self._calls, self._partial_results, self._inference = calls, partial_results, inference
         self._num_chunks = num_chunks
+        self._with_objects = with_objects
         self._rows: list[Samples] = []
 
     @classmethod
@@ -173,7 +182,10 @@ class EarlyInference:
                 place, replica = fusion.placements[call.name], pool.ready(call.name)
                 if replica is not None and replica.layout == place.layout:
                     calls.append(EarlyCall(call, replica, place.micro_batch_tokens))
-        return cls(calls, partial_results, inference, num_chunks=fusion.num_chunks) if calls else None
+        if not calls:
+            return None
+        objects = partial(data.with_objects, source)
+        return cls(calls, partial_results, inference, num_chunks=fusion.num_chunks, with_objects=objects)
 
     def work(self) -> bool:
         """Make one forward pass; return whether there was anything to do."""
@@ -191,7 +203,7 @@ class EarlyInference:
         rows, positions = self._partial_results.rows(chosen), tuple(range(len(chosen)))
         micro_batches = [MicroBatch(positions, True)]
         self._inference.run_timed(
-            early.call, early.replica, PositionedRows(rows, positions), micro_batches, early.results
+            early.call, early.replica, PositionedRows(self._with_objects(rows), positions), micro_batches, early.results
         )
         assert len(early.results.chunks) == len(early.results.times), "a whole model gives every sample its values"
         early.done.update(c.sample_id for c in chosen)

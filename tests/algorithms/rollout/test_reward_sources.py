@@ -141,6 +141,20 @@ def test_models_with_another_tokenizer_are_refused_or_given_texts(tmp_path: Path
         runs.grpo(reward=[test_grpo.half, other], reward_weights=[1.0])
 
 
+def test_a_model_that_reads_the_actors_tokens_with_another_template_is_named(tmp_path: Path) -> None:
+    ours, theirs = byte_tokenizer(), byte_tokenizer()
+    scorer = test_ppo.saved(tiny_scorer("llama"), tmp_path / "scorer", theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs.grpo(reward=scorer, tokenizer=ours).configure_model()
+        ours.chat_template = "{{ messages[0].content }}"
+        runs.grpo(reward=scorer, tokenizer=ours).configure_model()  # it has no template
+    theirs.chat_template = "{{ messages[-1].content }}"
+    theirs.save_pretrained(scorer)
+    with pytest.warns(UserWarning, match="reward has another chat template than the actor, .*='retokenize' to render"):
+        runs.grpo(reward=scorer, tokenizer=ours).configure_model()
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_truncated_responses_cost_a_penalty_while_training(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = runs.grpo(reward=test_grpo.fixed, missing_eos_penalty=4.0)

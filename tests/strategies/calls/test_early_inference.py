@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
 from lightning_realloc.tuning.timeline.fusion import tail_sources
 from tests.generation.random_moves import moving
-from tests.models import tiny_scorer
+from tests.models import byte_tokenizer, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.calls.test_fused_runs import DESCENT, assert_same
 from tests.strategies.exchange.test_iteration_data import ACTOR, CALLS, CRITIC, GENERATE, INFER, REWARD
@@ -113,15 +113,35 @@ def empty_the_last(loads: Sequence[RankLoad], cost: MoveCost | None, **_: Any) -
     return tuple(SampleMove(sample.sample_id, last.rank, first.rank, "send") for sample in last.live)
 
 
+class Questions(Batches):
+    """Prompts that are messages."""
+
+    def __iter__(self) -> Iterator[Samples]:
+        for batch in super().__iter__():
+            questions = [[{"role": "user", "content": text}] for text in batch.objects("prompt")]
+            yield batch.with_columns(prompt=tuple(questions))
+
+
+def _asking() -> Any:
+    """Return a tokenizer for the reward model, which renders the data's messages: early calls need them, too."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
+    return tokenizer
+
+
 def train_with(num_chunks: int) -> tuple[Outcome, list[dict[str, float]]]:
     """Train PPO on this rank; the last rank soon has no samples to generate."""
     early = Early()
     module = runs.ppo(
-        optimizer=DESCENT, reward=tiny_scorer("llama", seed=5), sampling=SAMPLING, sample_reallocation="all"
+        optimizer=DESCENT,
+        reward=tiny_scorer("llama", seed=5, vocab_size=259),
+        reward_tokenizer=_asking(),
+        sampling=SAMPLING,
+        sample_reallocation="all",
     )
     with moving(every=1, plan_balance=empty_the_last):
         outcome = runs.train(
-            module, ReallocStrategy(PPO_PLAN, generation_chunks=num_chunks), runs.world_size(), Batches(2),
+            module, ReallocStrategy(PPO_PLAN, generation_chunks=num_chunks), runs.world_size(), Questions(2),
             callbacks=[early],
         )  # fmt: skip
     return outcome, early.hidden
