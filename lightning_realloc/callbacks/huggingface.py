@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.ema import EMA, averaged_weights
@@ -51,7 +52,7 @@ class SaveHuggingFace(Callback):
         every_n_steps: Iterations between writes; None writes at the end only.
         every_n_epochs: Epochs between writes; None writes at the end only.
         at_end: Whether to write when training ends.
-        dtype: Data type of the weights, such as ``"bfloat16"``; by default as trained.
+        dtype: Data type of the weights, such as ``"bfloat16"`` or ``torch.bfloat16``; by default as trained.
         merge: For a role with adapters: whether to write the merged model; by default the adapters, as PEFT does.
         averaged: Whether to write the averages of an :class:`EMA` instead of the weights.
         model_card: Whether to write a ``README.md`` with the base model and the settings of the run. A ``README.md``
@@ -73,7 +74,7 @@ class SaveHuggingFace(Callback):
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
         at_end: bool = True,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         merge: bool = False,
         averaged: bool = False,
         model_card: bool = True,

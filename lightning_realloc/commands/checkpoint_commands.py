@@ -9,7 +9,6 @@ from jsonargparse import ArgumentParser
 
 from lightning_realloc.remote_path import as_path
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
-from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
 
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
@@ -40,7 +39,7 @@ def run_export(arguments: Sequence[str]) -> int:
         chosen.checkpoint,
         chosen.output,
         role=chosen.role,
-        dtype=parse_dtype(chosen.dtype),
+        dtype=chosen.dtype,
         merge=chosen.merge,
         averaged=chosen.averaged,
         base=chosen.base,

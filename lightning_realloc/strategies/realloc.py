@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -375,16 +376,15 @@ class ReallocStrategy(DataParallelStrategy):
         return super()._checkpoint_hooks if self.dataflow is None else self._checkpoints
 
     def save_huggingface(
-        self, role: str, folder: str | AnyPath, *, dtype: str | None = None, merge: bool = False
+        self, role: str, folder: str | AnyPath, *, dtype: str | torch.dtype | None = None, merge: bool = False
     ) -> None:
         """Write a role as a folder, or to an address, that ``from_pretrained`` reads. Collective over all ranks.
 
-        For a role with adapters it is what PEFT reads, or, with ``merge``, the merged model. Raises CheckpointError on
-        every rank, if the role has no such form, it cannot be written, or trained weights are not finite.
+        Adapters are written for PEFT or, with ``merge``, merged. Raises CheckpointError on every rank if it fails.
         """
         self._checkpoints.save_huggingface(role, folder, dtype=dtype, merge=merge)
 
-    def check_huggingface(self, role: str, *, dtype: str | None = None) -> None:
+    def check_huggingface(self, role: str, *, dtype: str | torch.dtype | None = None) -> None:
         """Raise the errors that :meth:`save_huggingface` would raise before it gathers anything."""
         self._checkpoints.check_huggingface(role, dtype=dtype)
 

@@ -36,7 +36,7 @@ def export_checkpoint(
     folder: str | Path | RemotePath,
     *,
     role: str = "actor",
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     merge: bool = False,
     averaged: bool = False,
     base: str | Path | None = None,
@@ -50,7 +50,7 @@ def export_checkpoint(
         checkpoint: Folder that ModelCheckpoint or ``trainer.save_checkpoint`` wrote, or its address.
         folder: Folder or address to write to: new, empty, or an earlier export, which is overwritten.
         role: Name of the role.
-        dtype: Dtype of the written floating-point weights; None keeps the dtype of training.
+        dtype: Dtype of the written floating-point weights, such as ``"bfloat16"``; None keeps the dtype of training.
         merge: Whether adapters are merged into their base.
         averaged: Whether to write the averages that an ``EMA`` kept instead of the weights.
         base: Path or name of the base of adapters; None uses the one that the role was loaded from.
@@ -63,6 +63,7 @@ def export_checkpoint(
         place.expanduser() if isinstance(place, Path) else place for place in (as_path(checkpoint), as_path(folder))
     )
     with raise_on_all_ranks(source):
+        kind = hf_folder.parse_dtype(dtype)
         description = read_description(source)
         content = content_folder(source, description)
         entry = _role_entry(source, description["roles"], role)
@@ -75,7 +76,7 @@ def export_checkpoint(
             _local_copy(content / MODELS_FOLDER / role) as configs,
             hf_folder.uploaded_model(target, configs, merge=merge) as local_target,
         ):
-            hf_folder.write_model(model_class, configs, weights, local_target, dtype=dtype, merge=merge, base=base)
+            hf_folder.write_model(model_class, configs, weights, local_target, dtype=kind, merge=merge, base=base)
             if isinstance(target, RemotePath):  # the card is uploaded with the model
                 _write_card(entry, local_target, title=target.name)
         if isinstance(target, Path):

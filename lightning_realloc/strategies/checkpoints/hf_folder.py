@@ -222,17 +222,17 @@ def uploaded_model(folder: AnyPath, description: Path, *, merge: bool) -> Abstra
     return uploaded_folder(folder, last=marker, replaces=weights)
 
 
-def parse_dtype(text: str | None) -> torch.dtype | None:
-    """Return ``torch.bfloat16`` for ``"bfloat16"``; None stays None.
+def parse_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    """Return ``torch.bfloat16`` for ``"bfloat16"``, ``"torch.bfloat16"`` and itself; None stays None.
 
     Raises:
         CheckpointError: if the name is not a floating-point dtype.
     """
-    if text is None:
+    if given is None:
         return None
-    dtype: Any = getattr(torch, text, None)
+    dtype: Any = getattr(torch, str(given).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise CheckpointError(f"dtype={text!r} is no floating-point dtype; use 'float32', 'bfloat16' or 'float16'")
+        raise CheckpointError(f"dtype={given!r} is no floating-point dtype; use 'float32', 'bfloat16' or 'float16'")
     return dtype
 
 

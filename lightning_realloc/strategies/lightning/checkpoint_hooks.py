@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -284,7 +285,9 @@ class RoleCheckpoints:
             strategy.runner.restore(waiting_batches(checkpoint))
         return checkpoint
 
-    def save_huggingface(self, role: str, folder: str | Path | RemotePath, *, dtype: str | None, merge: bool) -> None:
+    def save_huggingface(
+        self, role: str, folder: str | Path | RemotePath, *, dtype: str | torch.dtype | None, merge: bool
+    ) -> None:
         """See `ReallocStrategy.save_huggingface`."""
         strategy, models, parsed = self._strategy, self._trained_models(), hf_folder.parse_dtype(dtype)
         pool, place = strategy.pool, as_path(folder)
@@ -301,7 +304,7 @@ class RoleCheckpoints:
             )
         )
 
-    def check_huggingface(self, role: str, *, dtype: str | None) -> None:
+    def check_huggingface(self, role: str, *, dtype: str | torch.dtype | None) -> None:
         """Raise the errors that `save_huggingface` would raise before it gathers anything."""
         hf_folder.parse_dtype(dtype)
         hf_folder.import_model_class(hf_folder.class_path(self._strategy.pool.home(role).model), role)

@@ -330,7 +330,10 @@ def test_impossible_intervals_and_dtypes_are_refused(tmp_path: Path) -> None:
         SaveHuggingFace(tmp_path, every_n_steps=0)
     with pytest.raises(CheckpointError, match="dtype='int8' is no floating-point dtype"):
         parse_dtype("int8")
-    assert parse_dtype("bfloat16") is torch.bfloat16
+    assert {parse_dtype(given) for given in ("bfloat16", "torch.bfloat16", torch.bfloat16)} == {torch.bfloat16}
+    for given in (torch.int8, "torch.nn", 16):
+        with pytest.raises(CheckpointError, match=f"dtype={given!r} is no floating-point dtype"):
+            parse_dtype(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
