@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -40,6 +41,7 @@ def trainers_of_trl() -> Mapping[str, str]:
 
 def installed_trl() -> dict[str, Any]:
     """Return what TRL, as it is installed, would be stored as."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # else the second import warns
     import trl
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
