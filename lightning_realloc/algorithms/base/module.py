@@ -5,6 +5,7 @@ It names models and calls, and builds the models with full weights. The strategy
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -38,7 +39,7 @@ from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_not_negative, check_type, refuse_contradictions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
-from lightning_realloc.callbacks.phase import trainer_callbacks
+from lightning_realloc.callbacks.phase import planned_iterations, trainer_callbacks
 from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
@@ -482,9 +483,14 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return [kept for kept in vars(self).values() if isinstance(kept, RewardFunctions)]
 
     def _trainer_state(self) -> TrainerState:
+        """Return the state as transformers has it: the steps that the run will take, and a fraction of epochs."""
         trainer = self.trainer
+        batches, done = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        part = done / batches if 0 < batches < math.inf else 0.0
         return TrainerState(
-            global_step=trainer.global_step, max_steps=int(trainer.max_steps), epoch=float(trainer.current_epoch)
+            global_step=trainer.global_step,
+            max_steps=planned_iterations(trainer) or 0,
+            epoch=trainer.current_epoch + part,
         )
 
     @classmethod

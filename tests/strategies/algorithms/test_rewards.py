@@ -43,7 +43,7 @@ class Kept:
 
     def __call__(self, completion_ids: list[list[int]], trainer_state: Any, **columns: Any) -> list[Outcome]:
         """Reward low tokens."""
-        self.notes.append(f"judge {trainer_state.global_step} of {trainer_state.max_steps}")
+        self.notes.append(f"judge {trainer_state.global_step} of {trainer_state.max_steps} at {trainer_state.epoch}")
         if self.refuses == "judge":
             raise RewardError("the server has gone")
         if self.refuses == "overflow" and trainer_state.global_step == 1 and os.environ.get("RANK") == "1":
@@ -59,7 +59,7 @@ def fit(make: Callable[..., Any], refuses: str = "") -> tuple[list[str], list[di
     module = make(reward=reward)
     record = runs.Record()
     trainer = runs.trainer(
-        runs.ReallocStrategy(PLAN if make is runs.ppo else grpo_plan()), 2, callbacks=[record], max_steps=2
+        runs.ReallocStrategy(PLAN if make is runs.ppo else grpo_plan()), 2, callbacks=[record], max_epochs=1
     )
     told = ""
     try:
@@ -80,7 +80,7 @@ def test_samples_whose_reward_failed_are_left_out(workers: WorkerPool, make: Any
     assert ranks[0][1] == ranks[1][1]  # every rank logs the same
     for notes, logged, _, told in ranks:
         assert told == ""
-        assert notes == ["start", "judge 0 of 2", "judge 1 of 2", "close"]
+        assert notes == ["start", "judge 0 of 2 at 0.0", "judge 1 of 2 at 0.5", "close"]
         assert len(logged) == 2
         for metrics in logged:
             assert 0 < metrics["reward_failures/Kept"] < 12
@@ -96,7 +96,7 @@ def test_a_reward_that_cannot_start_ends_the_run_before_models_are_built(workers
 def test_a_reward_is_closed_when_a_run_fails(workers: WorkerPool) -> None:
     for notes, _, _, told in workers.run(fit, runs.grpo, "judge", world_size=2, init_process_group=False):
         assert "the server has gone" in told
-        assert notes == ["start", "judge 0 of 2", "close"]
+        assert notes == ["start", "judge 0 of 2 at 0.0", "close"]
 
 
 def test_a_reward_that_float32_cannot_hold_ends_a_run_on_all_ranks(workers: WorkerPool) -> None:
