@@ -209,7 +209,7 @@ class PPO(RewardedModule):
     @compute(needs=("rollout", "reward_scores"), produces="scores")
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Return the weighted sum of all rewards of every response."""
-        rewards = self._judges.judge(samples, self.tokenizer)
+        rewards = self._judges.judge(samples, self.tokenizer, ends=self.response_ends())
         return {"scores": rewards.total, **reward_columns(rewards)}
 
     @infer("critic", needs="rollout", produces="values")

@@ -23,7 +23,7 @@ from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
 from lightning_realloc.rewards.invoke import MAX_REWARD, call_reward, call_reward_async, finite_number, masks_failures
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
-from lightning_realloc.rewards.signatures import is_async, required_columns, resolved, unique_names
+from lightning_realloc.rewards.signatures import is_async, mentioned, required_columns, resolved, unique_names
 from lightning_realloc.rewards.texts import describe_completion
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,24 @@ class RewardFunctions:
                 f"reward function {name!r} needs the columns {missing}, the data has {sorted(columns)}; "
                 f"add them to the data or give the function's parameters defaults"
             )
+
+    def check_tokens(self, removed: Callable[[], Collection[str]]) -> None:
+        """Check that no function looks for a special token that completions are decoded without.
+
+        Args:
+            removed: Returns the special tokens; called if a function says what it looks for.
+
+        Raises:
+            RewardError: for such a token; the message names the function.
+        """
+        for name, function in self._named():
+            found = mentioned(function, removed()) if hasattr(function, "mentioned") else []
+            if found:
+                raise RewardError(
+                    f"reward function {name!r} looks for {', '.join(map(repr, found))}, special tokens of the "
+                    f"tokenizer that completions are decoded without, so it never finds them; set "
+                    f"keep_special_tokens=True, or add them to the tokenizer as tokens that are not special"
+                )
 
     def missing_columns(self, columns: Collection[str]) -> dict[str, list[str]]:
         """Return function name -> missing columns, for functions that miss any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_realloc.errors import RewardError
@@ -15,6 +15,7 @@ from lightning_realloc.rewards.signatures import (
     accepted,
     function_name,
     is_async,
+    mentioned,
     required_columns,
     resolved,
 )
@@ -102,6 +103,10 @@ class Shaped:
     def required_columns(self) -> set[str]:
         """Return the columns that the function requires."""
         return required_columns(self.function)
+
+    def mentioned(self, texts: Collection[str]) -> list[str]:
+        """Return those of ``texts`` that the function looks for."""
+        return mentioned(self.function, texts)
 
     def start(self) -> None:
         """Start the function, if it has ``start``."""

@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_realloc.errors import ReallocError, RewardError
@@ -100,6 +100,11 @@ def required_columns(function: RewardFunction) -> set[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {p.name for p in _parameters(function) if p.kind in kinds and p.default is inspect.Parameter.empty}
     return named - STANDARD_ARGUMENTS - SERVICES
+
+
+def mentioned(function: RewardFunction, texts: Collection[str]) -> list[str]:
+    """Return those of ``texts`` that a function looks for in completions, as its method of this name says."""
+    return list(function.mentioned(texts)) if hasattr(function, "mentioned") else []
 
 
 def is_async(function: RewardFunction) -> bool:

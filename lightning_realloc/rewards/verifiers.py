@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
@@ -112,6 +112,11 @@ class Regex:
             self._pattern = re.compile(pattern)
         except re.error as error:
             raise RewardError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+
+    def mentioned(self, texts: Collection[str]) -> list[str]:
+        """Return those of ``texts`` that occur in the pattern."""
+        pattern = self._pattern.pattern
+        return [text for text in texts if text in pattern or re.escape(text) in pattern]
 
     def __call__(self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: object) -> list[float]:
         """Return the rewards of B completions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -151,11 +151,20 @@ def num_model_tokens(samples: Samples) -> Tensor:
     )
 
 
-def judged_responses(functions: RewardFunctions, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
-    """Return the rewards of responses; functions get the data's columns as Python objects."""
-    prompts = samples.objects("prompt")
+def judged_responses(
+    functions: RewardFunctions,
+    samples: Samples,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends: Collection[int] | None = None,
+) -> Rewards:
+    """Return the rewards of responses.
+
+    Functions get the data's columns as Python objects. See :func:`response_texts` for ``ends``.
+    """
+    prompts, texts = samples.objects("prompt"), response_texts(samples, tokenizer, ends=ends)
     others = {name: column for name, column in samples.data.items() if name != "prompt"}
-    return functions(prompts, response_texts(samples, tokenizer), samples.ragged("response_ids").to_lists(), others)
+    return functions(prompts, texts, samples.ragged("response_ids").to_lists(), others)
 
 
 def reward_columns(rewards: Rewards) -> dict[str, Tensor]:
@@ -194,10 +203,18 @@ def response_summary(samples: Samples) -> dict[str, Tensor]:
     return summary
 
 
-def response_texts(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the responses as text, without special tokens."""
+def response_texts(
+    samples: Samples, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] | None = None
+) -> list[str]:
+    """Return the responses as text.
+
+    Special tokens are left out; with the tokens that may end a response, ``ends``, only one of these at its end.
+    """
     ids = samples.ragged("response_ids").to_lists()
-    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
+    if ends is None:
+        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
+    kept = (row[:-1] if row and row[-1] in ends else row for row in ids)
+    return [str(tokenizer.decode(row, skip_special_tokens=False)) for row in kept]
 
 
 _ROW_NAMES = {"rewards": "reward", "scores": "score"}

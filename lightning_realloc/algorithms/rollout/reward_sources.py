@@ -6,7 +6,7 @@ With several sources a call ``judge`` sums the rewards. Models score before it, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -197,11 +197,17 @@ class RewardSources:
             )
         return scores
 
-    def judge(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
-        """Return the weighted sum of the models' scores and the functions' rewards."""
+    def judge(
+        self, samples: Samples, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] | None = None
+    ) -> Rewards:
+        """Return the weighted sum of the models' scores and the functions' rewards.
+
+        Functions read responses without special tokens; with the tokens that may end a response, ``ends``, they read
+        all others.
+        """
         scores = {model: samples.tensor(model.column).float().cpu() for model in self.models}
         of_models = torch.zeros(len(samples)) + sum(model.weight * values for model, values in scores.items())
-        found = None if self.functions is None else judged_responses(self.functions, samples, tokenizer)
+        found = None if self.functions is None else judged_responses(self.functions, samples, tokenizer, ends=ends)
         total = of_models if found is None else found.total + of_models
         missing = torch.zeros(len(samples), dtype=torch.bool) if found is None else found.total.isnan()
         refuse_infinite_sums(

@@ -27,12 +27,13 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     penalize_truncated,
     with_further,
 )
-from lightning_realloc.algorithms.settings import Unpack, check_positive
+from lightning_realloc.algorithms.settings import Unpack, check_positive, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
+from lightning_realloc.generation.core.model_config import eos_ids_of
 
 
 class RewardedSettings(PolicySettings, total=False):
@@ -41,6 +42,7 @@ class RewardedSettings(PolicySettings, total=False):
     reward_weights: Sequence[float] | None
     reward_tokenizer: RewardTokenizer
     missing_eos_penalty: float | None
+    keep_special_tokens: bool
     reference: ModelSource | None
 
 
@@ -57,6 +59,8 @@ class RewardedModule(PolicyModule):
         reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: texts by their own
             tokenizers, messages by their own chat templates; a tokenizer: both by that one.
         missing_eos_penalty: Subtracted in training from the reward of a response that is cut off; None: nothing.
+        keep_special_tokens: Whether reward functions get completions with the tokenizer's special tokens, apart from
+            one that ends the response.
         reference: Model that the policy is kept close to; None: the actor as it was loaded, or without its adapters.
         settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
             :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
@@ -77,6 +81,7 @@ class RewardedModule(PolicyModule):
         reward_weights: Sequence[float] | None = None,
         reward_tokenizer: RewardTokenizer = "actor",
         missing_eos_penalty: float | None = None,
+        keep_special_tokens: bool = False,
         reference: ModelSource | None = None,
         **settings: Unpack[PolicySettings],
     ) -> None:
@@ -89,6 +94,8 @@ class RewardedModule(PolicyModule):
             )
         check_positive(missing_eos_penalty=missing_eos_penalty)
         self.missing_eos_penalty = missing_eos_penalty
+        check_type(bool, keep_special_tokens=keep_special_tokens)
+        self.keep_special_tokens = keep_special_tokens
         self._judges = RewardSources(reward, self.sources, weights=reward_weights, tokenizer=reward_tokenizer)
         self._reward_functions = self._judges.functions
         self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
@@ -130,6 +137,8 @@ class RewardedModule(PolicyModule):
         """Build the models, after a check that they read the actor's tokens; warn about an unused reference."""
         if not self.models():
             self._check_vocabularies()
+            if self._reward_functions is not None and not self.keep_special_tokens:
+                self._reward_functions.check_tokens(lambda: self.tokenizer.all_special_tokens)
             self._warn_of_unused_reference()
         super().configure_model()
 
@@ -164,11 +173,18 @@ class RewardedModule(PolicyModule):
     @compute(needs=("rollout", "reward_scores"), produces="rewards")
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Reward every response."""
-        rewards = self._judges.judge(samples, self.tokenizer)
+        rewards = self._judges.judge(samples, self.tokenizer, ends=self.response_ends())
         penalty = self.missing_eos_penalty
         if penalty is not None and not self.training_now:
             penalty = None
         return {"rewards": penalize_truncated(rewards.total, samples, penalty), **reward_columns(rewards)}
+
+    def response_ends(self) -> frozenset[int] | None:
+        """Return the tokens that may end a response, if reward functions read all other special tokens; else None."""
+        if not self.keep_special_tokens:
+            return None
+        eos = self.tokenizer.eos_token_id
+        return eos_ids_of(self.models()["actor"]) | ({eos} if isinstance(eos, int) else set())
 
     # ---- choosing
     def choose(self, samples: Samples) -> Samples | None:

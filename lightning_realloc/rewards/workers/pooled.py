@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from lightning_realloc.errors import RewardError
@@ -11,6 +11,7 @@ from lightning_realloc.rewards.signatures import (
     RewardFunction,
     accepted,
     function_name,
+    mentioned,
     required_columns,
     resolved,
     without_services,
@@ -74,6 +75,10 @@ class PooledReward:
     def required_columns(self) -> set[str]:
         """Return the columns that the function requires."""
         return required_columns(self.function)
+
+    def mentioned(self, texts: Collection[str]) -> list[str]:
+        """Return those of ``texts`` that the function looks for."""
+        return mentioned(self.function, texts)
 
     @property
     def pids(self) -> tuple[int, ...]:

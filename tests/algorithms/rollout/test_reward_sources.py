@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
 from lightning_realloc.batch.packing import pack
+from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.rewards import Format, Regex, Shaped
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 from tests.algorithms import test_grpo, test_ppo
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
@@ -110,6 +112,22 @@ def test_a_function_may_pass_over_completions_that_a_model_scores() -> None:
     assert found["rewards"].tolist() == [3.5, -1.0, 2.0, 0.0]
     with pytest.raises(RewardError, match="at least one reward function must apply to every completion"):
         runs.grpo(reward=now_and_then).judge(rollout())
+
+
+def test_special_tokens_reach_reward_functions_only_if_they_are_kept(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    ids = [tokenizer.convert_tokens_to_ids("<think>"), 50, tokenizer.convert_tokens_to_ids("</think>")]
+    responses = Ragged.from_list([[*ids, tokenizer.eos_token_id], ids, [50, 2, *ids], ids[:2]])
+    samples = rollout().with_columns(response_ids=responses)
+    for reward in (Format(["think"]), Shaped(Format(["think"])), Regex("(?s)^<think>.*</think>$")):
+        module = runs.grpo(reward=reward, tokenizer=tokenizer)
+        with pytest.raises(RewardError, match=r"looks for '<think>', '</think>', special .* keep_special_tokens"):
+            module.configure_model()
+        module = runs.grpo(reward=reward, tokenizer=tokenizer, keep_special_tokens=True)
+        module.configure_model()
+        assert module.judge(samples)["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0]
+    runs.grpo(reward=Format(["think"])).configure_model()  # tags of several tokens
 
 
 def test_ppo_sums_several_rewards_and_uses_a_single_models_scores_directly() -> None:
