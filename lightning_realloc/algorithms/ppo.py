@@ -20,6 +20,7 @@ from lightning_realloc.algorithms.base.rollout_columns import (
     response_summary,
     reward_columns,
     reward_summary,
+    without_failed,
 )
 from lightning_realloc.algorithms.losses.controllers import KLController, RunningMoments
 from lightning_realloc.algorithms.losses.functional import (
@@ -231,7 +232,8 @@ class PPO(RewardedModule):
             self.token_advantages.estimate, moments=self.return_moments, has_reference=self.has_reference,
             penalty=penalty,
         )  # fmt: skip
-        scores = penalize_truncated(samples.tensor("scores"), samples, self.missing_eos_penalty)
+        known = without_failed(samples, "scores").tensor("scores")  # a single reward model scores all responses
+        scores = penalize_truncated(known, samples, self.missing_eos_penalty)
         return estimate_scored(samples.with_columns(scores=scores), scores, estimate)
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
@@ -273,7 +275,7 @@ class PPO(RewardedModule):
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean scores, rewards, divergences (nats per response), lengths, and explained variance."""
-        scores = samples.tensor("scores").float()
+        scores = without_failed(samples, "scores").tensor("scores")
         summary = {"score": scores.nanmean(), **reward_summary(samples)}
         summary |= signal_summary(scores, None, name="score")
         names = {"reward": "rewards", "kl_k1": "kl_k1", "kl_k3": "kl_k3", "explained_variance": "explained_variance"}
@@ -282,9 +284,13 @@ class PPO(RewardedModule):
             summary["kl_coef"] = self.kl_controller.coefficient.float().clone()
         return summary | response_summary(samples)
 
+    def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
+        """Return also the accuracy, without responses whose environment failed."""
+        return super().summarize_evaluation(without_failed(samples, "scores"))
+
     def on_iteration_end(self, samples: Samples) -> None:
         """Update the weight of the divergence, and the running moments of returns; warn of scores without a signal."""
-        scores = samples.tensor("scores").cpu()
+        scores = without_failed(samples, "scores").tensor("scores").cpu()
         judged = ~scores.isnan()
         self._signal.record(samples, scores, has_signal=len(scores[judged].unique()) > 1)
         if not bool(judged.any()):

@@ -41,7 +41,7 @@ class Rewards:
     """
 
     total: Tensor
-    """Weighted sum over the functions that apply, (B,) float32; NaN if one of them failed."""
+    """Weighted sum over the functions that apply, (B,) float32; NaN if one of them failed, or it is ignored."""
     by_function: Mapping[str, Tensor]
     """Function name -> unweighted rewards, (B,) float32; NaN if the function did not apply or failed."""
     failed: Mapping[str, Tensor] = field(default_factory=dict)
@@ -150,6 +150,8 @@ class RewardFunctions:
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[object]],
+        *,
+        ignored: Tensor | None = None,
     ) -> Rewards:
         """Return the rewards of a batch of B completions.
 
@@ -159,6 +161,7 @@ class RewardFunctions:
             completions: B texts.
             completion_ids: B lists of token ids.
             columns: Further columns of the data, B values each.
+            ignored: (B,) bool, True for completions whose rewards are discarded; None: there are none.
 
         Raises:
             RewardError: if a function fails or returns anything but one finite number (or None) per completion, or if
@@ -173,7 +176,8 @@ class RewardFunctions:
             "log_extra": _do_nothing,
             "log_metric": _do_nothing,
         }
-        return self._weighted(self._call_all(given), given)
+        nothing = torch.zeros(len(completions), dtype=torch.bool)
+        return self._weighted(self._call_all(given), given, nothing if ignored is None else ignored)
 
     def _call_all(self, given: Mapping[str, Any]) -> dict[str, list[Outcome]]:
         waiting = {
@@ -190,8 +194,10 @@ class RewardFunctions:
             for future in waiting.values():
                 future.cancel()
 
-    def _weighted(self, outcomes: Mapping[str, Sequence[Outcome]], given: Mapping[str, Any]) -> Rewards:
-        by_function = {name: _as_tensor(outcomes[name]) for name in self.names}
+    def _weighted(
+        self, outcomes: Mapping[str, Sequence[Outcome]], given: Mapping[str, Any], ignored: Tensor
+    ) -> Rewards:
+        by_function = {name: _as_tensor(outcomes[name]).masked_fill(ignored, math.nan) for name in self.names}
         failed = {
             name: torch.tensor([isinstance(outcome, Failed) for outcome in outcomes[name]], dtype=torch.bool)
             for name, function in self._named()
@@ -199,7 +205,7 @@ class RewardFunctions:
         }
         self._apply_failure_rules(outcomes, failed)
         values = torch.stack(list(by_function.values()))
-        masked = torch.stack([*failed.values(), torch.zeros(values.shape[1], dtype=torch.bool)]).any(dim=0)
+        masked = torch.stack([*failed.values(), ignored]).any(dim=0)
         if self._alone:
             self._require_a_reward(values.isnan().all(dim=0) & ~masked, given)
         total = (values * torch.tensor(self.weights)[:, None]).nansum(dim=0)

@@ -151,6 +151,20 @@ def num_model_tokens(samples: Samples) -> Tensor:
     )
 
 
+def environment_failed(samples: Samples) -> Tensor:
+    """Return (B,) bool: True for responses that an environment's failure ended. The model did not cause it."""
+    if "finish_reason" not in samples:
+        return torch.zeros(len(samples), dtype=torch.bool)
+    return samples.tensor("finish_reason") == FINISH_REASONS.index("environment")
+
+
+def without_failed(samples: Samples, column: str) -> Samples:
+    """Return the samples with NaN in a (B,) column of rewards where an environment failed."""
+    rewards = samples.tensor(column).float()
+    failed = environment_failed(samples).to(rewards.device)
+    return samples.with_columns(**{column: rewards.masked_fill(failed, math.nan)})
+
+
 def judged_responses(
     functions: RewardFunctions,
     samples: Samples,
@@ -158,13 +172,14 @@ def judged_responses(
     *,
     ends: Collection[int] | None = None,
 ) -> Rewards:
-    """Return the rewards of responses.
+    """Return the rewards of responses, NaN where an environment failed.
 
     Functions get the data's columns as Python objects. See :func:`response_texts` for ``ends``.
     """
     prompts, texts = samples.objects("prompt"), response_texts(samples, tokenizer, ends=ends)
     others = {name: column for name, column in samples.data.items() if name != "prompt"}
-    return functions(prompts, texts, samples.ragged("response_ids").to_lists(), others)
+    ids, failed = samples.ragged("response_ids").to_lists(), environment_failed(samples).cpu()
+    return functions(prompts, texts, ids, others, ignored=failed)
 
 
 def reward_columns(rewards: Rewards) -> dict[str, Tensor]:

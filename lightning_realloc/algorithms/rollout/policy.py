@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from lightning_realloc.algorithms.base.accuracy import Accuracy
 from lightning_realloc.algorithms.base.calls import generate, infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
-from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, sample_responses
+from lightning_realloc.algorithms.base.rollout_columns import (
+    Dialogue,
+    RowEnvironment,
+    environment_failed,
+    sample_responses,
+)
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
@@ -20,9 +25,10 @@ from lightning_realloc.algorithms.settings import Unpack, check_minibatches, che
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
-from lightning_realloc.errors import CheckpointError, ConfigError, DataError
+from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
 from lightning_realloc.generation.core.model_config import penalties_of
+from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CHECKPOINT_KEY = "carried_rollout"
@@ -92,6 +98,8 @@ class PolicyModule(MultiModelModule):
         """Prompts of the current iteration, without those of earlier ones."""
         self._conversation = conversation or Conversation()
         self._set_environment(environment, conversation)
+        self._num_failed_rollouts = 0
+        """Training rollouts in a row of which the environment finished no response on this rank."""
         self._carried: PartialRollouts | None = None
         self._worked_on: Samples | None = None
         """Prompts of the current iteration: those with unfinished responses, then the loader's batch."""
@@ -142,6 +150,12 @@ class PolicyModule(MultiModelModule):
     @generate("actor", produces="rollout")
     def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
         """Sample responses to every prompt, with ``evaluation_sampling`` for held-out ones."""
+        made = self._responses(actor, prompts)
+        if self._environment is not None and self.training_now:
+            self._require_answers(made.finished if isinstance(made, Divided) else made)
+        return made
+
+    def _responses(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
         sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
         sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
         if self.rollout_budget is None or not self.training_now:
@@ -155,6 +169,21 @@ class PolicyModule(MultiModelModule):
             dialogue=self._dialogue(prompts, sampling),
         )  # fmt: skip
         return part.run(actor, prompts, sampling, None if self._carried is None else self._carried.responses)
+
+    def _require_answers(self, made: Samples) -> None:
+        """Raise GenerationError if the environment failed in all responses of several rollouts in a row.
+
+        Such responses are not learned, so the run would go on without learning.
+        """
+        if not len(made):
+            return
+        failed = bool(environment_failed(made).all())
+        self._num_failed_rollouts = self._num_failed_rollouts + 1 if failed else 0
+        if self._num_failed_rollouts >= GIVE_UP_AFTER:
+            raise GenerationError(
+                f"the environment failed in every response of {GIVE_UP_AFTER} rollouts in a row, and such responses "
+                f"are not learned; the log names the first cause of each rollout: correct it and resume"
+            )
 
     @infer("reference", needs="rollout", produces="ref_logprobs")
     def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:

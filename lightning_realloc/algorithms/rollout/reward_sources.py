@@ -17,7 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, is_model_source
 from lightning_realloc.algorithms.base.role import Role
-from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, judged_responses, response_texts
+from lightning_realloc.algorithms.base.rollout_columns import (
+    FINISH_REASONS,
+    environment_failed,
+    judged_responses,
+    response_texts,
+)
 from lightning_realloc.algorithms.base.vocabulary import (
     own_tokenizer,
     require_same_vocabulary,
@@ -200,16 +205,18 @@ class RewardSources:
     def judge(
         self, samples: Samples, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] | None = None
     ) -> Rewards:
-        """Return the weighted sum of the models' scores and the functions' rewards.
+        """Return the weighted sum of the models' scores and the functions' rewards, NaN where an environment failed.
 
         Functions read responses without special tokens; with the tokens that may end a response, ``ends``, they read
         all others.
         """
+        failed = environment_failed(samples).cpu()
         scores = {model: samples.tensor(model.column).float().cpu() for model in self.models}
+        scores = {model: values.masked_fill(failed, torch.nan) for model, values in scores.items()}
         of_models = torch.zeros(len(samples)) + sum(model.weight * values for model, values in scores.items())
         found = None if self.functions is None else judged_responses(self.functions, samples, tokenizer, ends=ends)
         total = of_models if found is None else found.total + of_models
-        missing = torch.zeros(len(samples), dtype=torch.bool) if found is None else found.total.isnan()
+        missing = failed if found is None else found.total.isnan()
         refuse_infinite_sums(
             total, missing, lambda index: f"the completion {shortened(response_texts(samples, tokenizer)[index])}"
         )

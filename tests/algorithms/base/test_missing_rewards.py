@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
+from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.rewards import Failed
 from tests.algorithms import test_grpo, test_ppo
-from tests.models import tiny_model
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 
 CPU = torch.device("cpu")
@@ -84,6 +87,56 @@ def test_grpo_scores_the_rest_of_a_group_and_counts_failures() -> None:
     summary = {name: float(value) for name, value in module.summarize(samples).items()}
     assert summary["reward"] == pytest.approx(0.5)  # (1 + 0 + 0.5) / 3
     assert summary["reward_failures/SomeFail"] == 1.0
+
+
+def never_of_the_failed(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    """Reward as :func:`test_grpo.fixed` does, without the second response."""
+    rewards: list[float | None] = [1.0, None, 0.5, 0.5]
+    return rewards
+
+
+ENVIRONMENT_FAILED = FINISH_REASONS.index("environment")
+
+
+@pytest.mark.parametrize("kind", [GRPO, RLOO, ReinforcePlusPlus, ReMax, BestOfN, OnlineDPO, PPO])
+def test_no_algorithm_rewards_a_response_whose_environment_failed(kind: type[Any]) -> None:
+    module = kind(tiny_model("llama"), [never_of_the_failed, tiny_scorer("llama")], tokenizer=byte_tokenizer())
+    failed = test_grpo.rollout().with_columns(finish_reason=torch.tensor([0, ENVIRONMENT_FAILED, 0, 0]))
+    judged = module.judge(failed.with_columns(reward_scores=torch.ones(4)))
+    assert judged[module.reward_column].nan_to_num(nan=-9.0).tolist() == [2.0, -9.0, 1.5, 1.5]
+    assert judged["reward/reward"].isnan().tolist() == [False, True, False, False]
+
+
+def test_a_failed_environment_leaves_its_response_out_of_the_group_and_the_mean() -> None:
+    module = runs.grpo(reward=never_of_the_failed, environment=never_of_the_failed)
+    reasons = torch.tensor([0, ENVIRONMENT_FAILED, 0, 0])
+    failed = test_grpo.rollout().with_columns(finish_reason=reasons)
+    failed = failed.with_columns(**module.judge(failed))
+    failed = failed.with_columns(**module.compare(failed))
+    assert failed.tensor("advantages").nan_to_num(nan=-9.0).tolist() == [0.0, -9.0, 0.0, 0.0]
+    assert float(module.summarize(failed)["reward"]) == pytest.approx(2 / 3)
+    nothing = test_grpo.rollout().with_columns(finish_reason=torch.full((4,), ENVIRONMENT_FAILED))
+    nothing = nothing.with_columns(**module.judge(nothing))
+    assert module.compare(nothing)["advantages"].isnan().all()
+    for _ in range(2):
+        module._require_answers(nothing)
+    module._require_answers(failed)  # begins to count anew
+    for _ in range(2):
+        module._require_answers(nothing)
+    with pytest.raises(GenerationError, match="the environment failed in every response of 3 rollouts in a row"):
+        module._require_answers(nothing)
+
+
+def test_ppo_leaves_failed_environments_out_of_the_scores_of_a_single_model() -> None:
+    module = runs.ppo(kl_coef=0.1, normalize_values=True)
+    failed = ppo_rollout([1.0, 8.0, -1.0]).with_columns(finish_reason=torch.tensor([0, ENVIRONMENT_FAILED, 0]))
+    columns, expected = module.estimate_advantages(failed), module.estimate_advantages(ppo_rollout([1.0, NAN, -1.0]))
+    for name in ("advantages", "returns"):
+        assert torch.equal(columns[name].values.nan_to_num(nan=-9.0), expected[name].values.nan_to_num(nan=-9.0))
+    failed = failed.with_columns(**columns)
+    assert float(module.summarize(failed)["score"]) == 0.0
+    module.on_iteration_end(failed)
+    assert float(module.return_moments.count) == 3.0  # tokens of the first and the last response
 
 
 def ppo_rollout(scores: list[float]) -> Samples:
