@@ -28,7 +28,7 @@ from lightning_realloc.generation.loop.requests import Requests, check_callables
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.generation.loop.streaming import CompletionNotifier, SharingEngine
 from lightning_realloc.generation.native_arguments import refuse_native
-from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle
+from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, has_plain_layers
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 0.1
@@ -152,14 +152,16 @@ class HFEngine(SharingEngine):
     def _pads(self, samples: Sequence[Sample]) -> bool:
         """Return whether prompts of different lengths may share a batch; checked once, when there are any.
 
-        Some families ignore the mask of a padded batch, as Reformer does.
+        Some families ignore the mask of a padded batch, as Reformer does. Others attend to blocks, or to a number of
+        tokens, which padding shifts for long sequences only.
         """
         prompts = sorted({sample.prompt for sample in samples}, key=len)
         if self._may_pad is None and prompts and len(prompts[0]) < len(prompts[-1]):
-            self._may_pad = _heeds_padding(self._model, prompts[0], width=len(prompts[-1]))
+            width = len(prompts[-1])
+            self._may_pad = has_plain_layers(self._model) and _heeds_padding(self._model, prompts[0], width=width)
             if not self._may_pad:
                 _log.warning(
-                    "%s predicts other tokens after a padded prompt, so batches hold prompts of one length only",
+                    "%s may predict other tokens after a padded prompt, so batches hold prompts of one length only",
                     type(self._model).__name__,
                 )
         return self._may_pad is not False

@@ -300,6 +300,18 @@ def test_generation_restores_the_models_attention_and_modes(fail: bool) -> None:
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
+def test_a_config_that_must_have_a_padding_token_keeps_it_whatever_raises() -> None:
+    settings = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    settings |= {"layer_types": ["full_attention"] * 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = AutoConfig.for_model("modernbert-decoder", **settings)  # which refuses pad_token_id=None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    own = model.config._attn_implementation
+    params = SamplingParams(max_new_tokens=4, temperature=0)
+    theirs = HFEngine(model).generate([[5, 6, 7]], params)
+    assert GenerationEngine(model).generate([[5, 6, 7]], params)[0].token_ids == theirs[0].token_ids
+    assert (model.config._attn_implementation, model.config.pad_token_id) == (own, 0)
+
+
 def test_ranks_in_lockstep_run_as_many_forwards_as_the_slowest() -> None:
     asked: list[bool] = []
 

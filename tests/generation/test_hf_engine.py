@@ -8,12 +8,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from tests.generation.test_engine import draw_prompts
-from tests.models import byte_tokenizer, tiny_model
+from tests.models import SIZES, byte_tokenizer, tiny_model
 
 
 def test_greedy_completions_equal_those_of_the_native_engine() -> None:
@@ -83,7 +89,28 @@ def test_prompts_of_unequal_lengths_share_no_batch_if_the_model_ignores_the_mask
     assert not caplog.records
     completions = HFEngine(reads_padding).generate(prompts, params)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
-    assert f"{kind.__name__} predicts other tokens after a padded prompt" in caplog.text
+    assert f"{kind.__name__} may predict other tokens after a padded prompt" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama4_text", {"attention_chunk_size": 8, "num_local_experts": 2, "layer_types": ["chunked_attention"] * 2}),
+        ("deepseek_v32", {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "q_lora_rank": 16,
+                          "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+                          "num_key_value_heads": 4, "mlp_layer_types": ["dense"] * 2}),
+    ],
+)  # fmt: skip
+def test_layers_that_attend_to_blocks_or_to_some_tokens_read_no_padding(family: str, settings: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(family, **{**SIZES, "attn_implementation": "eager", **settings})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)  # fresh weights make nearly uniform attention
+    prompts, params = [[5, 6, 7], list(range(3, 14))], SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True)
+    alone = [HFEngine(model).generate([prompt], params)[0].token_ids for prompt in prompts]
+    assert [completion.token_ids for completion in HFEngine(model).generate(prompts, params)] == alone
 
 
 def test_draws_follow_the_models_distribution_and_the_seed() -> None:

@@ -390,6 +390,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)
+                self._check_packable(role.name, model)
         self.sources.update({role: without_weights(source) for role, source in self.sources.items()})
 
     def _unregister_sources(self) -> None:
@@ -431,22 +432,18 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
         # It advises to save weights from before the step. Checkpoints of an iteration hold those after it.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train")
-        self._check_packable()
         data = getattr(self.trainer, "datamodule", None)
         for table in data.tables.values() if isinstance(data, RowDataModule) else ():
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
 
-    def _check_packable(self) -> None:
+    def _check_packable(self, role: str, model: nn.Module) -> None:
         """Raise ConfigError for a model that a method of this package cannot run on packed sequences.
 
         The engine would refuse some of these models with the advice to use another engine, which helps nothing.
         """
-        models = self.models()
-        for call in self.dataflow.model_calls:
-            method = getattr(self, call.method)
-            is_own = getattr(method, "func", method).__module__.startswith("lightning_realloc.")
-            if call.kind != "generate" and is_own and call.role in models:
-                check_packable(models[call.role])
+        packing = (getattr(self, call.method) for call in self.dataflow.calls_of(role) if call.kind != "generate")
+        if any(getattr(method, "func", method).__module__.startswith("lightning_realloc.") for method in packing):
+            check_packable(model)
 
     def require_batch(self, batch: object) -> None:
         """Raise DataError for missing columns, and for token ids outside a model's embeddings."""

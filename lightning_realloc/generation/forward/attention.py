@@ -143,18 +143,18 @@ def slot_attention(model: nn.Module) -> Iterator[None]:
     The training mode of each module is restored separately: some may have been in evaluation mode on purpose.
     """
     config: Any = model.config
-    before, padding = config._attn_implementation, getattr(config, "pad_token_id", None)
+    before, padding = config._attn_implementation, vars(config).get("pad_token_id")
     training = [module for module in model.modules() if module.training]
-    config._attn_implementation = IMPLEMENTATION
-    if padding is not None:
-        config.pad_token_id = None  # GPT-2 looks for it among the tokens to warn of a missing mask, and waits for them
     try:
+        config._attn_implementation = IMPLEMENTATION
+        if padding is not None:  # GPT-2 looks for it among the tokens to warn of a missing mask, and waits for them
+            vars(config)["pad_token_id"] = None  # past the check of some configs that there is one
         model.eval()
         yield
     finally:
         config._attn_implementation = before
         if padding is not None:
-            config.pad_token_id = padding
+            vars(config)["pad_token_id"] = padding
         for module in training:
             module.training = True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,13 +29,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
-from lightning_realloc.runtime.model.batching_limits import counts_positions_by_padding, experts_obstacle, rotary_bounds
+from lightning_realloc.runtime.model.batching_limits import (
+    PLAIN_LAYERS,
+    counts_positions_by_padding,
+    experts_obstacle,
+    layer_types,
+    rotary_bounds,
+)
+from lightning_realloc.runtime.model.quantized import quantized_layers
+from lightning_realloc.runtime.model.structure import copy_without_weights
 
+_log = logging.getLogger(__name__)
 ATTENTION = "realloc_packed"
 """Name under which the attention function is registered with transformers, and sdpa's masks with it."""
 ATTENTION_OF_PACKS = "realloc_segments"
 """Its name during the forward of a pack, for which there is no mask."""
-_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
 _UNKNOWN_WINDOW = -1
 _in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
@@ -73,10 +82,33 @@ class Segments:
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise ConfigError for a transformers model that cannot run packed sequences; other modules pass."""
+    """Raise ConfigError for a transformers model, not divided yet, that cannot run packs; other modules pass."""
     hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if hf_model is not None and hf_model.config._attn_implementation != ATTENTION:
         _refuse_unpackable(hf_model)
+        _run_without_weights(hf_model)
+
+
+def _run_without_weights(model: PreTrainedModel) -> None:
+    """Run a pack through a copy on the meta device, so that attention raises if its arguments do not reach it.
+
+    Models that cannot run there, as some with experts, raise when they run their first pack.
+    """
+    if quantized_layers(model):  # a copy shares them
+        return
+    copy = copy_without_weights(model).to("meta")
+    install_packed_attention(copy)
+    copy.config._attn_implementation = ATTENTION_OF_PACKS
+    token, ids = _in_packed_forward.set(True), torch.zeros(1, 2, dtype=torch.long, device="meta")
+    segments = Segments((2,), torch.tensor([0, 2], dtype=torch.int32), (0,))
+    try:
+        copy(input_ids=ids, position_ids=ids, use_cache=False, packed_segments=segments)
+    except ConfigError:
+        raise
+    except Exception as error:  # of any class: operations differ in how they fail there
+        _log.debug("%s cannot run on the meta device: %s", type(model).__name__, error)
+    finally:
+        _in_packed_forward.reset(token)
 
 
 def install_packed_attention(model: nn.Module) -> None:
@@ -141,8 +173,7 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
         raise ConfigError(f"{name} cannot run: {'; '.join(failing)}")
     # Position ids and keyword arguments reach the layers through the base model in most classes' heads.
     parameters = inspect.signature(type(model.base_model).forward).parameters
-    text = model.config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or ())
+    text, kinds = model.config.get_text_config(), layer_types(model)
     reason = None
     if not model._supports_attention_backend:
         reason = "its attention cannot be replaced (no _supports_attention_backend)"
@@ -150,9 +181,9 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
         reason = "its forward takes no position_ids"
     elif not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         reason = "its forward passes no keyword arguments on to its attention layers"
-    elif layer_types - _PLAIN_LAYERS:
-        reason = f"its layers {sorted(layer_types - _PLAIN_LAYERS)} let tokens see past the end of their sequence"
-    elif model._is_stateful:
+    elif kinds - PLAIN_LAYERS:
+        reason = f"its layers {sorted(kinds - PLAIN_LAYERS)} let tokens see past the end of their sequence"
+    elif model._is_stateful and not kinds:  # a class that has recurrent layers in other configurations
         reason = "it carries a recurrent state from token to token, past the end of a sequence"
     elif model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
@@ -164,7 +195,7 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
         reason = "it counts positions from the one after its padding token, and packs count from 0"
     if reason is not None:
         raise ConfigError(
-            f"{name} cannot run packed sequences: {reason}; use a decoder whose layers are of {sorted(_PLAIN_LAYERS)}"
+            f"{name} cannot run packed sequences: {reason}; use a decoder whose layers are of {sorted(PLAIN_LAYERS)}"
         )
 
 

@@ -15,6 +15,8 @@ from lightning_realloc.limits import EXPERT_COUNT_KEYS
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies change beyond a length."""
 _ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
+PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Types of layers, by transformers' names, whose tokens attend to earlier ones by their distance alone."""
 _GROUPED_DTYPES = (float32, bfloat16, float16)
 
 
@@ -70,6 +72,17 @@ def generation_obstacle(model: nn.Module) -> str | None:
     if attends_to_later_tokens(model):
         return "its tokens attend to later ones, as in an encoder"
     return None
+
+
+def has_plain_layers(model: nn.Module) -> bool:
+    """Return whether all layers are of `PLAIN_LAYERS`, as far as the model's configuration says."""
+    return layer_types(model) <= PLAIN_LAYERS
+
+
+def layer_types(model: nn.Module) -> frozenset[str]:
+    """Return transformers' types of the model's layers; none if its configuration does not say."""
+    config: Any = getattr(model, "config", None)
+    return frozenset(getattr(config and config.get_text_config(), "layer_types", None) or ())
 
 
 def has_experts(model: nn.Module) -> bool:
