@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, DeviceFull, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.remote_path import local_folder
@@ -34,7 +36,8 @@ from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
-from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
+from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
 from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
 from lightning_realloc.strategies.measure.subjects import Machine
 from lightning_realloc.strategies.pool.builder import NamedPlan, PoolBuilder
@@ -302,6 +305,7 @@ class PlacedRoles:
         wanted = builder.plan(plan, self.pool.specs)
         if wanted == running:
             return
+        self._check_optimizers(wanted)
         self.runner.engines.free_caches()  # the move needs their memory
         builder.check_memory(wanted, self._callbacks, running=running)
         with self.runner.collective("set_plan"):
@@ -311,6 +315,16 @@ class PlacedRoles:
             self.pool.apply_plan(wanted, self._optimizers.by_role())
             self._replace_models()
             self.decide_on_caches()
+
+    def prepare_optimizers(self, schedules: Sequence[LRSchedulerConfig]) -> None:
+        """Record the settings of new optimizers, and refuse those, and schedules, that cannot run in the plan."""
+        prepare_optimizers(list(self._optimizers.by_role().values()), schedules)
+        self._check_optimizers(self.pool.plan)
+
+    def _check_optimizers(self, plan: ExecutionPlan) -> None:
+        homes = {role: self.pool.dataflow.home_call(role).name for role in self.pool.dataflow.trained_roles}
+        dims = {role: plan.layout(call).dims for role, call in homes.items()}
+        check_optimizers(self._optimizers.by_role(), dims)
 
     def release(self, role: str) -> None:
         """See `ReallocStrategy.release`."""

@@ -35,7 +35,7 @@ from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOp
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
 from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions, launcher_name
-from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
@@ -232,7 +232,7 @@ class ReallocStrategy(DataParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if flow is not None:
-                prepare_optimizers(self.optimizers, self.lr_scheduler_configs)
+                self._placed.prepare_optimizers(self.lr_scheduler_configs)
                 self.runner.restore(())  # batches that waited when an earlier fit ended are left out
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided

@@ -47,6 +47,13 @@ class RoleOptimizer:
                 check_not_negative(**{name: value})
         for kind in self.no_decay or ():
             check_choice("no_decay", kind, get_args(NoDecay))
+        examples = {"optimizer": "partial(AdamW, lr=1e-5)", "lr_scheduler": "partial(StepLR, step_size=9)"}
+        for name, example in examples.items():
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise ConfigError(
+                    f"{name} is a {type(value).__name__}, and every role makes one of its own; give a function or "
+                    f"class, such as {example}"
+                )
 
     def over(self, others: RoleOptimizer) -> RoleOptimizer:
         """Return these settings, with the values of ``others`` for fields that are None.
@@ -68,6 +75,11 @@ class RoleOptimizer:
             assert self.learning_rate is not None, "an algorithm has one for its default optimizer"
             return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
         optimizer = self.optimizer(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer= made a {type(optimizer).__name__}; give a function that returns an optimizer alone, and "
+                f"its schedule as lr_scheduler="
+            )
         if self.learning_rate is not None:
             optimizer.defaults["lr"] = self.learning_rate
             for group in optimizer.param_groups:
@@ -103,8 +115,14 @@ class RoleOptimizer:
             group["name"] = role if number == 0 else f"{role}{GROUP_SEPARATOR}{number}"
         entry: dict[str, Any] = {"optimizer": optimizer}
         if self.lr_scheduler is not None:
+            schedule = self.lr_scheduler(optimizer)
+            if isinstance(schedule, Mapping):
+                raise ConfigError(
+                    f"lr_scheduler= made a dictionary of {', '.join(map(str, schedule))}; give a function that returns "
+                    f"the schedule alone, which steps once per iteration, or override configure_optimizers()"
+                )
             # LearningRateMonitor appends the group's name: lr/actor, and lr/actor/1 without decay.
-            entry["lr_scheduler"] = {"scheduler": self.lr_scheduler(optimizer), "interval": "step", "name": "lr"}
+            entry["lr_scheduler"] = {"scheduler": schedule, "interval": "step", "name": "lr"}
         return entry
 
 

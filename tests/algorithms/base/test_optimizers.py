@@ -97,6 +97,15 @@ def test_invalid_optimizer_settings_are_refused() -> None:
         runs.sft(weight_decay=-1.0)
     with pytest.raises(ConfigError, match=r"weight_decay=0\.1 of actor is for an optimizer that knows it; Plain"):
         entries(runs.sft(weight_decay=0.1, optimizer=Plain))
+    made = AdamW(tiny_model("llama").parameters())
+    for setting, value, message in (
+        ("optimizer", made, r"optimizer is a AdamW, and every role makes one of its own; give .* partial\(AdamW"),
+        ("lr_scheduler", {"interval": "step"}, "lr_scheduler is a dict, and every role makes one of its own; give"),
+        ("optimizer", lambda parameters: {"optimizer": made}, "optimizer= made a dict; give a function that returns"),
+        ("lr_scheduler", lambda made: {"scheduler": StepLR(made, 1)}, "lr_scheduler= made a dictionary of scheduler"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            entries(runs.sft(**{setting: value}))
 
 
 class Plain(torch.optim.Optimizer):

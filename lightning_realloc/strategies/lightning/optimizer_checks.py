@@ -1,0 +1,115 @@
+"""Refuse optimizers that cannot run here, before the first step: on parts of weights, without a closure, densely.
+
+Ranks of a layout hold parts of every weight, and step on them alone. An optimizer whose update of an element depends on
+others, as by a norm or a matrix product, would step differently in every layout. No list of names is complete: one that
+is not among torch's elementwise ones takes two steps on small tensors, whole and cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, optim
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.layout import ParallelDims
+
+_NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"
+_ELEMENTWISE = tuple(getattr(optim, name) for name in _NAMES)
+_TOLERANCE = 1e-3
+"""Largest difference of two updates, as a share of the largest update, that counts as rounding."""
+
+
+def check_optimizers(optimizers: Mapping[str, optim.Optimizer], dims: Mapping[str, ParallelDims]) -> None:
+    """Check the optimizers of roles before their first step.
+
+    Args:
+        optimizers: Role -> optimizer.
+        dims: Role -> degrees of the layout that it is trained in.
+
+    Raises:
+        ConfigError: for an optimizer that needs a closure or sparse gradients, and for one that is not elementwise in a
+            layout that cuts weights, or that mixes weights in one that divides them.
+    """
+    for role, optimizer in optimizers.items():
+        name = type(optimizer).__name__
+        if _needs_closure(optimizer):
+            raise ConfigError(
+                f"{role}: {name} computes the loss anew inside a step, and a training call computes it once before; "
+                f"use an optimizer whose step() needs no closure, such as AdamW"
+            )
+        if isinstance(optimizer, optim.SparseAdam):
+            raise ConfigError(f"{role}: {name} needs sparse gradients, and those of models here are dense; use Adam")
+        if type(optimizer) not in _ELEMENTWISE and role in dims:
+            _check_parts(optimizer, role, dims[role])
+
+
+def _needs_closure(optimizer: optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _check_parts(optimizer: optim.Optimizer, role: str, dims: ParallelDims) -> None:
+    if max(dims.pp, dims.fsdp, dims.tp) == 1:
+        return
+    for group in optimizer.param_groups:
+        try:
+            differing = _axes_that_change_a_step(optimizer, group, dims)
+        except Exception as error:  # an optimizer may need anything: kernels of a device, names of its groups
+            rank_zero_warn(
+                f"{role}: whether {type(optimizer).__name__} updates every element on its own could not be tried "
+                f"({type(error).__name__}: {error}); if it does not, results depend on the layout {dims}"
+            )
+            return
+        if differing:
+            raise ConfigError(
+                f"{role}: {type(optimizer).__name__} updates an element by other elements, too, and ranks of the "
+                f"layout {dims} hold parts of the weights; train {role} in a layout with {differing}, or use an "
+                f"elementwise optimizer such as AdamW"
+            )
+
+
+def _axes_that_change_a_step(optimizer: optim.Optimizer, group: Mapping[str, Any], dims: ParallelDims) -> str:
+    """Return the axes, as in ``"fsdp=1, tp=1"``, whose parts of small weights get other updates than in whole ones."""
+    shape = (8,) if all(parameter.dim() < 2 for parameter in group["params"]) else (8, 6)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator) * scale for scale in (1.0, 3.0)]
+    gradients = [[torch.randn(shape, generator=generator) * scale for scale in (1.0, 30.0)] for _ in range(2)]
+    whole = _updates(optimizer, group, weights, gradients)
+    cuts = {"fsdp": (0,), "tp": tuple(range(len(shape))), "pp": ()}
+    differing = []
+    for axis, cut_dims in cuts.items():
+        for dim in cut_dims if getattr(dims, axis) > 1 else ():
+            half = [weight.chunk(2, dim)[0].contiguous() for weight in weights]
+            steps = [[gradient.chunk(2, dim)[0].contiguous() for gradient in step] for step in gradients]
+            updates = _updates(optimizer, group, half, steps)
+            if any(_differ(ours, theirs.chunk(2, dim)[0]) for ours, theirs in zip(updates, whole, strict=True)):
+                differing.append(axis)
+    if dims.pp > 1 and _differ(_updates(optimizer, group, weights[:1], [s[:1] for s in gradients])[0], whole[0]):
+        differing.append("pp")
+    return ", ".join(f"{axis}=1" for axis in dict.fromkeys(differing))
+
+
+def _differ(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours - theirs).abs().max() > _TOLERANCE * theirs.abs().max())
+
+
+def _updates(
+    optimizer: optim.Optimizer, group: Mapping[str, Any], weights: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return the changes of weights by the steps of a new optimizer like this one, with one group."""
+    device = next((parameter.device for parameter in group["params"]), None)
+    parameters = [torch.nn.Parameter(weight.to(device, copy=True)) for weight in weights]
+    probe = object.__new__(type(optimizer))  # __init__ takes other arguments than an optimizer keeps
+    vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # a schedule's wrapper
+    vars(probe).update(state=defaultdict(dict), param_groups=[{**group, "params": parameters}])
+    for gradients in steps:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.to(device, copy=True)
+        probe.step()
+    return [parameter.detach().cpu() - weight for parameter, weight in zip(parameters, weights, strict=True)]

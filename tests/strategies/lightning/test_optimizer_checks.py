@@ -1,0 +1,97 @@
+"""Optimizers that cannot run on parts of weights, without a closure or on dense gradients are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.layout import ParallelDims
+from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
+
+
+class TrustRatio(optim.Optimizer):
+    """Scales each weight's gradient by the weight's norm over the gradient's, as LAMB and LARS do."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(group["lr"] * weight.norm() / weight.grad.norm() * weight.grad)
+
+
+class GlobalNorm(TrustRatio):
+    """Divides by the norm of all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            norm = torch.stack([weight.grad.norm() for weight in group["params"]]).norm()
+            for weight in group["params"]:
+                weight.sub_(group["lr"] / norm * weight.grad)
+
+
+class Signs(TrustRatio):
+    """Looks at every element alone, as Lion does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(group["lr"] * weight.grad.sign())
+
+
+class NeedsNames(TrustRatio):
+    """Cannot step on other weights than its own."""
+
+    def step(self, closure: Any = None) -> None:
+        """Fail."""
+        raise KeyError("model.embed_tokens.weight")
+
+
+def _refused(kind: Any, layout: str) -> str:
+    """Return the axes that a refusal says to leave out; empty without one."""
+    optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1)
+    StepLR(optimizer, 1)  # wraps the step of this instance
+    try:
+        check_optimizers({"actor": optimizer}, {"actor": ParallelDims.parse(layout)})
+    except ConfigError as error:
+        assert f"actor: {kind.__name__} updates an element by other elements, too" in str(error)
+        assert not optimizer.state
+        return str(error).partition("in a layout with ")[2].partition(", or use")[0]
+    return ""
+
+
+def test_optimizers_that_are_not_elementwise_are_refused_in_layouts_that_cut_weights() -> None:
+    layouts = ("dp2", "fsdp2", "tp2", "pp2", "pp2.fsdp2.tp2")
+    assert [_refused(optim.Muon, layout) for layout in layouts] == ["", "fsdp=1", "tp=1", "", "fsdp=1, tp=1"]
+    for kind in (optim.Adafactor, TrustRatio):  # norms of rows and columns, and of whole weights
+        assert [_refused(kind, layout) for layout in layouts[1:]] == ["fsdp=1", "tp=1", "", "fsdp=1, tp=1"]
+    assert [_refused(GlobalNorm, layout) for layout in layouts[2:]] == ["tp=1", "pp=1", "fsdp=1, tp=1, pp=1"]
+    for kind in (optim.AdamW, optim.SGD, type("Mine", (optim.Adam,), {}), Signs):
+        assert not any(_refused(kind, layout) for layout in layouts)
+
+
+def test_optimizers_that_need_a_closure_or_sparse_gradients_are_refused_in_every_layout() -> None:
+    weights, dims = [nn.Parameter(torch.randn(4, 4))], {"actor": ParallelDims()}
+    with pytest.raises(ConfigError, match=r"actor: LBFGS computes the loss anew inside a step, .* such as AdamW"):
+        check_optimizers({"actor": optim.LBFGS(weights)}, dims)
+    with pytest.raises(ConfigError, match=r"actor: SparseAdam needs sparse gradients, .*; use Adam"):
+        check_optimizers({"actor": optim.SparseAdam(weights)}, dims)
+
+
+def test_an_optimizer_that_cannot_be_tried_warns_where_weights_are_cut() -> None:
+    optimizer = NeedsNames([nn.Parameter(torch.randn(4, 4))])
+    check_optimizers({"actor": optimizer}, {"actor": ParallelDims(dp=2)})
+    with pytest.warns(UserWarning, match="whether NeedsNames updates every element on its own could not be tried"):
+        check_optimizers({"actor": optimizer}, {"actor": ParallelDims(fsdp=2)})
