@@ -264,6 +264,18 @@ def model_that_cannot_be_trained_on_packs() -> Any:
     return module, calls(actor_generate="dp2", actor_train="dp2"), Batches(1)
 
 
+def model_that_loses_the_segments_of_packs() -> Any:
+    """A model whose blocks pass no keyword arguments on, which no rollout shows."""
+    nemotron = AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron", **SIZES))
+    module = GRPO(nemotron, no_rewards, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0, engine="hf")
+    return module, calls(actor_generate="dp2", actor_train="dp2"), Batches(1)
+
+
+def no_rewards(**columns: object) -> list[float]:
+    """Raise, because no rollout should get this far."""
+    raise AssertionError("the rollout ran")
+
+
 class NotFinite(runs.RecordedGRPO):
     """An algorithm whose inference fails on the rank that has sample 3."""
 
@@ -349,6 +361,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             long_prompt: "GenerationError: the prompt of sample 5 has 200 tokens, and actor's context of 128 leaves no",
             model_that_cannot_be_generated_from: "GenerationError: DiffLlamaAttention attends with the same layer twi",
             model_that_cannot_be_trained_on_packs: "ConfigError: BloomForCausalLM cannot run packed sequences: its at",
+            model_that_loses_the_segments_of_packs: "ConfigError: NemotronAttention got packed sequences without",
             strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             strange_prompt_in_lockstep: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             failing_after_lockstep: "PlanError: too late",

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
@@ -49,7 +50,7 @@ from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
-from lightning_realloc.runtime.forward.packed_attention import check_packable
+from lightning_realloc.runtime.forward.packed_attention import check_packable, check_segments
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings
 
@@ -383,6 +384,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         # A strategy divides models. A subclass of a user that extends this method may change weights: in float32.
         divides = self._trainer is not None and type(self).configure_model.__module__.startswith("lightning_realloc.")
         placed = self.dataflow.roles if divides else ()
+        fits = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         for role in self.roles():
             if role.shares is None and not hasattr(self, role.name):
                 deferred = role.name in placed
@@ -390,7 +392,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)
-                self._check_packable(role.name, model)
+                if fits and self._packs(role.name):
+                    check_segments(model)
         self.sources.update({role: without_weights(source) for role, source in self.sources.items()})
 
     def _unregister_sources(self) -> None:
@@ -432,18 +435,20 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
         # It advises to save weights from before the step. Checkpoints of an iteration hold those after it.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train")
+        for role, model in self.models().items():
+            if self._packs(role):
+                check_packable(model)
         data = getattr(self.trainer, "datamodule", None)
         for table in data.tables.values() if isinstance(data, RowDataModule) else ():
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
 
-    def _check_packable(self, role: str, model: nn.Module) -> None:
-        """Raise ConfigError for a model that a method of this package cannot run on packed sequences.
+    def _packs(self, role: str) -> bool:
+        """Return whether a method of this package runs a role on packed sequences.
 
         The engine would refuse some of these models with the advice to use another engine, which helps nothing.
         """
         packing = (getattr(self, call.method) for call in self.dataflow.calls_of(role) if call.kind != "generate")
-        if any(getattr(method, "func", method).__module__.startswith("lightning_realloc.") for method in packing):
-            check_packable(model)
+        return any(getattr(method, "func", method).__module__.startswith("lightning_realloc.") for method in packing)
 
     def require_batch(self, batch: object) -> None:
         """Raise DataError for missing columns, and for token ids outside a model's embeddings."""

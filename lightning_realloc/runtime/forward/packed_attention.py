@@ -82,23 +82,25 @@ class Segments:
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise ConfigError for a transformers model, not divided yet, that cannot run packs; other modules pass."""
+    """Raise ConfigError for a transformers model that cannot run packed sequences; other modules pass."""
     hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if hf_model is not None and hf_model.config._attn_implementation != ATTENTION:
         _refuse_unpackable(hf_model)
-        _run_without_weights(hf_model)
 
 
-def _run_without_weights(model: PreTrainedModel) -> None:
-    """Run a pack through a copy on the meta device, so that attention raises if its arguments do not reach it.
+def check_segments(model: nn.Module) -> None:
+    """Raise ConfigError for a model, not divided yet, whose attention does not get the segments of a pack.
 
-    Models that cannot run there, as some with experts, raise when they run their first pack.
+    Runs a pack through a copy without weights on the meta device. Models that cannot run there, as some with experts,
+    raise when they run their first pack.
     """
-    if quantized_layers(model):  # a copy shares them
+    is_known = any(isinstance(module, PreTrainedModel) for module in model.modules())
+    if not is_known or quantized_layers(model):  # a copy shares quantized layers
         return
     copy = copy_without_weights(model).to("meta")
     install_packed_attention(copy)
-    copy.config._attn_implementation = ATTENTION_OF_PACKS
+    hf_model = transformers_model(copy)
+    hf_model.config._attn_implementation = ATTENTION_OF_PACKS
     token, ids = _in_packed_forward.set(True), torch.zeros(1, 2, dtype=torch.long, device="meta")
     segments = Segments((2,), torch.tensor([0, 2], dtype=torch.int32), (0,))
     try:

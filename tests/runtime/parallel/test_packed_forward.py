@@ -18,7 +18,7 @@ from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.packed_attention import ATTENTION, check_packable, install_packed_attention
+from lightning_realloc.runtime.forward.packed_attention import ATTENTION, check_segments, install_packed_attention
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 from tests.models import FAMILIES, SIZES, tiny_model
 
@@ -180,7 +180,7 @@ def test_models_that_cannot_keep_sequences_apart_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="Linear is none and contains none"):
         packed_logits(torch.nn.Linear(2, 2), _packed())
     nemotron = _model("nemotron", **{name: SIZES[name] for name in SIZES if name != "vocab_size"})
-    for check in (check_packable, lambda model: packed_logits(model, _packed())):  # without a forward, and with one
+    for check in (check_segments, lambda model: packed_logits(model, _packed())):  # without a forward, and with one
         with pytest.raises(ConfigError, match="NemotronAttention got packed sequences without their segments"):
             check(nemotron)
 
@@ -189,7 +189,7 @@ def test_a_family_with_recurrent_layers_packs_where_a_config_has_none() -> None:
     settings = {**SIZES, "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0}
     config = AutoConfig.for_model("granitemoehybrid", **settings)
     model, packed = AutoModelForCausalLM.from_config(config).eval(), _packed()
-    check_packable(model)
+    check_segments(model)
     torch.testing.assert_close(packed_logits(model, packed), _one_by_one(model, packed)[0], atol=1e-5, rtol=1e-5)
 
 
