@@ -25,6 +25,8 @@ def export_parser() -> ArgumentParser:
     parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
     parser.add_argument("--averaged", action="store_true", help="Write the averages of an EMA; default: the weights.")
     parser.add_argument("--base", type=str | None, default=None, help="Adapters' base model; default: as loaded.")
+    trust = "Import a model class that is none of transformers, which runs its module; default: refuse."
+    parser.add_argument("--trust-model-class", action="store_true", help=trust)
     return parser
 
 
@@ -43,6 +45,7 @@ def run_export(arguments: Sequence[str]) -> int:
         merge=chosen.merge,
         averaged=chosen.averaged,
         base=chosen.base,
+        trust_model_class=chosen.trust_model_class,
     )
     sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
     return 0

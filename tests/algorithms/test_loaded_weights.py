@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.data.chat import load_tokenizer
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, GenerationError
+from lightning_realloc.generation.speculative.draft_model import describe_draft_model, load_draft_model
 from tests.models import byte_tokenizer, tiny_model
 
 Weights = dict[str, Tensor]
@@ -154,3 +155,19 @@ def test_a_name_that_is_too_long_for_a_file_is_no_model() -> None:
     for read in (partial(load_tokenizer, name), Role(name="actor", source=name, trained=True).config):
         with pytest.raises(ConfigError, match="there is no folder 'xxx"):
             read()
+
+
+def test_kernels_of_the_hub_that_a_config_names_are_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("attn_implementation", "experts_implementation"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, name: "org/kernel"}))
+        message = f"{name}='org/kernel' in its config, a kernel whose code would be downloaded and run; remove the"
+        for source in (tmp_path, AutoConfig.from_pretrained(tmp_path)):
+            role = Role(name="actor", source=source, trained=True)
+            for build in (role.describe, partial(role.build, seed=0)):
+                with pytest.raises(ConfigError, match=message):
+                    build()
+        for load in (load_draft_model, describe_draft_model):
+            with pytest.raises(GenerationError, match=message):
+                load(tmp_path)

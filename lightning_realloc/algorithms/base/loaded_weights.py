@@ -44,6 +44,14 @@ def check_source(role: str, source: object, *, way_out: str = "") -> None:
         )
 
 
+def known_sources(role: str, *, trained: bool) -> str:
+    """Return the sources that a role may have, for the ends of messages."""
+    is_reward = role.startswith("reward") and not trained
+    return "give a Hugging Face name, or a folder with config.json and weights" + (
+        ", or a reward function as module:function, without a slash" if is_reward else ""
+    )
+
+
 def without_weights(source: ModelSource) -> ModelSource:
     """Return a source of the same model; a module becomes a copy whose parameters have no storage."""
     return copy_without_weights(source) if isinstance(source, nn.Module) and not is_empty(source) else source

@@ -38,6 +38,7 @@ from lightning_realloc.algorithms.base.loaded_weights import (
     ModelSource,
     check_source,
     is_empty,
+    known_sources,
     log_whole,
     progress_on_first_rank,
     require_complete,
@@ -58,6 +59,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.renamed_settings import rename_settings
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
+from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.mapped_weights import shown_as_float32, weights_left_in_files, widen
 from lightning_realloc.runtime.model.quantized import pin_quantized_weights, quantized_layers
 from lightning_realloc.runtime.model.recorded_init import defer_init
@@ -144,7 +146,8 @@ class Role:
         text = str(self.source)
         is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
         if is_path and not os.path.exists(os.path.expanduser(text)):
-            raise ConfigError(f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; {self._sources()}")
+            known = known_sources(self.name, trained=self.trained)
+            raise ConfigError(f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; {known}")
         if os.path.isdir(text) and not os.path.exists(os.path.join(text, CONFIG_NAME)):
             refuse_adapters(text, self.name, trained=self.trained)
 
@@ -287,6 +290,8 @@ class Role:
     def _check_config(self) -> None:
         config = self.config()
         given = self.source if isinstance(self.source, nn.Module) else nn.Module()
+        if config is not None and not isinstance(self.source, nn.Module):
+            refuse_kernels(config, self.name)
         if quantized_layers(given) or read_quantization(self.quantization, config, self.name) is not None:
             check_quantized(
                 self.name,
@@ -390,11 +395,5 @@ class Role:
             refuse_adapters(self.source, self.name, trained=self.trained)
         return ConfigError(
             f"{self.name}={str(self.source)!r} could not be loaded ({describe_load_error(self.source, error)}); "
-            f"{self._sources()}"
-        )
-
-    def _sources(self) -> str:
-        is_reward = self.name.startswith("reward") and not self.trained
-        return "give a Hugging Face name, or a folder with config.json and weights" + (
-            ", or a reward function as module:function, without a slash" if is_reward else ""
+            f"{known_sources(self.name, trained=self.trained)}"
         )

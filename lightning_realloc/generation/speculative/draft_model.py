@@ -33,6 +33,7 @@ from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange
 from lightning_realloc.generation.speculative.verify import Verification
+from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.structure import find_blocks
 
 _SHORT = 16
@@ -311,6 +312,7 @@ def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
         return source
     with _loading(source) as name:
         config = AutoConfig.from_pretrained(name)
+        refuse_kernels(config, name)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
@@ -323,6 +325,7 @@ def load_draft_model(source: str | Path) -> nn.Module:
         GenerationError: for a model that cannot be loaded.
     """
     with _loading(source) as name:
+        refuse_kernels(AutoConfig.from_pretrained(name), name)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
     return model
 

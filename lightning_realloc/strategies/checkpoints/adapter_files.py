@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import added_files
 from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_permanently, saved_names
+from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors
 
@@ -36,7 +37,9 @@ def read_config(model_class: type[PreTrainedModel], description: Path) -> Any:
     """
     with name_read_errors(description / CONFIG_FILE):
         (description / CONFIG_FILE).stat()  # without a file, transformers silently uses the class's defaults
-        return model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
+        config: Any = model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
+    refuse_kernels(config, str(description))
+    return config
 
 
 def write_adapters(
@@ -156,6 +159,7 @@ def _base_weights(
             "one as base, or save checkpoints with ReallocStrategy(save_frozen_roles=True)"
         )
     try:
+        refuse_kernels(AutoConfig.from_pretrained(source), str(source))
         loaded: Any = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # damaged files raise errors of any class
         raise CheckpointError(

@@ -40,6 +40,7 @@ def export_checkpoint(
     merge: bool = False,
     averaged: bool = False,
     base: str | Path | None = None,
+    trust_model_class: bool = False,
 ) -> AnyPath:
     """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
 
@@ -54,6 +55,8 @@ def export_checkpoint(
         merge: Whether adapters are merged into their base.
         averaged: Whether to write the averages that an ``EMA`` kept instead of the weights.
         base: Path or name of the base of adapters; None uses the one that the role was loaded from.
+        trust_model_class: Whether the module of a class that is none of transformers may be imported, which runs its
+            code.
 
     Raises:
         CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
@@ -67,8 +70,7 @@ def export_checkpoint(
         description = read_description(source)
         content = content_folder(source, description)
         entry = _role_entry(source, description["roles"], role)
-        local = source if isinstance(source, Path) else None
-        model_class = hf_folder.import_model_class(entry["class"], role, checkpoint=local)
+        model_class = hf_folder.import_model_class(entry["class"], role, trust_model_class=trust_model_class)
         check_output(target)
         check_files(source, description)
         weights = _read_weights(content, role, entry, averaged=averaged)

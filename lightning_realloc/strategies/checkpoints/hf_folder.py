@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import importlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,23 @@ def class_path(model: nn.Module) -> str:
     return f"{original.__module__}:{original.__qualname__}"
 
 
-def import_model_class(path: str, role: str, *, checkpoint: Path | None = None) -> type[PreTrainedModel]:
+def import_model_class(path: str, role: str, *, trust_model_class: bool = True) -> type[PreTrainedModel]:
     """Return the class that `class_path` named.
 
+    Args:
+        path: Module and name of the class.
+        role: Role of the model, for messages.
+        trust_model_class: Whether any module may be imported, which runs its code; otherwise only modules of
+            transformers, and modules that are imported already.
+
     Raises:
-        CheckpointError: if the class cannot be imported or is not a transformers model. Also if its module lies inside
-            ``checkpoint``: importing it would run code of the checkpoint.
+        CheckpointError: if the class cannot be imported, or is not a transformers model.
     """
     module_name, _, name = path.partition(":")
-    if checkpoint is not None and _is_inside(module_name, checkpoint.resolve()):
+    if not (trust_model_class or module_name.partition(".")[0] == "transformers" or module_name in sys.modules):
         raise CheckpointError(
-            f"{role} is a {path}, whose module lies inside the checkpoint {checkpoint}; if you trust it, move the "
-            f"module to another folder on PYTHONPATH"
+            f"{role} is a {path}, of another library than transformers, and importing it runs its code; if you trust "
+            f"{module_name}, set trust_model_class=True, or --trust-model-class on the command line"
         )
     try:
         found = getattr(importlib.import_module(module_name), name)
@@ -73,21 +78,6 @@ def import_model_class(path: str, role: str, *, checkpoint: Path | None = None) 
             f"folder; read its weights with lightning_realloc.strategies.checkpoints.sharded_tensors.read_whole"
         )
     return found
-
-
-def _is_inside(module_name: str, folder: Path) -> bool:
-    """Return whether importing a module would read a file of ``folder``. Imports nothing itself."""
-    parents: list[str] | None = None
-    names = module_name.split(".")
-    for depth in range(1, len(names) + 1):
-        spec = PathFinder.find_spec(".".join(names[:depth]), parents)
-        if spec is None:
-            return False
-        parents = list(spec.submodule_search_locations or ())
-        files = [spec.origin] if spec.has_location and spec.origin else []
-        if any(Path(place).resolve().is_relative_to(folder) for place in (*parents, *files)):
-            return True
-    return False
 
 
 def write_configs(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

@@ -137,18 +137,22 @@ def _poison_shards(folder: Path, marker: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_an_export_imports_no_module_from_the_checkpoint(
+def test_an_export_imports_no_module_but_those_of_transformers_unless_it_may(
     workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap, marker = _saved(workers, tmp_path / "trap"), tmp_path / "marker"
-    (trap / "code.py").write_text(f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaForCausalLM as Model")
-    description = read_description(trap)
-    description["roles"]["actor"]["class"] = "trap.code:Model"
-    write_description(trap, description, description.pop("files"))
+    source = f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaForCausalLM as Model"
+    (tmp_path / "custom_code.py").write_text(source)
+    (trap / "code.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)  # as if Python started in the folder that contains the checkpoint
-
-    assert "whose module lies inside the checkpoint" in (_export(trap) or "")
+    for module in ("trap.code", "custom_code"):
+        description = read_description(trap)
+        description["roles"]["actor"]["class"] = f"{module}:Model"
+        write_description(trap, description, description.pop("files"))
+        assert f"if you trust {module}, set trust_model_class=True" in (_export(trap) or "")
     assert not marker.exists()
+    export_checkpoint(trap, tmp_path / "model", trust_model_class=True)
+    assert marker.exists()
 
 
 def test_metadata_of_earlier_python_versions_is_read(workers: WorkerPool, tmp_path: Path) -> None:
