@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import nn
@@ -15,8 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.model.adapter_layers import record_adapters
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
 from lightning_realloc.runtime.model.structure import copy_without_weights
+
+if TYPE_CHECKING:
+    from lightning_realloc.algorithms.base.role import Role
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module."""
@@ -54,7 +58,22 @@ def known_sources(role: str, *, trained: bool) -> str:
 
 def without_weights(source: ModelSource) -> ModelSource:
     """Return a source of the same model; a module becomes a copy whose parameters have no storage."""
-    return copy_without_weights(source) if isinstance(source, nn.Module) and not is_empty(source) else source
+    if not isinstance(source, nn.Module) or is_empty(source):
+        return source
+    empty = copy_without_weights(source)
+    record_adapters(empty, source)
+    return empty
+
+
+def random_stream(role: Role, roles: Iterable[Role]) -> int:
+    """Return a number to add to the seed of a role's random weights, so that trained roles of one task differ.
+
+    Other roles follow the one that they average, or that has the same source: a reference equals its actor.
+    """
+    trained = {other.name: other.source for other in roles if other.trained and other.task == role.task}
+    same = (name for name, source in trained.items() if source is role.source)
+    followed = role.name if role.trained else role.average_of or next(same, None)
+    return list(trained).index(followed) if followed in trained else 0
 
 
 def is_empty(module: nn.Module) -> bool:

@@ -20,11 +20,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from lightning_realloc.algorithms.base.adapters import AdapterSource, refuse_unknown_roles, roles_with_adapters
+from lightning_realloc.algorithms.base.adapters import (
+    AdapterSource,
+    refuse_unknown_roles,
+    roles_with_adapters,
+    starts_at_base,
+)
 from lightning_realloc.algorithms.base.calls import dataflow_of_calls, declared_calls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
-from lightning_realloc.algorithms.base.loaded_weights import ModelSource, without_weights
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource, random_stream, without_weights
 from lightning_realloc.algorithms.base.optimizers import (
     NoDecay,
     Parameters,
@@ -273,10 +278,18 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         )
 
     def reference_of(self, actor: Role, source: ModelSource | None) -> Role:
-        """Return a frozen reference from ``source``, or the actor's initial weights (with adapters: its base)."""
+        """Return a frozen reference from ``source``, or the actor's initial weights.
+
+        New adapters change nothing at first, so it is the base then, without a second copy. Saved ones are merged into
+        a copy, unless ``source`` is the actor's base by name.
+        """
         peft = self.peft_of("reference", trained=False)
-        if source is None and peft is None and actor.has_adapters:
-            return Role(name="reference", source=actor.source, trained=False, shares=actor.name)
+        if peft is None and actor.has_adapters:
+            own = self.loading.quantization_of("reference", trained=False)
+            is_base = own is None and isinstance(source, str | Path) and str(source) == str(actor.source)
+            if is_base or (source is None and starts_at_base(actor)):
+                return Role(name="reference", source=actor.source, trained=False, shares=actor.name)
+            peft = actor.peft if source is None else None
         return Role(
             name="reference",
             source=actor.source if source is None else source,
@@ -388,7 +401,11 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         for role in self.roles():
             if role.shares is None and not hasattr(self, role.name):
                 deferred = role.name in placed
-                model = role.build(seed=self.seed, allow_missing=self.loading.allow_missing, deferred=deferred)
+                model = role.build(
+                    seed=self.seed + random_stream(role, self.roles()),
+                    allow_missing=self.loading.allow_missing,
+                    deferred=deferred,
+                )
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)

@@ -21,6 +21,8 @@ ADAPTER = "default"
 """PEFT's name for the adapters of a model that has one set of them."""
 FILE_PREFIX = "base_model.model."
 """Prefix of parameter names in PEFT's files."""
+_RECORDED = "_recorded_adapters_change_outputs"
+"""Attribute of a copy without weights with the answer for its original."""
 _KEPT = "_kept_merged_weights"
 """Attribute of a model with the copies that `adapters_merged` keeps."""
 
@@ -32,6 +34,21 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "base_layer", None), nn.Module) and hasattr(module, "merged_adapters")
     }
+
+
+def adapters_change_outputs(model: nn.Module) -> bool:
+    """Return whether a model's adapters change its outputs: whether a second factor of LoRA, zero at first, is not.
+
+    A copy without weights needs the answer of `record_adapters`.
+    """
+    recorded: bool | None = vars(model).get(_RECORDED)
+    factors = (weight for name, weight in model.named_parameters() if ".lora_B." in name)
+    return any(bool(weight.any()) for weight in factors) if recorded is None else recorded
+
+
+def record_adapters(empty: nn.Module, model: nn.Module) -> None:
+    """Record in a copy without weights whether the adapters of the original change its outputs."""
+    vars(empty)[_RECORDED] = adapters_change_outputs(model)
 
 
 def trained_copies(model: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightning_realloc.errors import ConfigError, LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapters_disabled, adapters_merged
 from lightning_realloc.runtime.parallel.model_spec import describe_model
-from tests.models import tiny_model, tiny_scorer
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 
 TOKENS = torch.arange(3, 20)[None]
@@ -179,6 +179,27 @@ def test_adapters_that_were_loaded_frozen_are_trained_and_nothing_else(tmp_path:
     assert not adapted_layers(_actor(both, trained=False).build(seed=0))
     with pytest.raises(ConfigError, match="holds adapters, too; move them to a folder for peft_config"):
         _actor(both).build(seed=0)
+
+
+def test_the_reference_is_the_start_of_a_stage_that_continues_adapters(tmp_path: Path) -> None:
+    base, folder = str(tmp_path / "base"), str(tmp_path / "adapters")
+    tiny_model("llama").save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    saved = _save_adapters(Path(folder), AutoModelForCausalLM.from_pretrained(base))
+
+    def pair(actor: Any, **settings: Any) -> Any:
+        module = runs.RecordedGRPO(actor, runs.low_tokens, sampling=runs.SAMPLING, kl_coef=0.1, **settings)
+        module.configure_model()
+        return module
+
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    for module in (pair(base, peft_config=folder), pair(loaded)):
+        torch.testing.assert_close(_logits(module.actor), _logits(saved), rtol=0, atol=1e-5)
+        torch.testing.assert_close(_logits(module.reference), _logits(saved), rtol=0, atol=1e-5)
+        assert module.roles()[1].shares is None  # also after its weights were let go
+    fresh = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
+    for module in (pair(fresh), pair(base, peft_config=folder, reference=base)):  # the base, without a second copy
+        assert module.roles()[1].shares == "actor" and not hasattr(module, "reference")
 
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:

@@ -209,6 +209,44 @@ class Scoring(MultiModelModule):
         """Learn."""
 
 
+class Twins(MultiModelModule):
+    """Two critics of one source, and a moving average of the second."""
+
+    def __init__(self, source: Any, *names: str) -> None:
+        super().__init__(seed=1)
+        self.sources = dict.fromkeys(names, source)
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the critics and, if it is named, the average."""
+        roles = (self.make_role(name, trained=name != "average", task="token_classification") for name in self.sources)
+        return tuple(replace(role, average_of=None if role.trained else "second") for role in roles)
+
+    @train("first", needs="batch")
+    def learn(self) -> None:
+        """Learn."""
+
+    @train("second", needs="batch")
+    def learn_again(self) -> None:
+        """Learn with the second critic."""
+
+
+def test_critics_of_one_source_differ_and_other_roles_equal_the_one_they_follow() -> None:
+    given = tiny_model("llama")
+    twins = Twins(given, "first", "second")
+    twins.configure_model()
+    ours, theirs = (dict(critic.named_parameters()) for critic in (twins.first, twins.second))
+    assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == {"score.weight"}
+    random = Twins(given.config, "first", "second", "average")
+    random.configure_model()
+    weights = [getattr(random, name).model.layers[0].mlp.up_proj.weight for name in ("first", "second", "average")]
+    assert not torch.equal(weights[0], weights[1]) and torch.equal(weights[1], weights[2])
+    alone = random.roles()[0].build(seed=1)  # the first one has the seed itself, as a critic without a twin
+    assert torch.equal(alone.model.layers[0].mlp.up_proj.weight, weights[0])
+    pair = runs.RecordedGRPO(given.config, runs.low_tokens, sampling=runs.SAMPLING, kl_coef=0.1)
+    pair.configure_model()
+    assert torch.equal(pair.actor.lm_head.weight, pair.reference.lm_head.weight)
+
+
 def test_calls_of_absent_optional_roles_are_left_out_and_other_roles_required() -> None:
     assert Scoring("actor", "second").dataflow.call("compare").needs == ("scores", "more_scores")
     alone = Scoring("actor").dataflow
