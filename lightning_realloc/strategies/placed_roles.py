@@ -18,7 +18,7 @@ from torch import nn
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import ConfigError, DeviceFull, RankLost
+from lightning_realloc.errors import ConfigError, DeviceFull, PlanError, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import give_back_freed_memory
@@ -305,7 +305,10 @@ class PlacedRoles:
         wanted = builder.plan(plan, self.pool.specs)
         if wanted == running:
             return
-        self._check_optimizers(wanted)
+        try:
+            self._check_optimizers(wanted)
+        except ConfigError as error:
+            raise PlanError(str(error)) from error
         self.runner.engines.free_caches()  # the move needs their memory
         builder.check_memory(wanted, self._callbacks, running=running)
         with self.runner.collective("set_plan"):
