@@ -33,6 +33,7 @@ from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
+from lightning_realloc.strategies.calls.step_metrics import log_now
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
@@ -226,9 +227,9 @@ class PlacedRoles:
         engines.keeps_caches = builder.keeps_caches(self.pool.plan, self._callbacks, workload)
 
     def finish(self) -> None:
-        """Wait for the last messages between ranks."""
+        """Wait for the last messages between ranks, and log late metrics."""
         if self._runner is not None:
-            self._runner.finish()
+            log_now(self._strategy.connected_module.trainer, self._runner.finish())
 
     def bring_back(self) -> None:
         """Fetch everything that the plan offloads to the device until the next call begins."""

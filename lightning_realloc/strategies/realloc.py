@@ -31,6 +31,7 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.overlap import OverlapOptions, former_name, number_of_chunks
+from lightning_realloc.strategies.calls.step_metrics import log_results
 from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOptions, FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
@@ -74,8 +75,7 @@ class ReallocStrategy(DataParallelStrategy):
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
         tp_plans: Role -> tensor-parallel styles by module pattern, for models that bring none.
-        launcher: ``"popen"`` re-runs the script for each device, ``"spawn"`` and ``"fork"`` serve notebooks, ``"ray"``
-            makes every rank an actor of a Ray cluster.
+        launcher: ``"popen"`` re-runs the script per device; ``"spawn"``, ``"fork"``: for notebooks; ``"ray"``: on Ray.
         max_failures: Lost ranks or machines after which ``"ray"`` starts the run again from its last checkpoint.
         save_frozen_roles: Also write roles that are never trained into checkpoints.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code. False also reads
@@ -285,8 +285,8 @@ class ReallocStrategy(DataParallelStrategy):
         self.shown = tuple(result.shown for result in results if result.shown is not None)
         for result in results:
             self.lengths = result.lengths
-            module.log_dict(dict(result.metrics), batch_size=1)
             module.on_samples_carried(result.carried, num_learnt=len(result.samples))
+        log_results(module, results, set(self.pool.dataflow.trained_roles))
         self._optimizer_hooks.count_iteration()
         self._stop_if_agreed()
         return tuple(result.samples.lengths_only() for result in results)
@@ -306,7 +306,7 @@ class ReallocStrategy(DataParallelStrategy):
     def _stop_if_agreed(self) -> None:
         """End the run after this batch if a rank received a signal, with all messages between ranks received."""
         if self.stop.agreed:
-            self.runner.finish()
+            self._placed.finish()
             dismiss_observer(self._launcher)
             self.stop.end_run(self.lightning_module.trainer)  # type: ignore[union-attr]
 

@@ -1,8 +1,7 @@
 """Run the calls of a dataflow on this rank, iteration by iteration: inputs, the call, its results.
 
-Every rank goes through the same calls in the same order, and takes part in those whose layout includes it. So calls on
-disjoint ranks run at the same time. A rank waits for the data that it needs, never for all ranks. While it waits, it
-learns of failures elsewhere.
+Every rank goes through the same calls in order, and takes part in those whose layout includes it. So calls on disjoint
+ranks run at the same time. A rank waits for the data that it needs, not for all ranks, and learns of failures then.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -25,7 +24,7 @@ from lightning_realloc.strategies.calls.engine_pool import EnginePool, PeerFailu
 from lightning_realloc.strategies.calls.full_device import naming_full_device
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
-from lightning_realloc.strategies.calls.metrics import RunMetrics, mean_age
+from lightning_realloc.strategies.calls.metrics import RunMetrics, as_tensors, mean_age
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
@@ -205,8 +204,8 @@ class CallRunner:
         self._infer.forget_layouts()
         self._allow_streams()
 
-    def finish(self) -> None:
-        """Receive all pending messages. Collective over all ranks, after the last iteration.
+    def finish(self) -> Mapping[str, Tensor]:
+        """Receive all messages, and return metrics that no iteration had. Collective, after the last iteration.
 
         Batches that wait to be trained on, in a run that ended before its epoch, are left to a resumed run.
         """
@@ -214,9 +213,10 @@ class CallRunner:
         for data in self._ahead:
             data.drain(data.routes.calls_at_once())
         self._left_out, self._ahead = self._ahead, ()
-        self._metrics.drain()
+        late = self._metrics.drain()
         self.engines.receive_history()
         self._mailbox.release(self._run)
+        return late
 
     def close(self) -> None:
         """Free kept caches, and end processes that generate for this rank; a later call starts them again."""
@@ -231,6 +231,7 @@ class CallRunner:
 
     def restore(self, waiting: Sequence[Mapping[str, Any]]) -> None:
         """Continue with the batches that waited when a checkpoint was saved."""
+        self._metrics.forget_late()
         self._left_out, self._restored = (), waiting
 
     def _restore(self, state: Mapping[str, Any], iteration: int, num_shown: int) -> IterationData:
@@ -363,13 +364,12 @@ class CallRunner:
         """Run the remaining calls of a batch, training included, and return its result."""
         self._run_calls(data.routes.calls_later(), data)
         report, known = self._receive_report(data), data.known()
-        metrics = self._metrics.summarize(data, report.metrics, known, wait=is_last)
+        metrics, overdue = self._metrics.summarize(data, report.metrics, known, wait=is_last)
         if self._is_off_policy:
             metrics["staleness"] = mean_age(known, otherwise=self._version - data.version)
         self._version += 1
         self._pool.streams.version = self._version
-        logged = {name: torch.tensor(value) for name, value in metrics.items()}
-        return IterationResult(known, logged, report.carried, data.shown(report))
+        return IterationResult(known, as_tensors(metrics), as_tensors(overdue), report.carried, data.shown(report))
 
     def _send_report(self, data: IterationData) -> None:
         data.report.maxima |= self._stop.as_metrics()

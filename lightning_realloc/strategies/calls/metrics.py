@@ -9,8 +9,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from lightning_realloc.batch.samples import TOKEN_AGES, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -134,8 +137,8 @@ class RunMetrics:
 
     def summarize(
         self, data: IterationData, reported: Mapping[str, float], known: Samples, *, wait: bool
-    ) -> dict[str, float]:
-        """Return an iteration's metrics, the same on all ranks.
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return an iteration's metrics, and late ones that the same names have in addition; the same on all ranks.
 
         Args:
             data: The iteration's data.
@@ -145,17 +148,27 @@ class RunMetrics:
         """
         metrics = with_rates(self._of_next | dict(reported), num_tokens=self._num_tokens)
         self._of_next, self._num_tokens = {}, count_tokens(known)
-        return metrics | self._exchange_training_metrics(data, wait=wait)
+        of_training, overdue = self._exchange_training_metrics(data, wait=wait)
+        return metrics | of_training, overdue
 
-    def drain(self) -> None:
-        """Receive pending metrics of training calls."""
-        for late in self._late.values():
-            self._receive(late)
+    def drain(self) -> dict[str, Tensor]:
+        """Receive and return pending metrics of training calls. The next iteration has them, if one follows."""
+        self._late = {name: replace(late, own=self._receive(late)) for name, late in self._late.items()}
+        return as_tensors({key: value for late in self._late.values() for key, value in self._receive(late).items()})
+
+    def forget_late(self) -> None:
+        """Forget pending metrics, of an earlier fit."""
         self._late.clear()
 
-    def _exchange_training_metrics(self, data: IterationData, *, wait: bool) -> dict[str, float]:
-        """Send this rank's metrics of training calls, and return those of all ranks; late ones are an iteration old."""
-        due: list[_TrainingMetrics] = []
+    def _exchange_training_metrics(
+        self, data: IterationData, *, wait: bool
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Send this rank's metrics of training calls, and return those of all ranks; late ones are an iteration old.
+
+        Those of a call that is no longer late are returned as well, next to its late ones.
+        """
+        found: dict[str, float] = {}
+        overdue: dict[str, float] = {}
         for call in data.routes.calls:
             if call.kind != "train":
                 continue
@@ -166,12 +179,13 @@ class RunMetrics:
                     self._mailbox.others, FrameKind.METRICS, data.run, index, encode_message(own, {})
                 )  # fmt: skip
             earlier, latest = self._late.pop(call.name, None), _TrainingMetrics(data.run, index, ranks[0], own)
-            due += [earlier] if earlier else []
             if self._may_be_late and len(ranks) <= len(self._mailbox.others) and not wait:
                 self._late[call.name] = latest
+                found |= self._receive(earlier) if earlier else {}
             else:
-                due.append(latest)
-        return {name: value for metrics in due for name, value in self._receive(metrics).items()}
+                overdue |= self._receive(earlier) if earlier else {}
+                found |= self._receive(latest)
+        return found, overdue
 
     def _receive(self, metrics: _TrainingMetrics) -> Mapping[str, float]:
         if metrics.own is not None:
@@ -199,6 +213,11 @@ def mean_age(samples: Samples, *, otherwise: int) -> float:
     counted = "num_model_tokens" in samples
     tokens = samples.tensor("num_model_tokens") if counted else samples.ragged("response_ids").lengths
     return float(samples.tensor(TOKEN_AGES).sum() / tokens.sum())
+
+
+def as_tensors(metrics: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return metrics in the form that Lightning logs."""
+    return {name: torch.tensor(value) for name, value in metrics.items()}
 
 
 def count_tokens(samples: Samples) -> int:

@@ -85,6 +85,8 @@ class IterationResult:
     """All samples, with the values that calls made of each; of sequences the lengths."""
     metrics: Mapping[str, Tensor]
     """Metrics of all calls. Those of a training call on some ranks may be of the iteration before: no rank waits."""
+    overdue: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics of training calls in the iteration before, where ``metrics`` has those of this one."""
     carried: Samples | None = None
     """Samples of all ranks that generating calls left for the next iteration; None: there are none."""
     shown: Samples | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim import SGD, AdamW
 
 from lightning_realloc.callbacks.phase import PhaseCallback
@@ -91,6 +92,51 @@ def test_every_role_may_move_between_iterations_of_grpo(workers: WorkerPool) -> 
     assert moved.tokens == stayed.tokens
     assert moved.rewards == stayed.rewards
     assert runs.largest_difference(moved.weights, stayed.weights) <= 1e-5
+
+
+class Losses(DummyLogger):
+    """Keeps every loss that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[float] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Keep the loss."""
+        self.logged += [metrics["actor/loss"]] if "actor/loss" in metrics else []
+
+
+class Stop(Callback):
+    """Ends the run after its fifth iteration."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Stop there."""
+        trainer.should_stop = trainer.global_step == 5
+
+
+def logged_losses(plan: Any, moves: Mapping[int, Any], stops: bool) -> tuple[list[float], float]:
+    """Return the losses of two epochs of four iterations as a logger gets them, and the last one for callbacks."""
+    losses = Losses()
+    callbacks: list[Callback] = [Move(moves), *([Stop()] if stops else [])]
+    outcome = runs.train(
+        runs.sft(), ReallocStrategy(plan), 2, Batches(4, responses=True), callbacks=callbacks, logger=losses,
+        log_every_n_steps=1, max_epochs=2,
+    )  # fmt: skip
+    return losses.logged, outcome.logged[-1]["actor/loss"]
+
+
+def test_every_iteration_logs_its_loss_once_whatever_plans_follow(workers: WorkerPool) -> None:
+    on_all = calls(actor_train="dp2")
+    on_first, on_second = (calls(actor_train=f"dp1@{rank}", actor_infer=f"dp1@{1 - rank}") for rank in (0, 1))
+    run = partial(workers.run, logged_losses, world_size=2, init_process_group=False)
+    expected, last = run(on_all, {}, False)[0]
+    assert len(set(expected)) == 8 and last == expected[-1]
+    # On one rank a loss appears an iteration later; plans change to, from and between such layouts.
+    for logged, latest in run(on_all, {1: on_first, 2: on_second, 5: on_all, 6: on_first}, False):
+        assert logged == pytest.approx(expected, abs=1e-5)
+        assert latest == pytest.approx(last, abs=1e-5)
+    # A run that ends within an epoch logs the last loss, too.
+    assert run(on_first, {}, True)[0][0] == pytest.approx(expected[:5], abs=1e-5)
 
 
 def _ask_for(plan: Any) -> tuple[str, str]:
