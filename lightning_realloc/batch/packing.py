@@ -162,7 +162,9 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     )
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, *, item_name: str = "sequence") -> list[tuple[int, ...]]:
+def micro_batches(
+    lengths: Sequence[int], max_tokens: int, *, item_name: str = "sequence", call: str | None = None
+) -> list[tuple[int, ...]]:
     """Divide positions into few packs of at most ``max_tokens`` tokens by first-fit decreasing.
 
     It needs at most 11/9 of the fewest possible packs, plus one. Positions in a pack ascend; packs are sorted by their
@@ -170,12 +172,15 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, item_name: str = "
 
     Args:
         item_name: Name of one item in error messages.
+        call: Call whose ``micro_batch_tokens`` is the limit, for error messages.
 
     Raises:
         DataError: if one item alone is longer than ``max_tokens``.
     """
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is not None and lengths[longest] > max_tokens:
+        if call is not None:
+            raise DataError(too_long_for(call, max_tokens, lengths[longest], item_name=item_name))
         raise DataError(
             f"a {item_name} must fit one micro-batch; {item_name} {longest} has {lengths[longest]} tokens and "
             f"max_tokens={max_tokens}, raise it to at least {lengths[longest]} or shorten prompts and responses"
@@ -191,6 +196,15 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, item_name: str = "
             packs[place].append(position)
             room[place] -= lengths[position]
     return sorted(tuple(sorted(members)) for members in packs)
+
+
+def too_long_for(call: str, max_tokens: int, longest: int, *, item_name: str = "sequence") -> str:
+    """Return the error of a call with a sequence, or samples that stay together, of more tokens than its limit."""
+    return (
+        f"a {item_name} must fit one micro-batch of {call}; one has {longest} tokens, and micro_batch_tokens="
+        f"{max_tokens}: raise it to at least {longest} where it is set, in the plan's entry of {call} or in "
+        f"TrainOptions, or shorten prompts and responses"
+    )
 
 
 def balanced_shares(

@@ -185,7 +185,13 @@ def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool 
 
 
 def micro_batch_plan(
-    lengths: Sequence[int], num_shares: int, *, max_tokens: int, equal_counts: bool, group_size: int = 1
+    lengths: Sequence[int],
+    num_shares: int,
+    *,
+    max_tokens: int,
+    equal_counts: bool,
+    group_size: int = 1,
+    call: str | None = None,
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Return the micro-batches of every data-parallel rank: its balanced share of the positions, packed.
 
@@ -193,12 +199,14 @@ def micro_batch_plan(
     until every rank has as many as the busiest one. Sharded weights need this, because each forward pass is a
     collective. The shares do not depend on it.
 
-    Consecutive groups of ``group_size`` positions stay together in one micro-batch, adjacent and in order.
+    Consecutive groups of ``group_size`` positions stay together in one micro-batch, adjacent and in order. Errors name
+    ``call``.
     """
     sizes = _group_lengths(lengths, group_size)
     plans: list[list[MicroBatch]] = []
     for share in balanced_shares(sizes, num_shares):
-        packs = micro_batches([sizes[group] for group in share], max_tokens, item_name=group_name(group_size))
+        name = group_name(group_size)
+        packs = micro_batches([sizes[group] for group in share], max_tokens, item_name=name, call=call)
         plans.append([MicroBatch(_members([share[row] for row in pack], group_size), True) for pack in packs])
     filler = MicroBatch(_members([min(range(len(sizes)), key=sizes.__getitem__)], group_size), False)
     least = max(len(plan) for plan in plans) if equal_counts else 1
@@ -250,6 +258,7 @@ def train_steps(
     equal_counts: bool,
     order_seeds: Sequence[int],
     group_size: int = 1,
+    call: str | None = None,
 ) -> tuple[TrainStep, ...]:
     """Return the optimizer steps of a training call, one per mini-batch and epoch, the same on every rank.
 
@@ -267,6 +276,7 @@ def train_steps(
                 max_tokens=max_tokens,
                 equal_counts=equal_counts,
                 group_size=group_size,
+                call=call,
             )
             steps.append(TrainStep(tuple(range(len(positions))), shares).reindexed(positions))
     return tuple(steps)

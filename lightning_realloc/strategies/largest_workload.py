@@ -1,10 +1,18 @@
-"""The largest workload of an iteration that a run's data and sampling allow."""
+"""The largest workload of an iteration, and the longest sequence, that a run's data and sampling allow."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+from collections.abc import Iterable
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_realloc.batch.packing import too_long_for
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import group_name
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import DataError
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.tuning.memory.parts import Workload
 
@@ -40,3 +48,38 @@ def rows_per_batch(trainer: Trainer) -> int | None:
     loader = trainer.train_dataloader
     size, group_size = getattr(loader, "batch_size", None), getattr(loader, "group_size", None)
     return size * group_size if isinstance(size, int) and isinstance(group_size, int) else None
+
+
+def check_longest_sequences(
+    module: RunnableAlgorithm, trainer: Trainer, plan: ExecutionPlan, calls: Iterable[ModelFunctionCall]
+) -> None:
+    """Compare ``micro_batch_tokens`` of every call with the longest sequence that data and sampling allow.
+
+    Raises:
+        DataError: if a row of the data is too long. Responses that may become too long are warned about.
+    """
+    table = getattr(getattr(trainer, "datamodule", None), "tables", {}).get("train")
+    if not isinstance(table, Samples) or not len(table) or "prompt_ids" not in table:
+        return
+    known = table.ragged("prompt_ids").lengths
+    if "response_ids" in table:
+        known = known + table.ragged("response_ids").lengths
+    sampling, group_size, device = getattr(module, "sampling", None), 1, trainer.strategy.root_device.type
+    if sampling is None and len(table) % module.group_size == 0:
+        group_size = module.group_size
+    longest = int(known.reshape(-1, group_size).sum(dim=1).max())
+    possible = longest if sampling is None else (longest + sampling.max_new_tokens) * module.group_size
+    for call in calls:
+        if call.role is None or call.kind == "generate":
+            continue
+        limit = plan.call(call.name).micro_batch_tokens
+        limit = limit or module.train_options_of(call.role).micro_batch_tokens_on(device)
+        if longest > limit:
+            raise DataError(too_long_for(call.name, limit, longest, item_name=group_name(group_size)))
+        if sampling is not None and possible > limit:
+            rank_zero_warn(
+                f"micro_batch_tokens={limit} of {call.name} is less than the {possible} tokens of the longest prompt "
+                f"with max_new_tokens={sampling.max_new_tokens}: the run ends when there is such a "
+                f"{group_name(module.group_size)}; raise it, or lower max_new_tokens"
+            )
+            return

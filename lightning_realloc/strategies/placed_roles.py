@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import ConfigError, DeviceFull, PlanError, RankLost
+from lightning_realloc.errors import ConfigError, DataError, DeviceFull, PlanError, RankLost
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import give_back_freed_memory
@@ -35,7 +36,7 @@ from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_now
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
-from lightning_realloc.strategies.largest_workload import largest_workload
+from lightning_realloc.strategies.largest_workload import check_longest_sequences, largest_workload
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
@@ -169,6 +170,8 @@ class PlacedRoles:
             elif not self.runner.can_go_on():
                 self._runner = self._make_runner(module, self._pool)
             self._offloader = self._make_offloader(self._pool)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_longest_sequences(module, trainer, self._pool.plan, self._pool.dataflow.iteration_calls)
         self.runner.version_log.write_to(local_folder(trainer.default_root_dir) / WEIGHT_VERSIONS)
 
     @contextmanager
@@ -308,7 +311,8 @@ class PlacedRoles:
             return
         try:
             self._check_optimizers(wanted)
-        except ConfigError as error:
+            check_longest_sequences(builder.module, builder.module.trainer, wanted, builder.dataflow.iteration_calls)
+        except (ConfigError, DataError) as error:
             raise PlanError(str(error)) from error
         self.runner.engines.free_caches()  # the move needs their memory
         builder.check_memory(wanted, self._callbacks, running=running)

@@ -102,10 +102,9 @@ class Fusion:
             lengths: Tokens of each sample in the chunk.
         """
         place = self.placements[call.name]
-        is_sharded = place.layout.dims.fsdp > 1
-        plans = micro_batch_plan(
-            lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens, equal_counts=is_sharded
-        )
+        is_sharded, num_shares = place.layout.dims.fsdp > 1, place.layout.data_parallel_size
+        limit = place.micro_batch_tokens
+        plans = micro_batch_plan(lengths, num_shares, max_tokens=limit, equal_counts=is_sharded, call=call.name)
         return tuple(tuple(micro for micro in plan if micro.counts or is_sharded) for plan in plans)
 
     def chunk_positions(self, source: ModelFunctionCall, rank: int, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -226,7 +225,7 @@ class Routes:
                 place = self.placements[call.name]
                 plan = micro_batch_plan(
                     table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
-                    equal_counts=place.layout.dims.fsdp > 1, group_size=self.group_size,
+                    equal_counts=place.layout.dims.fsdp > 1, group_size=self.group_size, call=call.name,
                 )  # fmt: skip
             self._infers[call.name] = plan
         return self._infers[call.name]
@@ -251,7 +250,8 @@ class Routes:
         if rest:
             all_lengths = table.lengths
             lengths = [all_lengths[position] for position in rest]
-            shares = micro_batch_plan(lengths, num_shares, max_tokens=place.micro_batch_tokens, equal_counts=False)
+            limit = place.micro_batch_tokens
+            shares = micro_batch_plan(lengths, num_shares, max_tokens=limit, equal_counts=False, call=call.name)
             for plan, share in zip(plans, shares, strict=True):
                 counted = (micro for micro in share if micro.counts)
                 plan += [MicroBatch(tuple(rest[row] for row in micro.positions), True) for micro in counted]
@@ -264,7 +264,7 @@ class Routes:
             steps = train_steps(
                 [lengths[position] for position in positions], place.train_options, place.layout.data_parallel_size,
                 max_tokens=place.micro_batch_tokens, equal_counts=place.layout.dims.fsdp > 1,
-                order_seeds=place.order_seeds, group_size=self.group_size,
+                order_seeds=place.order_seeds, group_size=self.group_size, call=call.name,
             )  # fmt: skip
             self._trains[call.name] = tuple(step.reindexed(positions) for step in steps)
         return self._trains[call.name]
