@@ -24,8 +24,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from lightning_realloc.errors import ConfigError, RankLost, ReallocError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning import launchers
-from lightning_realloc.strategies.lightning.data_parallel import _end_process_group
 from lightning_realloc.strategies.lightning.last_checkpoint import InProcessLauncher
+from lightning_realloc.strategies.lightning.process_group import end_process_group
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from lightning_realloc.strategies.lightning.trainer_checks import check_started_processes, warn_of_stale_addresses
 from tests.devices import CPU_ALONE
@@ -195,7 +195,7 @@ def test_ctrl_c_while_a_process_ends_prints_no_traceback(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torch.distributed.is_initialized", interrupted)
-    _end_process_group()
+    end_process_group()
 
 
 def test_a_run_that_fails_before_its_models_are_set_up_raises_its_own_error(
