@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import ReallocError
 from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
@@ -25,6 +27,8 @@ from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows, check_unchanged
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.replica import Replica
+
+log = logging.getLogger(__name__)
 
 
 class InferCalls:
@@ -110,7 +114,30 @@ class InferCalls:
             ]  # fmt: skip
 
         counted = self._smaller.run(call, replica.layout, micro_batches, attempt)
-        return Samples.concatenate(counted) if counted else None
+        if not counted:
+            return None
+        made = Samples.concatenate(counted)
+        self._require_finite(call, made)
+        return made
+
+    def _require_finite(self, call: ModelFunctionCall, made: Samples) -> None:
+        """Require finite results of a role that is not trained, and warn of others, whose steps are then skipped.
+
+        Raises:
+            ReallocError: naming the role and the samples.
+        """
+        (name, column), *_ = made.columns.items()
+        if is_finite(column):
+            return
+        bad = [number for number in made.ids.tolist() if not is_finite(made.by_ids([number]).columns[name])]
+        found = f"{name} of {call.role} are not finite for sample ids {bad[:8]} ({len(bad)} of {len(made)})"
+        if call.role in self._context.pool.dataflow.trained_roles:
+            log.warning("%s: %s", call.name, found)
+            return
+        raise ReallocError(
+            f"{found} in {call.name}, and no step mends a role that is not trained: check the weights that {call.role} "
+            f"was loaded from, and use bfloat16 or float32 in place of float16"
+        )
 
     def _forward(
         self, method: Callable[..., Tensor], replica: Replica, parts: Sequence[Samples]
@@ -218,6 +245,13 @@ class EarlyInference:
         for rows in self._rows:
             check_unchanged(source, made, rows)
         return {early.call.name: early.results for early in self._calls}
+
+
+def is_finite(column: Column) -> bool:
+    """Return whether a column of tensors holds neither NaN nor infinity."""
+    assert not isinstance(column, tuple), "python objects are no results of a model"
+    values = column.values if isinstance(column, Ragged) else column
+    return not values.is_floating_point() or bool(values.isfinite().all())
 
 
 def _num_tokens(completion: Completion) -> int:

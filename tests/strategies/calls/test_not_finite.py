@@ -130,7 +130,8 @@ PLACES: dict[str, Place] = {
     "one rank": Place("sft", lambda: At("on_after_backward", lambda trainer: spoil_gradient(trainer, 1))),
     "critic": Place("ppo", ("critic", math.nan), skipped="critic"),
     "reference": Place(
-        "grpo", lambda: At("on_train_batch_start", spoil_weight("reference", NORM, for_good=False))
+        "grpo", lambda: At("on_train_batch_start", spoil_weight("reference", NORM, for_good=False)),
+        error="ref_logprobs of reference are not finite for sample ids [",
     ),
     "head": Place(
         "ppo", lambda: At("on_train_batch_start", spoil_weight("critic", HEAD, for_good=True)),
