@@ -15,10 +15,18 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-emulated-gpu test-multinode test-ray clean
+.PHONY: test test-all lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-emulated-gpu test-multinode test-ray clean
+
+PYTEST = $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: lint
-	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# The long matrices as well: every family, layout and example, notebooks, resumed runs and generated mistakes.
+test-all: lint
+	$(PYTEST) --all
+	$(RUN) tests.resume
+	$(RUN) tests.bad_input --cases 2000
 
 lint: $(VENV)/.ready
 	$(RUN) ruff check

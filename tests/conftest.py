@@ -31,6 +31,10 @@ hypothesis.settings.register_profile("tests", hypothesis.settings(hypothesis.set
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run tests marked `exhaustive`, as `make test-all` does")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None:
         import torch
@@ -55,8 +59,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if "mark.gpu" in text or "tests.devices" in text else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with slow tests first, so that no xdist worker is left alone with one at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out exhaustive tests, unless asked for; run files with slow tests first.
+
+    With slow files last, an xdist worker would be left alone with one at the end.
+    """
+    named = any("::" in argument for argument in config.args)
+    if not (config.option.all or named or "exhaustive" in config.option.markexpr):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -464,6 +464,7 @@ def _process(command: list[str], folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_devices_train_through_the_script_launcher(folder: Path) -> None:
     plan = '{"calls": {"actor.generate": "tp2", "reference.infer": "dp2", "actor.train": "fsdp2"}}'

@@ -31,6 +31,7 @@ def run_tiny() -> tuple[Turn, Turn]:
     return run_arm("lora", "32-true", TINY), run_arm("lora, no reference", "bf16-mixed", TINY)
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_run_reallocates_adapters_alone(workers: WorkerPool) -> None:
     shared, half = workers.run(run_tiny, world_size=2, deadline_s=90.0)[0]
     assert shared.moved[1:] == (shared.trained_bytes, shared.trained_bytes) < shared.moved[:2]

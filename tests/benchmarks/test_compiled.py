@@ -26,6 +26,7 @@ def run_tiny() -> tuple[Fit, Fit]:
     return fit(None, "32-true", TINY), fit("aot_eager", "32-true", TINY)
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_run_has_the_same_losses_in_both_arms(workers: WorkerPool) -> None:
     plain, compiled = workers.run(run_tiny, world_size=1, init_process_group=False, deadline_s=90.0)[0]
     assert len(plain.losses) == len(compiled.seconds) == TINY.iterations

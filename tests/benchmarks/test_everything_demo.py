@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.everything import OFF, ON, Run, compare
 from benchmarks.everything_demo import run_arm
 from examples.demo import Settings
@@ -20,6 +22,7 @@ def run_both(folder: str) -> tuple[Run, Run]:
     return run_arm(OFF, settings), run_arm(ON, settings)
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_run_is_the_same_in_both_arms(workers: WorkerPool, tmp_path: Path) -> None:
     write_demo_files(tmp_path)
     (off, on), _ = workers.run(run_both, str(tmp_path), world_size=2, deadline_s=120.0)

@@ -41,6 +41,7 @@ def run_tiny() -> tuple[Turn, Turn, Turn]:
     return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY), run_arm(FREEING, TINY)
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_run_hides_inference_and_trains_the_same(workers: WorkerPool) -> None:
     for _ in range(6):  # on shared cores, the second rank may start to read only after all samples are generated
         whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]

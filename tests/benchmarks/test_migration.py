@@ -24,6 +24,7 @@ def _measure(settings: Settings) -> list[Any]:
     return [call.args[0] for call in connection.send.call_args_list]
 
 
+@pytest.mark.exhaustive
 def test_all_arms_generate_the_same_tokens_and_each_moving_arm_has_a_row(workers: WorkerPool) -> None:
     report = BenchmarkReport("migration")
     settings = Settings(replace(WAITING, step_s=1e-4, token_s=1e-5), turns=1)

@@ -111,6 +111,7 @@ def test_every_call_of_ppo_has_its_seconds_and_its_predicted_peak(tmp_path: Path
     assert all(row["error"] < 0.15 for row in rows)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_first_iteration_takes_longer_with_compiled_blocks_in_training_alone(tmp_path: Path) -> None:
     plain, compiled = rows_of(measure("start_up", Setting(SMALL, "cpu", tmp_path)))

@@ -118,6 +118,7 @@ def run_tiny_arms() -> tuple[list[Turn], DataTurn]:
     return turns, move_data(make_module(work, Readings()).dataflow.calls, BY_HAND, num_samples=8, turns=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_tiny_run_measures_every_call_and_samples_the_same_tokens(workers: WorkerPool) -> None:
     (static, overlapping), moved = workers.run(run_tiny_arms, deadline_s=120.0)[0]

@@ -34,6 +34,7 @@ def fail_alone(rank: int, answers: Connection) -> None:
     dist.barrier()
 
 
+@pytest.mark.exhaustive
 def test_results_come_from_a_group_of_ranks() -> None:
     # 3 * (1 + 2) and 4 * (1 + 2)
     assert list(answers_of_ranks(add_up, 3, world_size=2)) == [9, 12]

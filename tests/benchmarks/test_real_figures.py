@@ -19,6 +19,7 @@ def test_two_constants_fit_the_column_to_its_measurements() -> None:
         assert predict(COLUMNS[0], cell.response_tokens, efficiency) == pytest.approx(cell.baseline, rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_every_other_cell_is_a_prediction_with_a_target(tmp_path: Path) -> None:
     assert main(["--json", str(tmp_path / "out.json"), "--strict", "--evaluations", "0"]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
@@ -35,6 +36,7 @@ def test_a_column_names_the_model_that_differs() -> None:
     assert models["critic 34B"] == ("Llama-2-7b-hf", "CodeLlama-34b-hf")
 
 
+@pytest.mark.exhaustive
 def test_the_found_plan_is_faster_than_the_documented_pattern_at_the_same_prices() -> None:
     efficiency = fit()
     found = find_plan(COLUMNS[0], 128, efficiency, 500)

@@ -118,6 +118,7 @@ def run_grpo() -> BenchmarkReport:
     return report
 
 
+@pytest.mark.exhaustive
 def test_a_real_policy_is_reported_by_epoch_and_trains_the_same_at_every_depth(workers: WorkerPool) -> None:
     (report,) = workers.run(run_grpo, world_size=1, init_process_group=False)
     adaptive, fixed = ([row for row in report.rows if row["arm"] == arm] for arm in ("adaptive", "4"))

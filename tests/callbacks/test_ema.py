@@ -19,6 +19,7 @@ from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import BATCH_SIZE, Part, SaveAt, contents, table
 from tests.strategies.pool.test_set_plan import Move
@@ -78,7 +79,7 @@ def average(plans: list[Any], optimizer: str, folder: Path) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", matrix(OPTIMIZERS, "adam"))
 def test_averages_equal_those_of_whole_weights(workers: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     plans = [("fsdp2",), ("fsdp2", "tp2", "pp2", "dp2")]
     ranks = workers.run(average, plans, optimizer, tmp_path, world_size=2, init_process_group=False, deadline_s=120.0)
@@ -133,7 +134,7 @@ def evaluate(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", list(HELD))
+@pytest.mark.parametrize("name", matrix(HELD, "adapters, offloaded"))
 def test_averages_are_evaluated_after_training_and_from_checkpoints(
     workers: WorkerPool, tmp_path: Path, name: str
 ) -> None:

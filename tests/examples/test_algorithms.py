@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import lightning_realloc
 from examples import sorting
 from tests.examples.test_ppo import ROOT, write_demo_files
+from tests.matrices import matrix, selected
 from tests.workers import WorkerPool
 
 NAMES = (
     "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "remax", "best_of_n", "online_dpo", "distillation"
 )  # fmt: skip
 CONFIGS = [ROOT / f"examples/{name}.yaml" for name in NAMES]
+BOUNDARIES = [config for config in CONFIGS if config.stem in ("dapo", "online_dpo", "distillation")]
 REWARD = "tests.strategies.runs:low_tokens"
 """A reward that random weights earn; otherwise dynamic sampling and best-of-n would never fill a batch."""
 
@@ -43,20 +45,20 @@ def fit(folder: str, configs: Sequence[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder in which all configurations were run."""
+def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return the folder in which the selected configurations were run."""
     folder = tmp_path_factory.mktemp("examples")
     write_demo_files(folder)
     torch.manual_seed(1)
     LlamaForCausalLM(sorting.tiny_llama()).save_pretrained(folder / "runs/demo/random")
     sorting.byte_tokenizer().save_pretrained(folder / "runs/demo/random")
-    configs = [str(config) for config in CONFIGS]
+    configs = [str(config) for config in selected(request, "config")]
     workers.run(fit, str(folder), configs, world_size=2, init_process_group=False, deadline_s=170.0)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+@pytest.mark.parametrize("config", matrix(CONFIGS, *BOUNDARIES), ids=lambda config: config.stem)
 def test_a_configuration_trains_and_writes_the_actor(trained: Path, config: Path) -> None:
     actor = "random" if config.stem == "distillation" else "warm"
     before, after = (

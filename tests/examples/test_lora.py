@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -35,6 +36,7 @@ def export_from_the_command_line(folder: Path, *options: str) -> Path:
     return folder / "exported"
 
 
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_the_configuration_trains_and_writes_adapters(workers: WorkerPool, tmp_path: Path) -> None:
     write_demo_files(tmp_path)

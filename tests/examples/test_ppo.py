@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -27,6 +28,7 @@ def run_script() -> tuple[int, dict[str, str], dict[str, float]]:
     return trainer.global_step, plan, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.exhaustive
 def test_the_script_runs_its_plan_on_four_ranks(workers: WorkerPool) -> None:
     everyone = workers.run(run_script, init_process_group=False, deadline_s=120.0)
     steps, plans, logged = zip(*everyone, strict=True)

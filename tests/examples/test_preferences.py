@@ -14,6 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from examples import preference_data, sorting
 from lightning_realloc.algorithms.base.role import Role
+from tests.matrices import matrix
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def fit_from_yaml(folder: str, name: str) -> None:
     cli.run(sys.argv[1:])
 
 
-@pytest.mark.parametrize("name", LOGGED)
+@pytest.mark.parametrize("name", matrix(LOGGED, "dpo", "reward_model"))
 def test_the_configuration_trains_validates_and_writes_the_model(
     name: str, workers: WorkerPool, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from lightning_realloc.generation.rebalance.balance_policy import plan_balance
 from lightning_realloc.generation.rebalance.load import MoveCost, StepCurve
 from tests.generation.simulated_ranks import SimulatedRank, SimulatedSample, fresh, simulate
+from tests.matrices import matrix
 
 LARGE_DEVICE = StepCurve(((1, 0.0060), (64, 0.0075), (256, 0.0180)))
 """Like 7B weights in bfloat16 on one large accelerator: hardly longer steps up to 64 rows."""
@@ -104,7 +105,7 @@ OTHERS = {
     "8 laptops, a straggler": partial(gains, 8, 16, LAPTOP, medians=one_straggler, seeds=8),
     "8 large devices, skew 0.6": partial(gains, 8, 64, LARGE_DEVICE, skew=0.6, seeds=2),
 }
-GUESSED = pytest.mark.parametrize("noise", [0.25, 0.5])
+GUESSED = pytest.mark.parametrize("noise", matrix([0.25, 0.5], 0.5))
 
 
 @GUESSED

@@ -19,6 +19,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from tests.generation.forward.test_packed_linear import require_packing
 from tests.generation.test_engine import GREEDY, reference_greedy
+from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS, tiny_model
 from tests.workers import WorkerPool
 
@@ -85,7 +86,7 @@ def _greedy_with_uneven_heads(max_cache_bytes: int | None) -> list[tuple[list[tu
     return found
 
 
-@pytest.mark.parametrize("max_cache_bytes", [None, 20_000])
+@pytest.mark.parametrize("max_cache_bytes", matrix([None, 20_000], 20_000))
 def test_ranks_with_different_numbers_of_heads_generate_the_tokens_of_transformers(
     workers: WorkerPool, max_cache_bytes: int | None
 ) -> None:

@@ -15,6 +15,7 @@ from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.fused_layers import joined_linears
 from lightning_realloc.runtime.transfer.point_to_point import Arena
 from tests.generation.test_engine import draw_prompts, tokens_of
+from tests.matrices import matrix
 from tests.models import tiny_model
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -135,7 +136,7 @@ class FusedGraphs(StepGraphs):
 
 
 @pytest.mark.parametrize("backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", matrix(["qwen2", "qwen3"], "qwen3"))
 def test_captured_steps_with_fused_layers_draw_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, family: str, backend: str | None
 ) -> None:

@@ -24,6 +24,7 @@ from lightning_realloc.generation.rebalance.load import LoadReport, MoveCost, Ra
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
 from tests.generation.random_moves import at_random, moving
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.workers import WorkerPool
 
@@ -239,7 +240,7 @@ def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], Migration
     return calls
 
 
-@pytest.mark.parametrize("max_cache_bytes", [None, 60_000], ids=["slots", "pages"])
+@pytest.mark.parametrize("max_cache_bytes", matrix([None, 60_000], 60_000), ids=["slots", "pages"])
 def test_conversations_move_between_and_within_turns(workers: WorkerPool, max_cache_bytes: int | None) -> None:
     alone = GenerationEngine(tiny_model("llama")).generate(_prompts(), TALK, environment=_answer)
     expected = {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for c in alone}

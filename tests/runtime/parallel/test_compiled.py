@@ -13,6 +13,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies.runs import Batches
 
@@ -27,7 +28,7 @@ def loss_and_gradients(model: Any, batch: Any) -> tuple[float, dict[str, Tensor]
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", matrix([False, True], True))
 def test_losses_and_gradients_are_equal_and_one_program_serves_all_lengths(recomputes: bool) -> None:
     torch._dynamo.reset()
     model = tiny_model("qwen3")

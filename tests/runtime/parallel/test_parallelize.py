@@ -13,6 +13,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensors
+from tests.matrices import matrix
 from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, UNEVEN_HEADS, tiny_model
 from tests.runtime.reference import Case, train_beside_the_reference
 from tests.workers import WorkerPool
@@ -25,7 +26,7 @@ def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
             assert not found, f"rank {rank}, {case}: {found[:6]}"
 
 
-@pytest.mark.parametrize("layout", ["tp4@0-3", "fsdp2.tp2@0-3"])
+@pytest.mark.parametrize("layout", matrix(["tp4@0-3", "fsdp2.tp2@0-3"], "fsdp2.tp2@0-3"))
 def test_training_under_tensor_parallelism_equals_one_process(workers: WorkerPool, layout: str) -> None:
     cases = [Case(family, layout) for family in TENSOR_PARALLEL_FAMILIES]
 

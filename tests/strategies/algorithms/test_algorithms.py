@@ -27,6 +27,7 @@ from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.rewards import OverlongPenalty
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix, selected
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.pool.test_set_plan import Move
@@ -109,13 +110,21 @@ def fit(names: Sequence[str], layouts: Sequence[Mapping[str, str]]) -> dict[str,
     return found
 
 
+EXHAUSTIVE = {"dr_grpo", "cispo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled_lora"}
+"""Cases with settings that other cases, or faster tests, guard."""
 ALONE = ({"generate": "dp1", "infer": "dp1", "train": "dp1"},)
 
 
+NEEDED = ("refilled", "best_of_n", "online_dpo", "remax", "distilled_js")
+"""Cases whose outcomes several tests read."""
+
+
 @pytest.fixture(scope="module")
-def everything(workers: WorkerPool) -> tuple[dict[str, list[runs.Outcome]], dict[str, list[runs.Outcome]]]:
-    """Outcomes of every case on one rank, and on two."""
-    names = list(CASES)
+def everything(
+    workers: WorkerPool, request: pytest.FixtureRequest
+) -> tuple[dict[str, list[runs.Outcome]], dict[str, list[runs.Outcome]]]:
+    """Outcomes of the selected cases on one rank, and on two."""
+    names = list(dict.fromkeys([*selected(request, "name"), *NEEDED]))
     (alone,) = workers.run(fit, names, ALONE, world_size=1, init_process_group=False, deadline_s=120.0)
     together = workers.run(fit, names, LAYOUTS, world_size=2, init_process_group=False, deadline_s=240.0)
     for name in names:
@@ -139,7 +148,7 @@ LOGGED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", matrix(CASES, *set(CASES) - EXHAUSTIVE))
 def test_every_algorithm_gives_the_same_results_on_one_rank_and_on_two(everything: Any, name: str) -> None:
     (alone,), together = (found[name] for found in everything)
     assert alone.logged[-1]["actor/grad_norm"] > 0

@@ -13,6 +13,7 @@ from lightning_realloc.algorithms.base.generation_options import SampleReallocat
 from lightning_realloc.generation import Conversation, SamplingParams, Turn
 from tests.generation.dialogues import tool
 from tests.generation.random_moves import at_random, moving
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.calls.test_speculation import ALGORITHMS, plan_of
@@ -63,7 +64,7 @@ def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings
     return first
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", matrix(["grpo", "ppo"], "grpo"))
 def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, name: str) -> None:
     plain, asked = (run(workers, name, "dp2", 2, environment=one) for one in (None, never))
     assert asked.tokens == plain.tokens
@@ -75,7 +76,9 @@ def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, 
         }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "layout"), [("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"), matrix([("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")], ("grpo", "fsdp2"), ("ppo", "dp2"))
+)
 def test_conversations_give_the_same_results_on_one_rank_and_two(workers: WorkerPool, name: str, layout: str) -> None:
     settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2)}
     alone, together = run(workers, name, "dp1", 1, **settings), run(workers, name, layout, 2, **settings)

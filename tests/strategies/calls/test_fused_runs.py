@@ -23,6 +23,7 @@ from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
+from tests.matrices import matrix
 from tests.models import tiny_scorer
 from tests.strategies import runs
 from tests.strategies.exchange.test_iteration_data import (
@@ -88,7 +89,7 @@ def assert_same(ours: Outcome, theirs: Outcome) -> None:
     assert runs.largest_difference(ours.weights, theirs.weights) <= 1e-5
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", matrix([2, 4], 2))
 def test_ppo_gives_the_same_results_from_chunks(workers: WorkerPool, world_size: int) -> None:
     plan = PPO_PLANS[world_size // 4]
     cases: list[dict[str, Any]] = [{"generation_chunks": 1}, {"generation_chunks": world_size}]

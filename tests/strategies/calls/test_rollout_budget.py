@@ -16,6 +16,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import RolloutBudget, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_conversations import informed
 from tests.strategies.calls.test_speculation import plan_of
@@ -129,7 +130,7 @@ def run(workers: WorkerPool, name: str, layout: str, world_size: int, settings: 
     return first
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", matrix(["grpo", "ppo"], "grpo"))
 def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name: str) -> None:
     plain = run(workers, name, "dp2", 2, {})
     bounded = run(workers, name, "dp2", 2, {"rollout_budget": RolloutBudget(tokens=10_000, seconds=1000.0)})
@@ -141,7 +142,11 @@ def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name:
 
 @pytest.mark.parametrize(
     ("name", "layout", "environment"),
-    [("grpo", "dp2", None), ("grpo", "fsdp2", None), ("ppo", "tp2", None), ("grpo", "dp2", informed)],
+    matrix(
+        [("grpo", "dp2", None), ("grpo", "fsdp2", None), ("ppo", "tp2", None), ("grpo", "dp2", informed)],
+        ("ppo", "tp2", None),
+        ("grpo", "dp2", informed),
+    ),
 )
 def test_responses_that_take_several_iterations_have_the_same_tokens(
     workers: WorkerPool, name: str, layout: str, environment: Any

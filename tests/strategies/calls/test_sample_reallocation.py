@@ -15,6 +15,7 @@ from lightning_realloc.algorithms.base.generation_options import SampleReallocat
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from tests.generation.random_moves import at_random, moving
+from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS, tiny_model
 from tests.strategies import runs
 from tests.strategies.calls.test_speculation import plan_of
@@ -55,7 +56,11 @@ def run_algorithm(
 
 @pytest.mark.parametrize(
     ("layout", "world_size", "moves", "drafter"),
-    [("dp2", 2, "all", None), ("dp2", 2, "all", "history"), ("dp2.tp2", 4, "all", None)],
+    matrix(
+        [("dp2", 2, "all", None), ("dp2", 2, "all", "history"), ("dp2.tp2", 4, "all", None)],
+        ("dp2", 2, "all", "history"),
+        ("dp2.tp2", 4, "all", None),
+    ),
     ids=["dp2", "dp2, drafting", "dp2.tp2"],
 )
 def test_iterations_give_the_same_results_with_and_without_moves(

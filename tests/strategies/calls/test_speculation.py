@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_realloc import BestOfN, DynamicSampling
 from lightning_realloc.generation import SamplingParams, Speculation
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
@@ -33,7 +34,9 @@ def plan_of(module: Any, layout: str) -> dict[str, Any]:
     return {"calls": {call.name: layout if call.kind == "generate" else "dp2" for call in placed}}
 
 
-@pytest.mark.parametrize(("name", "layout"), [("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "tp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"), matrix([("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "tp2")], ("grpo", "fsdp2"), ("ppo", "tp2"))
+)
 def test_iterations_give_the_same_results_with_and_without_drafts(workers: WorkerPool, name: str, layout: str) -> None:
     plain, *_ = workers.run(run_algorithm, name, layout, None, world_size=2, init_process_group=False)
     for speculation in (Speculation(num_draft_tokens=3), Speculation(drafter="ngram")):

@@ -19,6 +19,7 @@ from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.callbacks import AutoTuner
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.resume.__main__ import run as resumed_differently
 from tests.resume.cases import CASES, fit
 from tests.strategies import runs
@@ -154,7 +155,7 @@ def test_responses_come_from_the_policy_one_step_before(workers: WorkerPool) -> 
     assert ahead.steps == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
+@pytest.mark.parametrize("overlap", matrix(["iterations", "calls", "none"], "iterations"))
 def test_generation_on_separate_ranks_changes_no_result(workers: WorkerPool, overlap: str) -> None:
     together = run(workers, TOGETHER, 1, 0, 1, 2, 3)
     apart = run(workers, APART, 1, 0, 1, 2, 3, overlap=overlap)

@@ -22,6 +22,7 @@ from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.calls.weight_updates import BatchVersions, VersionLog
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.resume.cases import SaveAt
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -93,7 +94,7 @@ def lines(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "weight_versions" / f"rank_{rank}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("plan", "num_ranks"), [(APART, 2), (TWO_PAIRS, 4)])
+@pytest.mark.parametrize(("plan", "num_ranks"), matrix([(APART, 2), (TWO_PAIRS, 4)], (APART, 2)))
 def test_a_slow_generation_takes_newer_weights_and_its_log_repeats_it(
     workers: WorkerPool, tmp_path: Path, plan: dict[str, str], num_ranks: int
 ) -> None:
@@ -157,7 +158,7 @@ def validate(max_staleness: int, overlap: str, folder: str) -> tuple[list[list[l
     return module.tokens, [step["val/score"] for step in record.logged if "val/score" in step]
 
 
-@pytest.mark.parametrize("max_staleness", [1, 3])
+@pytest.mark.parametrize("max_staleness", matrix([1, 3], 3))
 def test_validation_after_every_iteration_reads_averages_and_goes_on(
     workers: WorkerPool, tmp_path: Path, max_staleness: int
 ) -> None:

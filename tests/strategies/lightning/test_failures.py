@@ -24,10 +24,9 @@ from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
 from tests.devices import CPU_ALONE
 from tests.strategies import runs
-from tests.strategies.lightning.test_launchers import end, start
+from tests.strategies.lightning.test_launchers import TORCHRUN, end, start
 
 SCRIPT = str(Path(__file__).with_name("failing.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 DEADLINE_S = 160.0
 PROMPT_S = 30.0
 """Seconds from a rank's failure to the end of all processes. It takes 5 s on two idle cores; collectives time out after
@@ -256,6 +255,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
+@pytest.mark.exhaustive
 @CPU_ALONE
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -29,6 +29,7 @@ from lightning_realloc.strategies.lightning.process_group import end_process_gro
 from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE
 from lightning_realloc.strategies.lightning.trainer_checks import check_started_processes, warn_of_stale_addresses
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.scripts import Script
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -98,25 +99,30 @@ def fit_here() -> tuple[dict[str, float], dict[str, float]]:
     return outcome.logged[-1], {name: float(value.abs().sum()) for name, value in outcome.weights.items()}
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+LAUNCHED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "script": ((SCRIPT, "script", "realloc"), {"script/realloc": "ScriptLauncher"}),
+    "fork": ((SCRIPT, "fork", "realloc_fork"), {"fork/realloc_fork": "FullStateLauncher"}),
+    "torchrun": ((*TORCHRUN, SCRIPT, "torchrun", "realloc"), {"torchrun/realloc": "InProcessLauncher"}),
+    "processes": (
+        (SCRIPT, "processes", "realloc_fork", "alone", "realloc_spawn"),
+        {"processes/realloc_spawn": "FullStateLauncher", "processes/realloc_fork": "FullStateLauncher"},
+    ),
+}
+"""A command, and the launchers of the runs that it starts."""
+
+
 @CPU_ALONE
 @pytest.mark.slow
-def test_script_torchrun_spawn_and_fork_give_the_same_results(tmp_path: Path, workers: WorkerPool) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    launch(
-        tmp_path,
-        (SCRIPT, "script", "realloc"),
-        (*torchrun, SCRIPT, "torchrun", "realloc"),
-        (SCRIPT, "processes", "realloc_fork", "alone", "realloc_spawn"),
-    )
+@pytest.mark.parametrize("names", matrix(["script fork", "torchrun processes"], "script fork"))
+def test_one_script_gives_the_same_results_under_every_launcher(
+    names: str, tmp_path: Path, workers: WorkerPool
+) -> None:
+    started = [LAUNCHED[name] for name in names.split()]
+    launch(tmp_path, *(command for command, _ in started))
     logged, sums = workers.run(fit_here, world_size=1, init_process_group=False)[0]
-    expected = {
-        "script/realloc": "ScriptLauncher",
-        "torchrun/realloc": "InProcessLauncher",
-        "processes/realloc_spawn": "FullStateLauncher",
-        "processes/realloc_fork": "FullStateLauncher",
-    }
-    for name, launcher in expected.items():
-        ranks, caller = read(tmp_path / name)
+    for folder, launcher in (pair for _, expected in started for pair in expected.items()):
+        ranks, caller = read(tmp_path / folder)
         assert ranks[0]["launcher"] == launcher
         assert ranks[0]["logged"] == pytest.approx(logged, abs=1e-5)
         # Weights and counts come back, whether the caller is a rank or has waited for the ranks.

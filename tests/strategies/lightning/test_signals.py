@@ -27,6 +27,7 @@ from lightning_realloc.strategies.lightning.signals import (
     signals_forwarded,
 )
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.lightning.test_failures import wait_until
 from tests.strategies.lightning.test_launchers import end, start
@@ -274,36 +275,21 @@ def test_the_stop_request_is_removed_from_metrics() -> None:
     assert merged == {"loss": 1.0} and stop.agreed == signal.SIGTERM
 
 
-COMMANDS = {
-    "script": (SCRIPT, "realloc"),
-    "spawn": (SCRIPT, "realloc_spawn"),
-}
-
-
 @CPU_ALONE
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in COMMANDS}
-    started = {}
+@pytest.mark.parametrize("strategy", matrix(["realloc", "realloc_spawn"], "realloc"))
+def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path, strategy: str) -> None:
+    started = start((SCRIPT, strategy, str(tmp_path)), tmp_path, tmp_path / "log")
     try:
-        for name, folder in folders.items():
-            folder.mkdir()
-            started[name] = start((*COMMANDS[name], str(folder)), folder, folder / "log")
-        for folder in folders.values():
-            assert wait_until((folder / "under way").exists, 120.0)
-        for process in started.values():
-            process.terminate()
-        for process in started.values():
-            process.wait(timeout=DEADLINE_S)
-        assert wait_until(lambda: not any(_is_group_alive(one.pid) for one in started.values()), DEADLINE_S)
+        assert wait_until((tmp_path / "under way").exists, 120.0)
+        started.terminate()
+        started.wait(timeout=DEADLINE_S)
+        assert wait_until(lambda: not _is_group_alive(started.pid), DEADLINE_S)
     finally:
-        for process in started.values():
-            end(process)
-    logs = {name: (folder / "log").read_text()[-3000:] for name, folder in folders.items()}
-    codes = {name: process.returncode for name, process in started.items()}
-    assert codes == dict.fromkeys(COMMANDS, SIGTERM_EXIT_CODE), logs
-    for name, folder in folders.items():
-        assert (folder / "on_exception.ckpt").is_dir(), logs[name]
+        end(started)
+    log = (tmp_path / "log").read_text()[-3000:]
+    assert started.returncode == SIGTERM_EXIT_CODE, log
+    assert (tmp_path / "on_exception.ckpt").is_dir(), log
 
 
 @pytest.mark.slow

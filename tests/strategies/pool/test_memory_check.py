@@ -32,6 +32,7 @@ from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import calls
@@ -169,7 +170,11 @@ def check(found: list[Comparison], tolerance: float = TOLERANCE) -> None:
 @CPU_ALONE
 @pytest.mark.parametrize(
     ("train", "generate", "infer"),
-    [("dp2", "dp2", "dp2"), ("fsdp2", "dp2", "fsdp2"), ("tp2", "dp2", "tp2"), ("fsdp2", "tp2", "dp2")],
+    matrix(
+        [("dp2", "dp2", "dp2"), ("fsdp2", "dp2", "fsdp2"), ("tp2", "dp2", "tp2"), ("fsdp2", "tp2", "dp2")],
+        ("fsdp2", "tp2", "dp2"),
+        ("tp2", "dp2", "tp2"),
+    ),
 )
 def test_peaks_of_a_tiny_model_are_predicted(workers: WorkerPool, train: str, generate: str, infer: str) -> None:
     plan = calls(actor_train=train, actor_generate=generate, reference_infer=infer)
@@ -201,7 +206,7 @@ ADAPTED = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 512, "nu
 @CPU_ALONE
 @pytest.mark.parametrize(
     ("train", "generate", "infer", "precision"),
-    [("fsdp2", "tp2", "dp2", "bf16-mixed"), ("tp2", "dp2", "tp2", "32-true")],
+    matrix([("fsdp2", "tp2", "dp2", "bf16-mixed"), ("tp2", "dp2", "tp2", "32-true")], ("tp2", "dp2", "tp2", "32-true")),
 )
 def test_peaks_are_predicted_where_adapters_are_trained(
     workers: WorkerPool, train: str, generate: str, infer: str, precision: str
@@ -240,6 +245,7 @@ def test_peaks_of_other_families_are_predicted(workers: WorkerPool, family: str)
     check(workers.run(compare, plan, family, world_size=1, init_process_group=False, deadline_s=120.0))
 
 
+@pytest.mark.exhaustive
 @CPU_ALONE
 def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded(
     workers: WorkerPool, tmp_path: Path
@@ -282,6 +288,7 @@ def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool, sizes:
     check(workers.run(compare_kept, plan, sizes, world_size=2, init_process_group=False))
 
 
+@pytest.mark.exhaustive
 @CPU_ALONE
 @pytest.mark.slow
 def test_peaks_of_a_medium_model_are_predicted(workers: WorkerPool) -> None:

@@ -20,6 +20,7 @@ from lightning_realloc.strategies.checkpoints import checkpoint_writer
 from lightning_realloc.strategies.checkpoints.checkpoint_files import content_folder, read_description
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import Part, contents, differences, refusals, run_parts
 from tests.strategies.checkpoints.remote.object_stores import ObjectStore, address, objects
@@ -61,7 +62,7 @@ def verdicts(*places: str) -> str:
 
 
 # ---- what a checkpoint holds
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", matrix([False, True], True))
 def test_a_checkpoint_in_a_store_is_the_one_of_a_folder(
     workers: WorkerPool, tmp_path: Path, in_background: bool
 ) -> None:
