@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,6 +32,9 @@ def compiled_blocks(
     ``backend=None`` compiles nothing. Programs are cached across uses. Sizes are dynamic, so other lengths need no
     recompilation. ``attention`` has the registered names of the attention that stays uncompiled.
 
+    Blocks that recompute their activations stay uncompiled, with a warning: inside of torch's checkpoint, nothing is
+    compiled after the break that uncompiled attention makes (https://github.com/pytorch/pytorch/issues/166926).
+
     Raises:
         ConfigError: for a model without repeated blocks.
     """
@@ -45,6 +49,12 @@ def compiled_blocks(
         raise ConfigError(
             f"compile={backend!r} compiles repeated blocks, and {type(model).__name__} has none; leave compile out"
         )
+    if any(getattr(block, "gradient_checkpointing", False) for block in blocks):
+        rank_zero_warn(
+            f"compile={backend!r} has no effect where activations are recomputed; leave out compile, or "
+            f"gradient_checkpointing of the call in the plan"
+        )
+        blocks = []
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
     try:

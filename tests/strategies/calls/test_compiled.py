@@ -16,12 +16,9 @@ from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerPool
 
 PLANS = {
-    train: {"calls": {"actor.generate": generate, "reference.infer": "dp2",
-               "actor.train": {"layout": train, "gradient_checkpointing": recomputes}}}
-    for generate, train, recomputes in (
-        ("tp2", "fsdp2", True), ("dp2", "tp2", False), ("dp2", "pp2", False),
-    )
-}  # fmt: skip
+    train: {"calls": {"actor.generate": generate, "reference.infer": "dp2", "actor.train": train}}
+    for generate, train in (("tp2", "fsdp2"), ("dp2", "tp2"), ("dp2", "pp2"))
+}
 
 
 def run(plans: Sequence[Any], backend: str | None) -> list[Outcome]:
