@@ -19,7 +19,17 @@ from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, shows_pictures
 from lightning_realloc.callbacks.phase import PhaseCallback, planned_iterations, realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import ConfigError, ReallocError
-from lightning_realloc.recording.events import Event, PlanInstalled, PlanPredicted, RunEnded, RunStarted, event_to_json
+from lightning_realloc.recording.events import (
+    DATA_SHEETS,
+    MEASURED_PASSES,
+    Event,
+    PlanInstalled,
+    PlanPredicted,
+    RunEnded,
+    RunStarted,
+    Validated,
+    event_to_json,
+)
 from lightning_realloc.recording.iteration_picture import draw_iteration
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
 from lightning_realloc.recording.pieces import TimePiece
@@ -189,9 +199,17 @@ class Timeline(PhaseCallback):
             values = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(("val/", "test/"))}
             self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the validation out of the next iteration."""
+        if self._recorder is not None:
+            self._recorder.begin_validation()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the metrics of held-out samples."""
-        if self._metrics is not None and not trainer.sanity_checking:
+        """Write the validation, and the metrics of held-out samples."""
+        if self._recorder is None:
+            return  # outside of a fit's training
+        self._write(Validated(step=trainer.global_step, seconds=self._recorder.end_validation()))
+        if self._metrics is not None:
             values = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
             self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
 
@@ -256,7 +274,7 @@ class Timeline(PhaseCallback):
         try:
             evaluator = tuner.evaluator if tuner is not None else None
             evaluator = evaluator or strategy.plan_evaluator([strategy.lengths])
-            source = "measured passes" if tuner is not None and tuner.has_profile else "data sheets"
+            source = MEASURED_PASSES if tuner is not None and tuner.has_profile else DATA_SHEETS
             if trainer.is_global_zero:
                 self._write(_prediction(evaluator, strategy, trainer, source))
         except ReallocError as error:  # on every rank: a model without a decoder's shape, for instance

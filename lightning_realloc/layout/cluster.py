@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from lightning_realloc.errors import LayoutError
 
@@ -178,3 +179,15 @@ PRESETS: dict[str, ClusterSpec] = {
     ),
 }  # fmt: skip
 """Nominal clusters of one node, by preset name."""
+
+
+def data_sheet_of(device: str) -> str | None:
+    """Return the preset of a device by its name, as its driver reports it; None if its data sheet is not known.
+
+    >>> data_sheet_of("NVIDIA A100-SXM4-80GB"), data_sheet_of("NVIDIA GeForce RTX 4090"), data_sheet_of("cpu")
+    ('a100-80g', 'rtx4090', None)
+    """
+    words = re.findall("[a-z0-9]+", device.lower())
+    names = {*words, *map("".join, pairwise(words))}
+    presets = (name for name in PRESETS if name != "cpu")  # its figures are nominal
+    return next((name for name in presets if name.partition("-")[0] in names), None)

@@ -1,12 +1,16 @@
-"""Events of a run that rank 0 records: its start, plans in use, predictions and its end; as lines of JSON. Pure."""
+"""Events of a run that rank 0 records: start, plans in use, predictions, validations, end; as lines of JSON. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_realloc.layout.cluster import data_sheet_of
 from lightning_realloc.tuning.timeline.call_timeline import TimelineEntry
+
+MEASURED_PASSES, DATA_SHEETS = "measured passes", "data sheets"
+"""Sources of predicted seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class PlanPredicted:
     step: int
     """Iterations done before."""
     source: str
-    """Source of the seconds: measured passes, or data sheets."""
+    """Source of the seconds: `MEASURED_PASSES` or `DATA_SHEETS`."""
     seconds_per_iteration: float
     entries: tuple[TimelineEntry, ...]
     """One iteration in the steady state, from 0 seconds on."""
@@ -57,6 +61,10 @@ class PlanPredicted:
     """Phase -> peak bytes of every rank."""
     memory_budget: int
     """Bytes of a device."""
+
+    def has_seconds_of(self, devices: Iterable[str]) -> bool:
+        """Return whether the seconds are those of these devices, by their names: measured, or of their data sheets."""
+        return self.source == MEASURED_PASSES or all(data_sheet_of(device) is not None for device in devices)
 
     @classmethod
     def from_entries(cls, entries: Sequence[TimelineEntry], *, iteration: int, **others: Any) -> PlanPredicted:
@@ -71,6 +79,16 @@ def _from_zero(entries: Sequence[TimelineEntry], iteration: int) -> Iterator[Tim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """A validation between two iterations, which no iteration's seconds include."""
+
+    step: int
+    """Iterations done before."""
+    seconds: float
+    """Duration on rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The end of a fit."""
 
@@ -81,11 +99,12 @@ class RunEnded:
     """Error that ended it; None if it ended as planned."""
 
 
-Event = RunStarted | PlanInstalled | PlanPredicted | RunEnded
+Event = RunStarted | PlanInstalled | PlanPredicted | Validated | RunEnded
 _NAMES: Mapping[str, type[Event]] = {
     "started": RunStarted,
     "plan": PlanInstalled,
     "prediction": PlanPredicted,
+    "validation": Validated,
     "ended": RunEnded,
 }
 
@@ -115,6 +134,8 @@ def event_from_json(content: Mapping[str, Any]) -> Event | None:
         fields |= {"roles": {role: int(number) for role, number in fields["roles"].items()}}
     if cls is PlanInstalled:
         fields["plan"] = dict(fields["plan"])
+    if cls is Validated:
+        fields["seconds"] = float(fields["seconds"])
     if cls is PlanPredicted:
         fields["entries"] = tuple(_entry_from_json(**one) for one in fields["entries"])
         fields["peak_bytes"] = {phase: tuple(map(int, sizes)) for phase, sizes in fields["peak_bytes"].items()}

@@ -37,7 +37,7 @@ class IterationRecord:
     step: int
     """Iterations of the run so far, this one included."""
     start: float
-    """Start in seconds, on the clock of the run's record: the end of the iteration before."""
+    """Start in seconds, on the clock of the run's record: the end of the iteration or validation before."""
     end: float
     """End in seconds."""
     seconds: Mapping[PieceKind, Mapping[str, float]]

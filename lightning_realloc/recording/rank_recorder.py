@@ -8,7 +8,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TextIO
+from dataclasses import replace
+from typing import Any, NamedTuple, TextIO
 
 from lightning_realloc.recording.iteration_record import IterationRecord, WeightMove
 from lightning_realloc.recording.pieces import divide_into_pieces
@@ -102,6 +103,15 @@ def _latest_unix_s(path: AnyPath) -> float:
     return -math.inf
 
 
+class _BeforeValidation(NamedTuple):
+    """State of an iteration when a validation begins."""
+
+    moment: float
+    num_activities: int
+    moves: dict[str, WeightMove]
+    peaks: dict[str, int]
+
+
 class RankRecorder:
     """Collects the activities of a rank, and writes a line for every iteration.
 
@@ -116,6 +126,8 @@ class RankRecorder:
         self._activities: list[Activity] = []
         self._moves: dict[str, WeightMove] = {}
         self._peaks: dict[str, int] = {}
+        self._before: _BeforeValidation | None = None
+        """None outside of a validation."""
         self._began_at = time.monotonic()
         record.listener = self._activities.append
 
@@ -131,6 +143,25 @@ class RankRecorder:
     def record_peak(self, call: str, peak_bytes: int) -> None:
         """Record the peak memory of a call."""
         self._peaks[call] = max(peak_bytes, self._peaks.get(call, 0))
+
+    def begin_validation(self) -> None:
+        """Leave what happens from now on out of the next iteration."""
+        self._before = _BeforeValidation(time.monotonic(), len(self._activities), self._moves, self._peaks)
+        self._moves, self._peaks = {}, {}
+
+    def end_validation(self) -> float:
+        """Continue the next iteration, and return the validation's seconds.
+
+        What the iteration had before, such as a save, moves to the validation's end, so that its time has no gap.
+        """
+        before = self._before
+        assert before is not None, "begin_validation comes first"
+        seconds = time.monotonic() - before.moment
+        kept = [replace(one, began_at=one.began_at + seconds) for one in self._activities[: before.num_activities]]
+        self._activities[:] = kept
+        self._moves, self._peaks, self._before = before.moves, before.peaks, None
+        self._began_at += seconds
+        return seconds
 
     def end_iteration(self, step: int, *, is_detailed: bool, energy_j: float | None = None) -> IterationRecord:
         """Write the line of an iteration, from the end of the one before until now, and return its record."""

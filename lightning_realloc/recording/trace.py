@@ -33,7 +33,10 @@ def write_trace(folder: Path, path: Path) -> None:
 
 
 def trace_events(run: RunRecord) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace: the latest session's recorded pieces, with its predictions from the same moments."""
+    """Yield the events of a trace: the latest session's recorded pieces, with its predictions from the same moments.
+
+    Predictions from data sheets of other devices are left out.
+    """
     session = run.last
     yield from _names(_MEASURED, "measured", sorted(session.ranks))
     for rank, iterations in session.ranks.items():
@@ -44,6 +47,7 @@ def trace_events(run: RunRecord) -> Iterator[dict[str, Any]]:
                 )
             yield from _memory(rank, iteration.end, iteration.peak_bytes)
     predictions = [event for event in session.events if isinstance(event, PlanPredicted)]
+    predictions = [one for one in predictions if one.has_seconds_of(session.started.devices)]
     if predictions:
         yield from _names(_PREDICTED, "predicted", sorted(session.ranks))
     for prediction in predictions:

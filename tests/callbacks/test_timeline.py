@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_realloc.callbacks import Timeline
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.recording.events import PlanInstalled, PlanPredicted, RunEnded
+from lightning_realloc.recording.events import PlanInstalled, PlanPredicted, RunEnded, Validated
 from lightning_realloc.recording.reader import Session, read_run
 from tests.strategies import runs
 from tests.workers import WorkerPool
@@ -92,12 +92,18 @@ def test_a_later_fit_continues_the_record(tmp_path: Path) -> None:
             runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=steps, max_epochs=-1
         )
         path = tmp_path / "saved"
-        trainer.fit(module, runs.Batches(2), ckpt_path=path if path.exists() else None)
+        validated = [] if path.exists() else runs.Batches(1)
+        trainer.fit(module, runs.Batches(2), validated, ckpt_path=path if path.exists() else None)
         trainer.save_checkpoint(path)
         module = runs.grpo()
     first, second = read_run(tmp_path).sessions
-    assert [row.step for row in (*first.metrics, *second.metrics)] == [1, 2, 3, 4, 5]
+    rows = (*first.metrics, *second.metrics)
+    assert [row.step for row in rows if "reward" in row.values] == [1, 2, 3, 4, 5]
     assert second.started.step == 2 and second.started.max_steps == 5
+    (validated,) = (event for event in (*first.events, *second.events) if isinstance(event, Validated))
+    assert validated.step == 2 and validated.seconds > 0
+    made = [*first.ranks[0], *second.ranks[0]]
+    assert all(set(one.seconds["call"]) == {"actor.generate", "reference.infer", "actor.train"} for one in made)
 
 
 def record_with_a_skewed_clock(folder: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import PRESETS, ClusterSpec
+from lightning_realloc.layout.cluster import data_sheet_of
 
 
 def test_ranks_fill_node_after_node() -> None:
@@ -22,6 +23,16 @@ def test_every_preset_is_parsed_from_its_name() -> None:
     for name, preset in PRESETS.items():
         assert ClusterSpec.parse(name) == preset
         assert ClusterSpec.local(3, name).num_devices == 3
+
+
+def test_the_data_sheet_of_a_device_is_found_by_its_drivers_name() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA A100-SXM4-40GB": "a100-80g",
+        "Tesla V100-SXM2-32GB": "v100", "NVIDIA L4": "l4", "NVIDIA L40S": "l40s", "NVIDIA L40": None,
+        "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA GeForce GTX 1080": None, "AMD Instinct MI300X": "mi300x",
+        "cpu": None,
+    }  # fmt: skip
+    assert {name: data_sheet_of(name) for name in names} == names
 
 
 def test_an_unknown_cluster_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_realloc.recording.events import Event, PlanPredicted, RunStarted, event_to_json
+from lightning_realloc.recording.events import MEASURED_PASSES, Event, PlanPredicted, RunStarted, event_to_json
 from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord, WeightMove
 from lightning_realloc.recording.pieces import HOST, TimePiece
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE, JsonLines, rank_file
@@ -13,7 +13,7 @@ from lightning_realloc.tuning.timeline.call_timeline import TimelineEntry
 
 PREDICTION = PlanPredicted(
     step=2,
-    source="data sheets",
+    source=MEASURED_PASSES,
     seconds_per_iteration=0.8,
     entries=(TimelineEntry("-> actor.generate", 0, (0, 1), 0.0, 0.1), TimelineEntry("actor.train", 0, (1,), 0.2, 0.8)),
     peak_bytes={"actor.train": (100, 200)},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_realloc.recording.events import PlanInstalled
 from lightning_realloc.report.runs.charts import TEXT, Json, cell, column, line, line_chart, line_of, section, table
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.report.runs.sections.learning import metric_title, trained_roles
 from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded
 
 _SEEDS = ("seed", "seed_everything")
@@ -60,9 +62,9 @@ def _settings_of(run: RunFolder) -> str | None:
     """Return the settings and the first plan of a run as a text, without seeds and folders of outputs."""
     if run.config is None:
         return None
-    plans = [] if run.record is None else [one.plan for one in run.record.last.events if isinstance(one, PlanInstalled)]
     trainer = _without(run.config.get("trainer"), (*_SEEDS, *_OUTPUTS))
     others = {name: value for name, value in run.config.items() if name not in ("trainer", "ckpt_path")}
+    plans = [] if run.record is None else [one.plan for one in run.record.last.events if isinstance(one, PlanInstalled)]
     return json.dumps([trainer, _without(others, _SEEDS), plans[:1]], sort_keys=True, default=str)
 
 
@@ -72,18 +74,65 @@ def _without(value: Any, names: Iterable[str]) -> Any:
     return [_without(one, names) for one in value] if isinstance(value, list) else value
 
 
+def differences_section(runs: Sequence[RunFolder]) -> Json:
+    """Return the section with the settings in which runs differ, of their configurations and of their records."""
+    groups = group_runs(runs)
+    settings = [[_flat_settings(run) for run in group.runs] for group in groups]
+    names = dict.fromkeys(name for group in settings for run in group for name in run)
+    rows = (
+        [name, *(", ".join(dict.fromkeys(run.get(name, "–") for run in group)) for group in settings)] for name in names
+    )
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    title = "Differences of settings"
+    if not differing:
+        missing = "No setting that the runs left in config.yaml or in their records differs, but seeds and folders."
+        return section("differences", title, missing=missing)
+    columns = [column("setting", TEXT), *(column(group.label, TEXT) for group in groups)]
+    note = "Of config.yaml, and of the record's beginning; folders of outputs are left out."
+    tables = [table("differences", "Settings", columns, differing, searchable=len(differing) > 15, note=note)]
+    return section("differences", title, tables=tables)
+
+
+def _flat_settings(run: RunFolder) -> dict[str, str]:
+    """Return name -> value of a run's settings, such as ``model.learning_rate``; without folders of outputs."""
+    found: dict[str, str] = {}
+    if run.record is not None:
+        started = run.record.sessions[0].started
+        plans = [one.plan for one in run.record.last.events if isinstance(one, PlanInstalled)][:1]
+        found |= {"algorithm": started.algorithm, "precision": started.precision}
+        found |= {"devices": ", ".join(f"{n} {name}" for name, n in Counter(started.devices).items())}
+        found |= {f"weights of {role}": f"{number:,}" for role, number in started.roles.items()}
+        found |= dict(_leaves("plan", _without(plans, ())))
+    config = {name: value for name, value in (run.config or {}).items() if name != "ckpt_path"}
+    config["trainer"] = _without(config.get("trainer"), _OUTPUTS)
+    return found | dict(_leaves("", config))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of every value inside; ``init_args`` and the like are left out of names."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            inner = name if key in ("class_path", "init_args", "calls") else f"{name}.{key}".lstrip(".")
+            yield from _leaves(inner, one)
+    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+        for number, one in enumerate(value):
+            yield from _leaves(name if len(value) == 1 else f"{name}.{number}", one)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def comparison_section(runs: Sequence[RunFolder]) -> Json:
     """Return the section that compares runs with the first one."""
     groups = group_runs(runs)
     names = sorted({name for run in runs for name in run.metrics if not re.fullmatch(_NOT_COMPARED, name)})
+    names.sort(key=lambda name: not re.match(r"reward$|score$|val/", name))
     charts = [chart for name in names if (chart := _compared_chart(name, groups)) is not None]
-    charts.sort(key=lambda chart: not re.match(r"reward$|score$|val/", chart["title"]))
     kept = charts[:MAX_COMPARED_CHARTS]
     left_out = f" {len(charts) - len(kept)} charts are left out." if len(charts) > len(kept) else ""
     sentences = [f"{len(runs)} runs in {len(groups)} groups, whose runs differ in their seed alone.{left_out}"]
     if any(run.config is None for run in runs):
         sentences.append("Runs without config.yaml are not grouped: LightningCLI and the one-line commands write it.")
-    tables = [_final_table(names, groups), _seconds_table(groups)]
+    tables = [_final_table(sorted(names), groups), _seconds_table(groups)]
     return section("comparison", "Comparison", sentences=sentences, charts=kept, tables=tables)
 
 
@@ -96,7 +145,10 @@ def _compared_chart(name: str, groups: Sequence[RunGroup]) -> Json | None:
     if len(lines) < 2 or all(len(set(one["y"])) < 2 for one in lines):
         return None
     summary = f"{name} of {len(lines)} runs or groups of seeds; the table has their final values."
-    return line_chart(f"compared-{name}", name, "", lines, summary=summary)
+    title = metric_title(
+        name, trained_roles(metric for group in groups for run in group.runs for metric in run.metrics)
+    )
+    return line_chart(f"compared-{name}", f"{title} ({name})", "", lines, summary=summary)
 
 
 def _mean_line(label: str, known: Sequence[Series]) -> Json:

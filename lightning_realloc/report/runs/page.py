@@ -19,7 +19,7 @@ from typing import Any
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.events import RunEnded
 from lightning_realloc.report.runs.charts import Json, section
-from lightning_realloc.report.runs.comparison import comparison_section
+from lightning_realloc.report.runs.comparison import comparison_section, differences_section
 from lightning_realloc.report.runs.run_folder import BROKEN_CONTENT, RunFolder
 from lightning_realloc.report.runs.sections.learning import learning_section
 from lightning_realloc.report.runs.sections.plans import plans_section
@@ -40,6 +40,7 @@ def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: floa
     problems = [*run.problems, *(f"{one.name}: {problem}" for one in compared for problem in one.problems)]
     builders: dict[str, Callable[[], Json]] = {}
     if compared:
+        builders["Differences of settings"] = partial(differences_section, [run, *compared])
         builders["Comparison"] = partial(comparison_section, [run, *compared])
     builders |= {
         "Learning": partial(learning_section, run),

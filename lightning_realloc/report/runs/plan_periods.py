@@ -20,6 +20,12 @@ class PlanPeriod:
     end: float
     """Last step under the plan."""
 
+    @property
+    def predicted_seconds(self) -> PlanPredicted | None:
+        """Prediction whose seconds are those of the run's devices; None if there is none, or only nominal figures."""
+        devices = self.session.started.devices
+        return self.predicted if self.predicted is not None and self.predicted.has_seconds_of(devices) else None
+
     def iterations(self, time: RankTime) -> slice:
         """Return the place of its iterations among those of a run."""
         return time.between(self.installed.step, self.end)

@@ -17,6 +17,7 @@ import torch
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import ClusterSpec, format_ranks
+from lightning_realloc.layout.cluster import data_sheet_of
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.shared_memory import host_identity
 
@@ -53,13 +54,17 @@ class RankHost:
 
 
 def describe_cluster(num_nodes: int, ranks_per_node: int, device: torch.device) -> ClusterSpec:
-    """Return nodes like this one, with the memory of its device, and nominal rates."""
-    base = ClusterSpec.local(ranks_per_node, "h100" if device.type == "cuda" else "cpu")
+    """Return nodes like this one, with the memory of its device, and the rates of its data sheet.
+
+    Those of an H100 stand for a GPU without a known data sheet, nominal ones for the CPU.
+    """
     if device.type == "cuda":
+        preset = data_sheet_of(torch.cuda.get_device_name(device)) or "h100"
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
+        preset = "cpu"
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_node
-    return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)
+    return replace(ClusterSpec.local(ranks_per_node, preset), num_nodes=num_nodes, device_memory_bytes=memory)
 
 
 def warn_of_other_processes(device: torch.device) -> None:

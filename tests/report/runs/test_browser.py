@@ -71,6 +71,23 @@ def dark_page(browser: Any, report: tuple[Json, Path]) -> Iterator[Any]:
         yield page
 
 
+def test_every_chart_is_drawn_for_paper_at_once(dark_page: Any) -> None:
+    printed = """() => {
+        setTheme("dark");  // all charts wait for frames, which paper does not have
+        dispatchEvent(new Event("beforeprint"));
+        const drawn = plot => plot.querySelectorAll(".trace, .point").length;
+        const traces = [...document.querySelectorAll(".plot")].map(drawn);
+        const paper = [document.documentElement.dataset.theme, document.body.className, Math.min(...traces)];
+        dispatchEvent(new Event("afterprint"));
+        return [...paper, document.documentElement.dataset.theme, document.body.className];
+    }"""
+
+    theme, paper, fewest, theme_after, paper_after = dark_page.evaluate(printed)
+
+    assert (theme, paper, theme_after, paper_after) == ("light", "paper", "dark", "")
+    assert fewest > 0
+
+
 def test_every_chart_has_data(shared_page: Any, report: tuple[Json, Path]) -> None:
     charts = [chart for section in report[0]["sections"] for chart in section["charts"]]
 

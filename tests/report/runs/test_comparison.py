@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from lightning_realloc.recording.events import PlanInstalled
 from lightning_realloc.report.runs.comparison import comparison_section, group_runs
 from lightning_realloc.report.runs.page import page_data
 from lightning_realloc.report.runs.run_folder import read_run_folder
+from tests.recording.records import started, write_session
 from tests.report.runs.folders import log_metrics, section_of, table_of, write_run
 
 STEPS = np.arange(20.0)
@@ -63,9 +66,45 @@ def test_a_group_has_mean_and_spread_and_other_runs_their_difference(tmp_path: P
     assert first["value"] == pytest.approx(1.5)  # mean of 1 and 2
     assert first["text"] == "1.5 ± 0.5"
     assert (other["value"], difference["value"]) == (pytest.approx(4.0), pytest.approx(2.5))
-    chart = next(one for one in section_of(data, "comparison")["charts"] if one["title"] == "reward")
+    chart = next(one for one in section_of(data, "comparison")["charts"] if one["title"] == "Reward (reward)")
     assert chart["series"][0]["low"][-1] == 1.0
     assert chart["series"][0]["high"][-1] == 2.0
+
+
+def test_the_settings_that_differ_come_first(tmp_path: Path) -> None:
+    runs = [
+        read_run_folder(_run(tmp_path / "a", 1.0, seed=0)),
+        read_run_folder(_run(tmp_path / "b", 2.0, seed=1)),
+        read_run_folder(_run(tmp_path / "c", 4.0, seed=0, rate=1e-5)),
+    ]
+
+    data = page_data(runs[0], runs[1:])
+
+    assert data["sections"][0]["id"] == "differences"
+    assert table_of(data, "differences", "differences")["rows"] == [
+        ["model.learning_rate", "1e-06", "1e-05"],
+        ["seed_everything", "0, 1", "0"],
+    ]
+    assert "No setting" in section_of(page_data(runs[0], runs[:1]), "differences")["missing"]
+
+
+def test_settings_of_runs_without_a_configuration_are_those_of_their_records(tmp_path: Path) -> None:
+    first = read_run_folder(write_run(tmp_path / "a"))
+    write_session(
+        tmp_path / "b" / "record",
+        replace(started(), precision="bf16-mixed"),
+        [PlanInstalled(step=0, plan={"calls": {"actor.generate": "tp2@0-1", "actor.train": "fsdp2@0-1"}})],
+    )
+
+    data = page_data(first, [read_run_folder(tmp_path / "b")])
+
+    assert table_of(data, "differences", "differences")["rows"] == [
+        ["precision", "32-true", "bf16-mixed"],
+        ["plan.actor.generate", "dp2@0-1", "tp2@0-1"],
+        ["plan.actor.train.layout", "fsdp2@0-1", "–"],
+        ["plan.actor.train.micro_batch", "4", "–"],
+        ["plan.actor.train", "–", "fsdp2@0-1"],
+    ]
 
 
 def test_seconds_of_calls_stand_next_to_each_other(tmp_path: Path) -> None:

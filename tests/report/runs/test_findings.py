@@ -80,6 +80,19 @@ def test_every_warning_applies_to_a_run_that_deserves_it(expected: str, metrics:
     assert found[expected]["advice"]
 
 
+def test_a_short_run_is_not_called_healthy_and_large_shares_count_early() -> None:
+    short = {"reward": [0.1] * 6, "actor__loss": [0.1] * 6}
+    (unknown,) = learning_section(run_with(**short))["sentences"]
+    assert unknown == "Too short to judge: most warnings need 30 iterations, and this run has 6 iterations."
+
+    truncated = run_with(**short, truncated=[0.62, 0.7, 0.65, 0.62, 0.66, 0.7], frac_reward_zero_std=[1.0] * 6)
+    found = {one["id"]: one["text"] for one in find_unusual(truncated)}
+    assert set(found) == {"truncated", "equal-groups"}
+    assert found["truncated"].startswith("62 % of the responses (or more) in each of 6 iterations reach max_new_tokens")
+    assert _names(run_with(**short, truncated=[0.7, 0.7, 0.7, 0.2, 0.7, 0.7])) == set()
+    assert _names(run_with(truncated=[0.7, 0.7])) == set()
+
+
 def test_shorter_responses_of_a_learning_actor_get_no_warning() -> None:
     assert _names(run_with(reward=RISING, response_length=np.linspace(100, 3, 200))) == set()
 

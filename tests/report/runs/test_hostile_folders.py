@@ -59,7 +59,7 @@ def test_scripts_in_prompts_and_names_stay_texts(tmp_path: Path) -> None:
     assert page.tags.count("script") == 6  # data, plotly, charts, tables, page, live
     assert "img" not in page.tags
     assert json.loads(page.scripts[0]) == data
-    assert table_of(data, "rollouts", "rollouts")["rows"][0][0] == HOSTILE
+    assert table_of(data, "rollouts", "rollouts")["rows"][0] == ["1", HOSTILE]
     assert "<" not in markdown_report(data)
 
 
@@ -92,7 +92,7 @@ def test_a_huge_cell_is_cut_and_the_rest_is_shown(tmp_path: Path) -> None:
 
     data = content_of(folder)
 
-    (short, _), (long, _) = table_of(data, "rollouts", "rollouts")["rows"]
+    (_, short), (_, long) = table_of(data, "rollouts", "rollouts")["rows"]
     assert short == "y"
     assert long == f"{'x' * MAX_CELL_CHARACTERS}… (100,000,000 characters)"
     assert data["problems"] == []

@@ -6,16 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from lightning_realloc.recording.events import PlanInstalled
+from lightning_realloc.recording.events import DATA_SHEETS, PlanInstalled, Validated
 from lightning_realloc.recording.iteration_record import IterationRecord
 from lightning_realloc.recording.pieces import WAITING, TimePiece
 from lightning_realloc.recording.reader import RunRecord, Session
-from lightning_realloc.report.runs.charts import quantity
+from lightning_realloc.report.runs.charts import Json, quantity
 from lightning_realloc.report.runs.page import page_data
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.sections.time_use import time_section
-from tests.recording.records import PREDICTION, started, write_session
-from tests.report.runs.folders import PLAN, content_of, log_metrics, run_with, section_of, table_of, write_run
+from tests.recording.records import PREDICTION, started, write_events, write_session
+from tests.report.runs.folders import (
+    PLAN,
+    content_of,
+    log_metrics,
+    run_with,
+    section_of,
+    table_of,
+    write_run,
+    write_table,
+)
 
 
 @pytest.fixture
@@ -38,6 +47,19 @@ def test_the_costliest_call_is_named_with_its_share(folder: Path) -> None:
     assert costliest.startswith("actor.train costs most: 400 ms of 1 s an iteration (40 %")
     assert costliest.endswith("without waiting).")  # generation takes a quarter less: no call comes close
     assert advice.startswith("Moves") or "train" in advice
+
+
+def test_validations_are_a_sentence_and_in_no_shares(folder: Path) -> None:
+    before = table_of(content_of(folder), "time", "purposes")["rows"]
+    write_events(
+        folder / "log" / "version_0" / "record", [Validated(step=4, seconds=2.0), Validated(step=8, seconds=2.0)]
+    )
+    data = content_of(folder)
+
+    # 8 iterations of a second
+    expected = "2 validations took 4 s between iterations, 33.3 % of the time; no iteration includes it."
+    assert section_of(data, "time")["sentences"][-1] == expected
+    assert table_of(data, "time", "purposes")["rows"] == before
 
 
 def test_shares_of_purposes_add_up_to_the_whole_time(folder: Path) -> None:
@@ -128,6 +150,46 @@ def test_advice_on_waiting_depends_on_whether_a_tuner_looked_for_layouts() -> No
     assert "no layouts that AutoTuner tried were faster" in time_section(tuned)["sentences"][1]
 
 
+def test_advice_holds_on_the_devices_and_for_the_models_of_the_run() -> None:
+    def advice(call: str, device: str, weights: int, *, num_ranks: int = 2) -> str:
+        made = tuple(
+            IterationRecord.from_pieces(step, (TimePiece(call, "call", 0.0, 1.0),), is_detailed=False)
+            for step in range(1, 9)
+        )
+        begun = replace(started(ranks=num_ranks), devices=(device,) * num_ranks, roles={"actor": weights})
+        record = RunRecord(Path("record"), (Session(started=begun, ranks=dict.fromkeys(range(num_ranks), made)),))
+        run = replace(run_with(reward=[0.1] * 8), record=record, time=RankTime.from_record(record))
+        sentence: str = time_section(run)["sentences"][1]
+        return sentence.partition(": try ")[2]
+
+    assert advice("actor.train", "cpu", 100_000) == "AutoTuner for other layouts of actor.train."
+    assert advice("actor.train", "cpu", 100_000, num_ranks=1) == ""
+    assert advice("actor.train", "NVIDIA H100", 10**9, num_ranks=1) == 'TrainOptions(compile="inductor").'
+    assert advice("actor.generate", "cpu", 100_000, num_ranks=1) == ""
+    assert advice("actor.generate", "cpu", 10**9, num_ranks=1) == "speculation=Speculation()."
+
+
+def test_predictions_from_data_sheets_of_other_devices_are_left_out(tmp_path: Path) -> None:
+    nominal = replace(PREDICTION, source=DATA_SHEETS)
+    for name, device in (("known", "NVIDIA H100 80GB HBM3"), ("unknown", "cpu")):
+        begun = replace(started(), devices=(device,) * 2)
+        write_session(tmp_path / name / "record", begun, [PlanInstalled(step=0, plan=PLAN), nominal], steps=8)
+    known, unknown = (content_of(tmp_path / name) for name in ("known", "unknown"))
+
+    def outlines(data: Json) -> list[object]:
+        (lanes,) = (chart for chart in section_of(data, "time")["charts"] if chart["kind"] == "lanes")
+        return [bar for frame in lanes["frames"] for bar in frame["predicted"]]
+
+    assert outlines(known) and not outlines(unknown)
+    assert table_of(known, "time", "predicted-seconds")["rows"]
+    assert [table["id"] for table in section_of(unknown, "time")["tables"]] == ["purposes"]
+    assert section_of(unknown, "time")["sentences"][-1] == (
+        "Predicted seconds are left out: nothing was measured, and no data sheet of cpu is known. "
+        "callbacks=[AutoTuner()] measures passes on it."
+    )
+    assert table_of(unknown, "plans", "plans")["rows"][0][3] is None
+
+
 @pytest.mark.parametrize(("ratio", "text"), [(0.1383, "0.138 x"), (1.0, "1 x"), (24.31, "24.3 x"), (1234.5, "1,234 x")])
 def test_ratios_have_three_digits(ratio: float, text: str) -> None:
     assert quantity(ratio, "x") == text
@@ -145,8 +207,27 @@ def test_plans_are_listed_with_their_seconds(folder: Path) -> None:
 def test_rollouts_are_the_newest_first(folder: Path) -> None:
     table = table_of(content_of(folder), "rollouts", "rollouts")
 
-    assert table["rows"][0][1] == "question 7"
-    assert [column["kind"] for column in table["columns"]] == ["number", "text", "text", "number"]
+    assert table["rows"][0] == ["7", "0.7", "question 7", "answer 7"]
+    assert [column["kind"] for column in table["columns"]] == ["number", "number", "text", "text"]
+
+
+def test_rollouts_show_conversations_as_lines_and_numbers_before_texts(folder: Path) -> None:
+    prompt = json.dumps([{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1?"}])
+    row = {
+        "step": 1,
+        "prompt": prompt,
+        "response": "two",
+        "num_response_tokens": 1,
+        "answer": '[{"a": 1}]',
+        "reward": 1.0,
+    }
+    write_table(folder / "log" / "version_0" / "rollouts.csv", [row])
+
+    table = table_of(content_of(folder), "rollouts", "rollouts")
+
+    names = [column["name"] for column in table["columns"]]
+    assert names == ["step", "reward", "num_response_tokens", "prompt", "response", "answer"]
+    assert table["rows"] == [["1", "1.0", "1", "system: Be short.\nuser: 1 + 1?", "two", '[{"a": 1}]']]
 
 
 def test_metrics_of_speculation_are_drawn_and_others_named(folder: Path) -> None:
@@ -189,8 +270,31 @@ def test_sections_without_data_say_what_fills_them() -> None:
     assert all("callbacks=[" in text or "not logged" in text for text in missing.values())
 
 
+def test_charts_have_plain_titles_and_validation_next_to_training() -> None:
+    names = (
+        "reward_std", "val/reward_std", "finished", "val/finished", "response_length", "val/response_length/max",
+        "val/response_length", "actor/ratio_max", "critic/ratio_max", "actor/loss", "critic/loss", "lr-AdamW",
+        "carried_samples", "val/carried_samples", "advantages/max", "queue/actor.generate", "capture_s/actor.generate",
+    )  # fmt: skip
+    run = run_with(**{name: [0.1, 0.2, 0.3] for name in names})
+
+    charts = section_of(page_data(run), "learning")["charts"]
+
+    assert {chart["title"]: [line["name"] for line in chart["series"]] for chart in charts} == {
+        "Response length": ["response_length", "val/response_length"],
+        "Finished and truncated responses": ["finished", "val/finished"],
+        "Standard deviation of rewards": ["reward_std", "val/reward_std"],
+        "Loss": ["actor/loss", "critic/loss"],
+        "Learning rate": ["lr-AdamW"],
+        "Ratio max": ["actor/ratio_max", "critic/ratio_max"],
+        "Advantages, max": ["advantages/max"],
+        "Carried samples": ["carried_samples", "val/carried_samples"],
+        "Queue": ["queue/actor.generate"],
+    }
+
+
 def test_metrics_that_no_chart_expects_get_charts_of_their_own() -> None:
     data = page_data(run_with(margin=[0.1, 0.2, 0.3], constant=[1.0, 1.0, 1.0]))
 
-    assert [chart["title"] for chart in section_of(data, "learning")["charts"]] == ["margin"]
+    assert [chart["title"] for chart in section_of(data, "learning")["charts"]] == ["Margin"]
     assert "constant 1" in table_of(data, "learning", "final-values")["note"]

@@ -60,18 +60,24 @@ function startDrawing() {
 }
 
 function drawNext() {
-  const state = queue.shift();
-  if (state === undefined) {
-    isDrawing = false;
-    document.body.dataset.drawn = "true";
+  if (drawOne()) {
+    requestAnimationFrame(drawNext);
     return;
   }
+  isDrawing = false;
+  document.body.dataset.drawn = "true";
+}
+
+/* Draw the next chart that waits; return false if none does. */
+function drawOne() {
+  const state = queue.shift();
+  if (state === undefined) return false;
   try {
     draw(state);
   } catch (error) {
     state.plot.textContent = `This chart cannot be drawn: ${error.message}`;
   }
-  requestAnimationFrame(drawNext);
+  return true;
 }
 
 function draw(state) {

@@ -105,7 +105,21 @@ function rememberedTheme() {
   }
 }
 
+/* Paper has no next frame, another width, and a light background. */
+function drawForPaper() {
+  const before = theme;
+  document.body.classList.add("paper");
+  setTheme("light");
+  while (drawOne());
+  addEventListener("afterprint", () => {
+    document.body.classList.remove("paper");
+    setTheme(before);
+    startDrawing();
+  }, { once: true });
+}
+
 function start() {
+  addEventListener("beforeprint", drawForPaper);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   setTheme(rememberedTheme() ?? (dark.matches ? "dark" : "light"));
   dark.addEventListener("change", () => {

@@ -2,7 +2,7 @@
 
 Means of the first and the last fifth of a run are compared, relative to the noise within them. So a short or noisy run
 gets no warning by chance. Iterations count as independent; they are correlated, which lowers the errors that are
-estimated here, and all limits leave room for that.
+estimated here, and all limits leave room for that. A share that is too large in every iteration counts early.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from lightning_realloc.report.runs.series import Series, Values
 
 MIN_POINTS = 30
 """Points that a metric needs before a warning is given; fewer give warnings by chance."""
+MIN_POINTS_LEVEL = 3
+"""Points from which a share gets a warning if all of them are too large; fewer are those of a warm-up."""
 MIN_POINTS_FLAT = 100
 """Points before a reward counts as flat: a policy hardly moves in fewer iterations."""
 FIFTH = 0.2
@@ -69,6 +71,22 @@ def _ends(series: Series | None, min_points: int = MIN_POINTS) -> tuple[Values, 
     if series is None or len(series.finite().steps) < min_points:
         return None
     return series.part(0.0, FIFTH), series.part(1.0 - FIFTH, 1.0)
+
+
+def _level(series: Series | None) -> tuple[float, str] | None:
+    """Return the share that a metric has reached and its period in words: the last fifth, or all of a short run."""
+    if (ends := _ends(series)) is not None:
+        return float(ends[1].mean()), "in the last fifth of the run"
+    values = () if series is None else series.finite().values
+    if len(values) < MIN_POINTS_LEVEL:
+        return None
+    return float(min(values)), f"(or more) in each of {len(values)} iterations"
+
+
+def num_if_short(metrics: Metrics) -> int | None:
+    """Return the iterations of a run that is too short for most warnings; None for a longer one."""
+    number = max((len(series.finite().steps) for series in metrics.values()), default=0)
+    return number if number < MIN_POINTS else None
 
 
 def _reward(metrics: Metrics) -> Series | None:
@@ -159,20 +177,20 @@ def _skipped_steps(metrics: Metrics) -> Iterator[Json]:
 
 
 def _equal_groups(metrics: Metrics) -> Iterator[Json]:
-    ends = _ends(metrics.get("frac_reward_zero_std"))
-    if ends is None or ends[1].mean() <= EQUAL_GROUPS:
+    level = _level(metrics.get("frac_reward_zero_std"))
+    if level is None or level[0] <= EQUAL_GROUPS:
         return
     reward = _reward(metrics)
-    level = "" if reward is None else f", at a mean reward of {reward.final_mean():.3g}"
-    text = f"{quantity(ends[1].mean(), 'share')} of the groups have equal rewards and teach nothing{level}."
+    at = "" if reward is None else f", at a mean reward of {reward.final_mean():.3g}"
+    text = f"{quantity(level[0], 'share')} of the groups {level[1]} have equal rewards and teach nothing{at}."
     advice = "Use prompts that are solved sometimes, raise n or the temperature, or set dynamic_sampling."
     yield finding("equal-groups", text, advice)
 
 
 def _truncated(metrics: Metrics) -> Iterator[Json]:
-    ends = _ends(metrics.get("truncated"))
-    if ends is not None and (share := float(ends[1].mean())) > TRUNCATED_SHARE:
-        text = f"{quantity(share, 'share')} of the responses reach max_new_tokens in the last fifth of the run."
+    level = _level(metrics.get("truncated"))
+    if level is not None and level[0] > TRUNCATED_SHARE:
+        text = f"{quantity(level[0], 'share')} of the responses {level[1]} reach max_new_tokens."
         advice = "Raise max_new_tokens, ask for shorter answers, or check that the model ends its responses (EOS)."
         yield finding("truncated", text, advice)
 
@@ -197,9 +215,9 @@ def _length_change(metrics: Metrics) -> Iterator[Json]:
 
 def _failed_rewards(metrics: Metrics) -> Iterator[Json]:
     for name, series in metrics.items():
-        ends = _ends(series) if name.startswith("reward_failures/") else None
-        if ends is not None and (share := float(ends[1].mean())) > FAILED_REWARDS:
-            text = f"{name.partition('/')[2]} gives no reward for {quantity(share, 'share')} of the samples."
+        level = _level(series) if name.startswith("reward_failures/") else None
+        if level is not None and level[0] > FAILED_REWARDS:
+            text = f"{name.partition('/')[2]} gives no reward for {quantity(level[0], 'share')} of the samples."
             yield finding("failed-rewards", text, "The log names its errors; these samples are left out.")
 
 

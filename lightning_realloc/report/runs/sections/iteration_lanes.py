@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lightning_realloc.recording.events import PlanPredicted
 from lightning_realloc.recording.iteration_record import IterationRecord
 from lightning_realloc.recording.pieces import TimePiece
 from lightning_realloc.recording.reader import RunRecord, Session
@@ -85,24 +86,25 @@ def _draw(frame: _Frame, period: PlanPeriod | None) -> Json:
         for piece in one.pieces or ()
         if piece.seconds >= MIN_SHARE * seconds
     ]
-    predicted = list(_predicted_bars(frame, period, zero))
+    prediction = None if period is None else period.predicted_seconds
+    predicted = list(_predicted_bars(frame, prediction, zero))
     return {
         "step": frame.step,
         "seconds": seconds,
         "ranks": sorted(frame.ranks),
         "bars": bars,
         "predicted": predicted,
-        "predicted_from": period.predicted.source if predicted and period and period.predicted else None,
+        "predicted_from": prediction.source if prediction is not None and predicted else None,
     }
 
 
-def _predicted_bars(frame: _Frame, period: PlanPeriod | None, zero: float) -> Iterator[list[object]]:
+def _predicted_bars(frame: _Frame, prediction: PlanPredicted | None, zero: float) -> Iterator[list[object]]:
     """Yield the bars of the predicted iteration, which begins with the first call or move of any rank."""
-    if period is None or period.predicted is None:
+    if prediction is None:
         return
     starts = [piece.start for one in frame.ranks.values() if (piece := _first_work(one)) is not None]
     begin = min(starts, default=zero) - zero
-    for entry in period.predicted.entries:
+    for entry in prediction.entries:
         for rank in sorted(set(entry.ranks) & set(frame.ranks)):
             yield [rank, entry.phase, entry.kind, *rounded((begin + entry.start, entry.seconds), 6)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lightning_realloc.report.runs.charts import (
@@ -19,7 +19,7 @@ from lightning_realloc.report.runs.charts import (
     table,
 )
 from lightning_realloc.report.runs.run_folder import RunFolder
-from lightning_realloc.report.runs.sections.findings import find_unusual
+from lightning_realloc.report.runs.sections.findings import MIN_POINTS, find_unusual, num_if_short
 from lightning_realloc.report.runs.series import Series, largest_triangles
 
 MAX_FURTHER_CHARTS = 24
@@ -43,17 +43,20 @@ _CHARTS = (
     _Chart("held-out", "Held-out score", "", r"val/(reward(/.*)?|score|accuracy.*|pass@.*|loss.*)"),
     _Chart("kl", "KL divergence", "nats", r".*/kl|kl|kl_k[123]|.*/behaviour_kl"),
     _Chart("entropy", "Entropy", "nats per token", r"(.*/)?entropy"),
-    _Chart("length", "Response length", "tokens", r"response_length"),
-    _Chart("truncated", "Finished and truncated responses", "share", r"finished|truncated"),
-    _Chart("equal-rewards", "Groups with equal rewards", "share", r"frac_reward_zero_std"),
+    _Chart("length", "Response length", "tokens", r"(val/)?response_length"),
+    _Chart("truncated", "Finished and truncated responses", "share", r"(val/)?(finished|truncated)"),
+    _Chart("equal-rewards", "Groups with equal rewards", "share", r"(val/)?frac_reward_zero_std"),
+    _Chart("reward-std", "Standard deviation of rewards", "", r"(val/)?(reward|score)_std"),
+    _Chart("failed-rewards", "Samples without a reward", "share", r"(val/)?reward_failures/.*"),
     _Chart("clip", "Clipped tokens", "share", r".*/clip_fraction"),
-    _Chart("loss", "Loss", "", r"(.*/)?loss"),
+    _Chart("loss", "Loss", "", r"(?!val/)(.*/)?loss"),
     _Chart("grad-norm", "Gradient norm", "", r"(.*/)?grad_norm"),
     _Chart("skipped", "Skipped optimizer steps", "steps", r".*/skipped_steps"),
+    _Chart("learning-rate", "Learning rate", "", r"lr-.*|(.*/)?(lr|learning_rate)"),
 )
 _ELSEWHERE = (
-    r"(seconds|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples)/.*"
-    r"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|response_length/(min|max)"
+    r"(seconds|capture_s|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples)/.*"
+    r"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|(val/)?response_length/(min|max)"
 )
 """Names of metrics that other sections show."""
 
@@ -71,8 +74,14 @@ def learning_section(run: RunFolder) -> Json:
     charts = [chart for one in _CHARTS if (chart := _chart(one, metrics)) is not None]
     charts += _further_charts(metrics)
     findings = find_unusual(run)
-    sentence = "" if findings else "Nothing unusual: no warning applies to these metrics."
-    sentences = [sentence] if sentence else []
+    sentences = []
+    if (number := num_if_short(metrics)) is not None:
+        iterations = "1 iteration" if number == 1 else f"{number} iterations"
+        sentences.append(
+            f"Too short to judge: most warnings need {MIN_POINTS} iterations, and this run has {iterations}."
+        )
+    elif not findings:
+        sentences.append("Nothing unusual: no warning applies to these metrics.")
     tables = [_final_values(metrics)]
     return section("learning", "Learning", sentences=sentences, findings=findings, charts=charts, tables=tables)
 
@@ -111,17 +120,37 @@ def _constant_metrics(metrics: Mapping[str, Series]) -> str:
 
 
 def _further_charts(metrics: Mapping[str, Series]) -> list[Json]:
-    """Return charts of the remaining metrics, those with the same last part of their name together."""
+    """Return charts of the remaining metrics; those of all roles, of all calls and of validation are together."""
     shown = "|".join([*(chart.names for chart in _CHARTS), _ELSEWHERE])
     groups: dict[str, list[Series]] = {}
     for name in sorted(metrics):
         if not re.fullmatch(shown, name):
-            groups.setdefault(name.rpartition("/")[2] or name, []).append(metrics[name])
+            groups.setdefault(metric_title(name, trained_roles(metrics)), []).append(metrics[name])
     charts = (
-        _draw(_Chart(f"further-{number}", name, "", ""), group[:MAX_LINES], metrics)
-        for number, (name, group) in enumerate(groups.items())
+        _draw(_Chart(f"further-{number}", title, "", ""), group[:MAX_LINES], metrics)
+        for number, (title, group) in enumerate(groups.items())
     )
     return [chart | {"further": True} for chart in charts if chart is not None][:MAX_FURTHER_CHARTS]
+
+
+def trained_roles(metrics: Iterable[str]) -> set[str]:
+    """Return the roles whose losses are among the metrics."""
+    return {name.removesuffix("/loss") for name in metrics if name.endswith("/loss")}
+
+
+def metric_title(name: str, roles: Container[str]) -> str:
+    """Return the title of a metric's chart, without the name of a role or a call.
+
+    >>> metric_title("val/response_length/max", {"actor"}), metric_title("actor/ratio_max", {"actor"})
+    ('Response length, max', 'Ratio max')
+    """
+    for chart in _CHARTS:
+        if re.fullmatch(chart.names, name):
+            return chart.title
+    first, slash, rest = name.removeprefix("val/").partition("/")
+    kept = rest if slash and first in roles else first if "." in rest else f"{first}{slash}{rest}"
+    words = kept.replace("/", ", ").replace("_", " ")
+    return words[:1].upper() + words[1:]
 
 
 def _final_values(metrics: Mapping[str, Series]) -> Json:

@@ -77,7 +77,7 @@ def _periods_table(periods: list[PlanPeriod], time: RankTime) -> Json:
         part = period.iterations(time)
         steps = time.steps[part]
         measured = time.iteration_seconds(period.settled(time) if len(steps) > 1 else part)
-        predicted = math.nan if period.predicted is None else period.predicted.seconds_per_iteration
+        predicted = math.nan if period.predicted_seconds is None else period.predicted_seconds.seconds_per_iteration
         begin, end = period.installed.step + 1, int(steps[-1]) if len(steps) else None
         calls = dict(period.installed.plan.get("calls", {}))
         layouts = ", ".join(f"{call} {_layout_and_options(value)[0]}" for call, value in calls.items())

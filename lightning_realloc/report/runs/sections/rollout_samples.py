@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 
@@ -30,6 +31,8 @@ _GENERATION = (
     ("hidden_s", "Seconds of inference during generation", "s", "generation_chunks"),
 )
 """Prefix of a metric, title, unit, and the setting with which it is logged."""
+_FIRST = ("step", "reward")
+"""Columns of samples on the left; other numbers follow them, then texts."""
 LITTLE_SAVED = 0.05
 """Share of saved decoding steps below which drafts cost about as much as they save."""
 
@@ -78,14 +81,23 @@ def rollouts_section(run: RunFolder) -> Json:
         all(not row[at] or as_number(row[at]) is not None for row in rollouts.rows)
         for at in range(len(rollouts.columns))
     ]
-    columns = [
-        column(name, NUMBER if is_number else TEXT) for name, is_number in zip(rollouts.columns, numeric, strict=True)
-    ]
+    order = sorted(range(len(numeric)), key=lambda at: (rollouts.columns[at] not in _FIRST, not numeric[at]))
+    columns = [column(rollouts.columns[at], NUMBER if numeric[at] else TEXT) for at in order]
+    rows = [[_conversation(row[at]) for at in order] for row in rollouts.rows]
     left_out = f"{rollouts.num_left_out:,} older samples are left out. " if rollouts.num_left_out else ""
     note = f"{left_out}Cells are cut at {MAX_CELL_CHARACTERS:,} characters."
-    tables = [table("rollouts", "Samples, the newest first", columns, rollouts.rows, searchable=True, note=note)]
+    tables = [table("rollouts", "Samples, the newest first", columns, rows, searchable=True, note=note)]
     charts = [chart for chart in [_rewards_chart(run)] if chart is not None]
     return section("rollouts", "Rollouts", charts=charts, tables=tables)
+
+
+def _conversation(text: str) -> str:
+    """Return messages that a cell holds as JSON as lines that begin with their role; any other text as it is."""
+    try:
+        messages = json.loads(text) if text.startswith("[{") else None
+        return text if messages is None else "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    except (ValueError, TypeError, KeyError, RecursionError):  # other JSON, or JSON that was cut
+        return text
 
 
 def _rewards_chart(run: RunFolder) -> Json | None:

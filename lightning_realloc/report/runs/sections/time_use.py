@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lightning_realloc.recording.events import Validated
 from lightning_realloc.recording.pieces import HOST, WAITING
+from lightning_realloc.recording.reader import RunRecord
 from lightning_realloc.report.runs.charts import (
     TEXT,
     Json,
@@ -32,6 +34,8 @@ CLOSE_SHARE = 0.9
 """Share of the costliest call's seconds from which another one is named, too."""
 MUCH_WAITING = 0.2
 """Mean share of waiting from which advice is about the layouts."""
+MIN_DRAFTED_WEIGHTS = 1_000_000
+"""Weights of a model from which drafts are advised; a step of smaller ones costs hardly more than its drafts."""
 MUCH_HOST, MUCH_MOVING = 0.15, 0.1
 """Shares of an iteration between calls, and in moves of weights, from which advice is about them."""
 
@@ -50,7 +54,12 @@ def time_section(run: RunFolder) -> Json:
     return section(
         "time",
         "Time",
-        sentences=[_costliest(time), _advice(run, time)],
+        sentences=[
+            _costliest(time),
+            _advice(run, time),
+            *_validation(run.record, time),
+            *_left_out_predictions(run.record),
+        ],
         charts=[chart for chart in charts if chart is not None],
         tables=[_purposes_table(time), *_prediction_tables(run, time)],
     )
@@ -71,6 +80,19 @@ def _costliest(time: RankTime) -> str:
         f"{name} costs most: {quantity(seconds, 's')} of {quantity(whole, 's')} an iteration "
         f"({quantity(seconds / whole, 'share')}; medians, on the slowest rank, without waiting){beside}."
     )
+
+
+def _validation(record: RunRecord, time: RankTime) -> Iterator[str]:
+    """Yield a sentence about the time of validations, if there were any."""
+    validations = [event for session in record.sessions for event in session.events if isinstance(event, Validated)]
+    if validations:
+        spent = sum(one.seconds for one in validations)
+        whole = spent + float(np.nansum(np.nanmean(time.whole, axis=0)))
+        times = "Validation" if len(validations) == 1 else f"{len(validations)} validations"
+        yield (
+            f"{times} took {quantity(spent, 's')} between iterations, {quantity(spent / whole, 'share')} of the time; "
+            f"no iteration includes it."
+        )
 
 
 def mean_shares(time: RankTime) -> dict[Purpose, float]:
@@ -105,15 +127,23 @@ def _advice(run: RunFolder, time: RankTime) -> str:
             f"Moves of weights take {quantity(moving, 'share')}: give calls of one role the same layout, or let "
             f"lightning-realloc plan weigh moves against faster calls."
         )
-    if most.endswith(".generate"):
-        has_drafts = any(name.startswith("tokens_per_step/") for name in run.metrics)
-        ways = [] if has_drafts else ["speculation=Speculation()"]
-        ways += [] if _has_tuner(run) else ["AutoTuner, for other layouts of it"]
-        advice = f": try {', and '.join(ways)}" if ways else ""
-        return f"{spent}{advice}."
-    if most.endswith(".train"):
-        return f'{spent}: try TrainOptions(compile="inductor"), or AutoTuner for {most}.'
+    if most.endswith((".generate", ".train")):
+        ways = list(_ways_to_speed_up(most, run))
+        return f"{spent}: try {', or '.join(ways)}." if ways else f"{spent}."
     return "No single cause stands out; AutoTuner looks for a faster plan while training."
+
+
+def _ways_to_speed_up(call: str, run: RunFolder) -> Iterator[str]:
+    """Yield settings that make a call faster, of those that help on the run's devices and for its models."""
+    assert run.record is not None, "the caller has checked it"
+    started = run.record.last.started
+    has_drafts = any(name.startswith("tokens_per_step/") for name in run.metrics)
+    if call.endswith(".generate") and not has_drafts and max(started.roles.values(), default=0) >= MIN_DRAFTED_WEIGHTS:
+        yield "speculation=Speculation()"
+    if call.endswith(".train") and set(started.devices) != {"cpu"}:  # no gain was measured there
+        yield 'TrainOptions(compile="inductor")'
+    if len(started.devices) > 1 and not _has_tuner(run):
+        yield f"AutoTuner for other layouts of {call}"
 
 
 def _advice_on_waiting(run: RunFolder, time: RankTime, waiting: float, most: str) -> str:
@@ -200,17 +230,29 @@ def _purposes_table(time: RankTime) -> Json:
 def _prediction_tables(run: RunFolder, time: RankTime) -> Iterator[Json]:
     """Yield predicted and measured seconds of the latest plan with a prediction."""
     assert run.record is not None, "the caller has checked it"
-    predicted = [one for one in plan_periods(run.record) if one.predicted is not None]
+    predicted = [one for one in plan_periods(run.record) if one.predicted_seconds is not None]
     if predicted:
         yield predicted_table(predicted[-1], time)
 
 
+def _left_out_predictions(record: RunRecord) -> Iterator[str]:
+    """Yield a sentence if predictions are left out."""
+    periods = plan_periods(record)
+    if any(one.predicted for one in periods) and not any(one.predicted_seconds for one in periods):
+        devices = " and ".join(sorted(set(record.last.started.devices)))
+        yield (
+            f"Predicted seconds are left out: nothing was measured, and no data sheet of {devices} is known. "
+            f"callbacks=[AutoTuner()] measures passes on it."
+        )
+
+
 def predicted_table(period: PlanPeriod, time: RankTime) -> Json:
     """Return predicted and measured seconds of one plan, by call and move."""
-    assert period.predicted is not None, "a period without a prediction has nothing to compare"
+    predicted = period.predicted_seconds
+    assert predicted is not None, "a period without a prediction has nothing to compare"
     part = period.settled(time)
     by_phase: dict[str, dict[int, float]] = {}
-    for entry in period.predicted.entries:
+    for entry in predicted.entries:
         for rank in entry.ranks:
             seconds = by_phase.setdefault(entry.phase, {})
             seconds[rank] = seconds.get(rank, 0.0) + entry.seconds
@@ -219,9 +261,9 @@ def predicted_table(period: PlanPeriod, time: RankTime) -> Json:
         purpose = ("move" if phase.startswith(MOVE_PREFIX) else "call", phase)
         measured = time.slowest(purpose, part) if purpose in time.seconds else float("nan")
         rows.append(_compared(phase, max(seconds.values()), measured))
-    rows.append(_compared("an iteration", period.predicted.seconds_per_iteration, time.iteration_seconds(part)))
+    rows.append(_compared("an iteration", predicted.seconds_per_iteration, time.iteration_seconds(part)))
     columns = [column("call or move", TEXT), *map(column, ("predicted", "measured", "measured / predicted"))]
-    note = f"Predicted from {period.predicted.source}; measured: medians on the slowest rank, without waiting."
+    note = f"Predicted from {predicted.source}; measured: medians on the slowest rank, without waiting."
     return table("predicted-seconds", "Predicted and measured seconds", columns, rows, note=note)
 
 
