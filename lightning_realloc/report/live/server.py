@@ -9,10 +9,9 @@ from __future__ import annotations
 import hmac
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any
@@ -134,8 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
     def _answer(self, *, with_content: bool) -> None:
-        address = urlsplit(self.path)
-        refusal = self._refusal(address.query)
+        try:
+            address = urlsplit(self.path)
+            refusal = self._refusal(address.query)
+        except ValueError:  # an address or a host that is none, such as one with half a pair of brackets
+            return self._send(HTTPStatus.BAD_REQUEST, "the request cannot be read\n", with_content=with_content)
         source = self.sources.get(address.path)
         if refusal is not None:
             return self._send(*refusal, with_content=with_content)
@@ -160,8 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.FORBIDDEN, "requests must name this machine's loopback address as their host\n"
         if self.token is None:
             return None
-        cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
-        given = [*parse_qs(query).get("token", []), *([cookie.value] if cookie else [])]
+        given = [*parse_qs(query).get("token", []), *self._own_cookies()]
         if any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given):
             return None
         return HTTPStatus.UNAUTHORIZED, "this dashboard needs its token: open the address that the command printed\n"
@@ -169,6 +170,14 @@ class _Handler(BaseHTTPRequestHandler):
     @property
     def _cookie_name(self) -> str:
         return TOKEN_COOKIE.format(port=self.connection.getsockname()[1])
+
+    def _own_cookies(self) -> Iterator[str]:
+        """Yield the values of the server's own cookie; those of other programs on the host may have any form."""
+        for header in self.headers.get_all("Cookie", []):
+            for one in header.split(";"):
+                name, _, value = one.strip().partition("=")
+                if name == self._cookie_name:
+                    yield value.strip('"')
 
     def _cookie(self, query: str) -> dict[str, str]:
         if self.token is None or "token" not in parse_qs(query):

@@ -81,6 +81,20 @@ def test_a_token_protects_every_path_and_stays_in_a_cookie() -> None:
         assert ask(port, "/", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
 
 
+def test_cookies_of_other_programs_and_broken_hosts_are_no_errors() -> None:
+    with serving({"/": Counter()}, token="secret") as port:
+        own = f"lightning_realloc_token_{port}=secret"
+        for other in ("a/b=1", "{x}", 'prefs={"a":1}', '"', "x=;;=", "lightning_realloc_token_1=guess"):
+            assert ask(port, "/", Cookie=f"{other}; {own}")[0] == 200
+            assert ask(port, "/", Cookie=f"{own}; {other}")[0] == 200
+            assert ask(port, "/", Cookie=other)[0] == 401
+        assert ask(port, "/", Cookie=f"x{own}")[0] == 401
+        assert ask(port, "/", Host="[")[0] == 400
+        assert ask(port, "//[", Host="localhost")[0] == 400
+    with serving({"/": Counter()}) as port:
+        assert ask(port, "/", Host="[")[0] == 400
+
+
 def test_the_cookies_of_two_servers_on_one_host_differ() -> None:
     with serving({"/": Counter()}, token="first") as one, serving({"/": Counter()}, token="second") as other:
         cookies = [
