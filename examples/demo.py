@@ -267,13 +267,21 @@ def conclude(settings: Settings, outcome: Outcome, *, wall_s: float) -> None:
     report.show_iterations(recording.iterations)
     layouts = settings.plan["calls"]
     report.show_switches(recording, {call: f"{settings.train_layout} → {layouts[call]}" for call in layouts})
-    report.show_files(
+    report.show_lines(
+        "Files",
         {
             "Checkpoint, to resume from": outcome.checkpoint,
             "Trained actor, for from_pretrained": settings.path("trained"),
             "Figures": str(summary_path),
             "Curves": settings.path("logs/grpo/metrics.csv"),
-        }
+        },
+    )
+    report.show_lines(
+        "Next",
+        {
+            "See how it learned, in a browser": report.command_line("report", str(settings.folder)),
+            "Ask the trained actor, such as: sort dcba:": report.command_line("chat", settings.path("trained")),
+        },
     )
 
 

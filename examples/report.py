@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import shutil
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
 from lightning.pytorch import LightningModule, Trainer
@@ -46,8 +50,14 @@ class Progress(TQDMProgressBar):
 
 
 def silence_hints() -> None:
-    """Hide notes on hardware and process groups, tips, bars for tiny files, and harmless warnings."""
+    """Hide notes on hardware and process groups, tips, bars for tiny files, and harmless warnings.
+
+    Lines of iterations, which take the place of a bar where there is no terminal, are shown.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    lines = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    lines.setLevel(logging.INFO)
+    lines.addFilter(lambda record: record.levelno > logging.INFO or record.getMessage().startswith("step "))
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     for pattern in HARMLESS_WARNINGS:
@@ -112,13 +122,19 @@ def show_examples(rows: Sequence[tuple[str, str, str, str]]) -> None:
     console.print(table)
 
 
-def show_files(files: Mapping[str, str]) -> None:
-    """Show the written files."""
-    console.print()
-    table = Table.grid(padding=(0, 2))
-    for what, path in files.items():
-        table.add_row(what, path)
-    console.print(table)
+def show_lines(title: str, lines: Mapping[str, str]) -> None:
+    """Show paths or commands under a title, each whole in its line however narrow the output is, to be copied."""
+    console.print(f"\n[bold]{title}[/]")
+    width = max(map(len, lines))
+    for what, text in lines.items():
+        console.print(f"{what:{width}}  {text}", soft_wrap=True, markup=False)
+
+
+def command_line(*arguments: str) -> str:
+    """Return a command of the package as it can be typed where the demo was started."""
+    script = Path(sys.executable).with_name("lightning-realloc")
+    name = script.name if shutil.which(script.name) or not script.exists() else os.path.relpath(script)
+    return shlex.join([name, *arguments])
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.callbacks.phase import planned_iterations, realloc_strategy
@@ -33,7 +34,8 @@ class RunLog(Callback):
     """Log step, reward, KL, response length, seconds, speed and remaining time of iterations, one line each.
 
     Every algorithm of this package adds it to the Trainer. It takes the place of Lightning's progress bar if standard
-    output is neither a terminal nor a notebook: in a file, a bar appears at its end only.
+    output is neither a terminal nor a notebook: in a file, a bar is one line of thousands of characters. Validation,
+    test and prediction have no bar there, either.
     ``Trainer(enable_progress_bar=False)`` switches off both.
 
     Args:
@@ -59,8 +61,9 @@ class RunLog(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Switch off the progress bar if lines take its place."""
         self.teardown(trainer, pl_module, stage)  # an exception may have ended an earlier fit without it
-        bar, replaces = trainer.progress_bar_callback, stage == "fit" and trainer.is_global_zero
-        if replaces and isinstance(bar, TQDMProgressBar | RichProgressBar) and not can_draw_bars():
+        bar = trainer.progress_bar_callback
+        has_bar = trainer.is_global_zero and isinstance(bar, TQDMProgressBar | RichProgressBar)
+        if has_bar and not can_draw_bars():
             self._bar = bar
             bar.disable()
 
@@ -95,8 +98,8 @@ class RunLog(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics of held-out samples."""
-        if self._bar is None or trainer.sanity_checking:
-            return
+        if self._bar is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return  # Lightning prints the metrics of trainer.validate()
         metrics = trainer.callback_metrics
         if found := [f"{name} {_number(metrics[name])}" for name in metrics if name.startswith("val/")]:
             _log(trainer, *found)

@@ -37,7 +37,10 @@ def test_a_small_run_writes_metrics_checkpoint_and_model(tmp_path: Path) -> None
     printed = log.read_text()
     assert code == 0, printed
     assert "Held-out prompts answered right" in printed
-    # Apart from results only progress bars: no warning with Lightning's prefix or Python's.
+    # Apart from results only lines of iterations: no bar in a file, no warning with Lightning's prefix or Python's.
+    assert "step 2/2  reward " in printed and "it/s" not in printed
+    assert "lightning-realloc report demo\n" in printed and "lightning-realloc chat demo/trained\n" in printed
+    assert str(Path("demo/logs/grpo/metrics.csv")) in printed
     assert not [line for line in printed.splitlines() if ".py:" in line or "Warning" in line]
 
     summary = json.loads((tmp_path / "demo/summary.json").read_text())

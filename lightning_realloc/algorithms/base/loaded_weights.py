@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -134,9 +136,15 @@ def require_head(role: str, kind: str, missing: list[str]) -> None:
 
 
 @contextmanager
-def progress_on_first_rank() -> Iterator[None]:
-    """Let rank 0 alone draw transformers' bars for downloads and weights: all ranks load at the same time."""
-    silences = getattr(rank_zero_only, "rank", 0) != 0 and is_progress_bar_enabled()
+def loading_progress(where: str) -> Iterator[None]:
+    """Let rank 0 alone draw transformers' bars for downloads and weights, since all ranks load at the same time.
+
+    Where no bar can be drawn, such as in a job's log, rank 0 logs a line.
+    """
+    is_drawn = _IS_INTERACTIVE or sys.stderr.isatty()
+    silences = is_progress_bar_enabled() and (getattr(rank_zero_only, "rank", 0) != 0 or not is_drawn)
+    if not is_drawn:
+        rank_zero_info(f"{where}: loading weights")
     if silences:
         disable_progress_bar()
     try:

@@ -39,8 +39,8 @@ from lightning_realloc.algorithms.base.loaded_weights import (
     check_source,
     is_empty,
     known_sources,
+    loading_progress,
     log_whole,
-    progress_on_first_rank,
     require_complete,
     require_head,
     require_known,
@@ -361,14 +361,14 @@ class Role:
                 heads = head_names(self._from_config(AutoConfig.from_pretrained(source)))
             options["quantization_config"] = without_heads(quantization, heads)
         auto: Any = _AUTO_CLASSES[self.task]
+        where = f"{self.name}={str(source)!r}"
         try:
-            with progress_on_first_rank(), weights_left_in_files() if deferred else nullcontext():
+            with loading_progress(where), weights_left_in_files() if deferred else nullcontext():
                 model, found = auto.from_pretrained(
                     source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
                 )
         except Exception as error:  # damaged files raise errors of any class
             raise self._not_loaded(error) from error
-        where = f"{self.name}={str(source)!r}"
         require_shapes(where, found["mismatched_keys"])
         missing, heads = sorted(found["missing_keys"]), head_names(model)
         if self.task == "causal_lm":
