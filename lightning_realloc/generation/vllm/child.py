@@ -31,16 +31,34 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.sendall(_LENGTH.pack(len(content)) + content)
 
 
-def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Return the next message; None if the other process has closed the connection. Raises OSError as `send`."""
-    length = _receive_bytes(connection, _LENGTH.size)
-    content = length and _receive_bytes(connection, _LENGTH.unpack(length)[0])
+def receive(
+    connection: socket.socket, *, timeout_s: float | None = None, most_bytes: int = 1 << 32
+) -> dict[str, Any] | None:
+    """Return the next message; None if the other process has closed the connection.
+
+    Raises:
+        OSError: as `send`; TimeoutError if the whole message has not come in time.
+        ValueError: for an empty or larger message, and for one that is no JSON.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    length = _receive_bytes(connection, _LENGTH.size, deadline)
+    if not length:
+        return None
+    (count,) = _LENGTH.unpack(length)
+    if not 0 < count <= most_bytes:
+        raise ValueError(f"a message of {count} bytes")
+    content = _receive_bytes(connection, count, deadline)
     return json.loads(content) if content else None
 
 
-def _receive_bytes(connection: socket.socket, count: int) -> bytes:
+def _receive_bytes(connection: socket.socket, count: int, deadline: float | None) -> bytes:
     parts: list[bytes] = []
     while count:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            connection.settimeout(left_s)
         part = connection.recv(min(count, 1 << 20))
         if not part:
             return b""

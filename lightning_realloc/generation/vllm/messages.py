@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,26 @@ TESTED_VERSIONS = ("0.32.",)
 
 class EngineLost(GenerationError):
     """vLLM ended, or gave no sign of life for too long; its open requests are lost."""
+
+
+class StartFailed(EngineLost):
+    """vLLM did not start; another try would fail alike."""
+
+
+MOST_ANSWER_BYTES = 256 << 20
+"""Largest message or answer of vLLM: a response of a million tokens takes 30 MB."""
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise EngineLost for an answer of another form than vLLM's; ``what`` names who sent it."""
+    try:
+        yield
+    except GenerationError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise EngineLost(f"{what} sent something else than vLLM's answer ({reason}); its log tells more") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +66,17 @@ class TokenResponse:
     """vLLM's reason of the end: "stop" or "length"; others are failures."""
     versions: tuple[str, ...]
     """Labels of all weights that generated its tokens."""
+
+    def __post_init__(self) -> None:
+        kinds = (
+            ("token_ids", self.token_ids, int), ("logprobs", self.logprobs, int | float),
+            ("index", [self.index], int), ("reason", [self.reason], str), ("versions", self.versions, str),
+        )  # fmt: skip
+        for name, values, kind in kinds:
+            if not all(isinstance(value, kind) for value in values):
+                raise TypeError(f"{name} of another kind")
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} tokens and {len(self.logprobs)} logprobs")
 
 
 OnResponse = Callable[[TokenResponse], None]

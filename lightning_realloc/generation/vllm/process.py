@@ -8,36 +8,47 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.child import receive, send
 from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver
 from lightning_realloc.generation.vllm.messages import (
+    MOST_ANSWER_BYTES,
     EngineLost,
     OnResponse,
+    StartFailed,
     TokenRequest,
     TokenResponse,
     check_version,
+    reading,
 )
+from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 
 _PROGRAM = Path(__file__).with_name("child.py")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of torchrun, by which vLLM would take itself for one of the run's ranks."""
+_MARK = "LIGHTNING_REALLOC_VLLM"
+"""Variable by which the processes of one vLLM are found."""
+_CLOSING_S = 10.0
+"""Seconds that a process may take to end after it has closed its connection."""
+_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
 _DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: no further one can be left behind
     "VLLM_NO_USAGE_STATS": "1",
@@ -56,26 +67,32 @@ class VLLMProcess:
 
         Raises:
             GenerationError: for an interpreter without vLLM, or with a version that was not tested.
-            EngineLost: if vLLM does not start.
+            StartFailed: if vLLM does not start.
         """
         self._timeout_s = options.timeout_s
         device: torch.device = next(model.parameters()).device
         self._hand_over = CudaIPCHandOver() if device.type == "cuda" else SharedMemoryHandOver()
         self._is_asleep = False
-        self._folder = TemporaryDirectory(prefix="lightning-realloc-vllm-")
-        folder = Path(self._folder.name)
+        self._folder = OwnedFolder()
+        folder = self._folder.path
         model.config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         self._log = folder / "vllm.log"
         python = options.python or _interpreter()
+        self._mark = secrets.token_hex(8)
         self._process, self._socket = self._start(python, device)
-        self._end = weakref.finalize(self, _end, self._process, self._socket, self._folder)
+        self._end = weakref.finalize(self, _end, self._process, self._socket, self._folder, self._mark)
         arguments = self._arguments(model, options, max_slots, max_cache_bytes)
+        rank_zero_info(f"starting vLLM (log: {self._log})")
         try:
-            self.version: str = check_version(self._receive()["vllm"], f"the interpreter {python}")
-            self._send({"llm": {**arguments, "skip_tokenizer_init": tokenizer is None}})
-            self.max_length: int = self._receive()["max_model_len"]
+            with reading("vLLM's process"):
+                self.version: str = check_version(self._receive()["vllm"], f"the interpreter {python}")
+                self._send({"llm": {**arguments, "skip_tokenizer_init": tokenizer is None}})
+                self.max_length: int = int(self._receive()["max_model_len"])
+        except EngineLost as lost:
+            self.close()
+            raise StartFailed(f"vLLM does not start: {lost}") from lost
         except BaseException:
             self.close()
             raise
@@ -91,7 +108,7 @@ class VLLMProcess:
                     stdout=log,
                     stderr=log,
                     stdin=subprocess.DEVNULL,
-                    env=_environment(device),
+                    env=_environment(device) | {_MARK: self._mark},
                     start_new_session=True,
                 )
             except OSError as error:
@@ -108,7 +125,7 @@ class VLLMProcess:
         """Return the arguments of `vllm.LLM`."""
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         arguments: dict[str, Any] = {
-            "model": self._folder.name,
+            "model": str(self._folder.path),
             "dtype": dtype,
             "load_format": "dummy",
             "generation_config": "vllm",
@@ -150,17 +167,9 @@ class VLLMProcess:
         )
         while "done" not in (message := self._receive()):
             if "response" in message:
-                made = message["response"]
-                on_response(
-                    TokenResponse(
-                        made["index"],
-                        tuple(made["token_ids"]),
-                        tuple(made["logprobs"]),
-                        made["reason"],
-                        tuple(made["versions"]),
-                    )
-                )
-        return int(message["done"]["num_steps"])
+                on_response(_response(message["response"]))
+        with reading("vLLM's process"):
+            return int(message["done"]["num_steps"])
 
     def sleep(self) -> None:
         """Free the device's memory; see `Connection`."""
@@ -177,6 +186,7 @@ class VLLMProcess:
         self._receive()
 
     def _send(self, message: Mapping[str, Any]) -> None:
+        self._socket.settimeout(self._timeout_s)
         try:
             send(self._socket, message)
         except TimeoutError:
@@ -188,35 +198,49 @@ class VLLMProcess:
         """Return the next message.
 
         Raises:
-            EngineLost: if there is none, or if it reports an error.
+            EngineLost: if there is none, if it is none of vLLM's, or if it reports an error.
         """
         try:
-            message = receive(self._socket)
+            with reading("vLLM's process"):
+                message = receive(self._socket, timeout_s=self._timeout_s, most_bytes=MOST_ANSWER_BYTES)
+                if not isinstance(message, dict | None):
+                    raise TypeError(f"a {type(message).__name__}")
         except TimeoutError:
             self._raise_silent()
         except OSError:
             message = None
         if message is None:
-            code, tail = self._process.wait(), self._tail()
-            self.close()
-            raise EngineLost(f"vLLM's process ended {_described(code)}; the end of its log: {tail}")
+            self._raise_ended()
         if "error" in message:
             self.close()
-            raise EngineLost(f"vLLM failed: {' '.join(message['error'].split())[:600]}")
+            raise EngineLost(f"vLLM failed: {' '.join(str(message['error']).split())[:600]}")
         return message
 
+    def _raise_ended(self) -> NoReturn:
+        try:
+            end = f"ended {_described(self._process.wait(timeout=_CLOSING_S))}"
+        except subprocess.TimeoutExpired:
+            end = "closed its connection, and was ended"
+        told = self._told()
+        self.close()
+        raise EngineLost(f"vLLM's process {end}; {told}")
+
     def _raise_silent(self) -> NoReturn:
-        tail = self._tail()
+        told = self._told()
         self.close()
         raise EngineLost(
             f"vLLM's process gave no sign of life for {self._timeout_s:g} s and was ended; raise "
-            f"VLLMOptions(timeout_s=...) if it only was slow; the end of its log: {tail}"
+            f"VLLMOptions(timeout_s=...) if it only was slow; {told}"
         )
 
-    def _tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        said = [line.strip() for line in lines if line.strip()][-4:]
-        return " | ".join(said)[-600:] or "nothing"
+    def _told(self) -> str:
+        """Return the cause that vLLM's log names, if it does, and the end of the log."""
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [found[0] for line in lines if (found := _ERROR.search(line))]
+        causes = [error for error in errors if "root cause above" not in error.lower()]
+        cause = f"its log names {causes[-1][:400]}; " if causes else ""
+        return f"{cause}the end of its log: {' | '.join(lines[-4:])[-600:] or 'nothing'}"
 
 
 def _interpreter() -> str:
@@ -240,12 +264,31 @@ def _environment(device: torch.device) -> dict[str, str]:
     return variables
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: TemporaryDirectory[str]) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: OwnedFolder, mark: str) -> None:
     connection.close()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # vLLM has nothing to save, and takes seconds to end by itself
     process.wait()
+    for left in _marked_processes(mark):  # those that left the process's group
+        with suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
     folder.cleanup()
+
+
+def _marked_processes(mark: str) -> Iterator[int]:
+    """Yield the processes that inherited the mark of a vLLM."""
+    wanted = f"{_MARK}={mark}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # another user's, or ended meanwhile
+            if wanted in environment.read_bytes():
+                yield int(environment.parent.name)
+
+
+def _response(made: Any) -> TokenResponse:
+    with reading("vLLM's process"):
+        return TokenResponse(
+            made["index"], tuple(made["token_ids"]), tuple(made["logprobs"]), made["reason"], tuple(made["versions"])
+        )
 
 
 def _described(code: int) -> str:

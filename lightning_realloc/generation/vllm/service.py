@@ -13,6 +13,7 @@ from lightning_realloc.generation.vllm.messages import (
     Connection,
     EngineLost,
     OnResponse,
+    StartFailed,
     TokenRequest,
     TokenResponse,
 )
@@ -58,6 +59,8 @@ class VLLMService:
         waiting = {request.index: request for request in requests}
 
         def accept(response: TokenResponse) -> None:
+            if response.index not in waiting:
+                raise EngineLost(f"vLLM answered request {response.index}, which is not open")
             self._check(response)
             del waiting[response.index]
             on_response(response)
@@ -68,7 +71,7 @@ class VLLMService:
                 return connection.generate(list(waiting.values()), sampling, accept)
             except EngineLost as lost:
                 self.close()
-                if self._restarts_left < 1:
+                if self._restarts_left < 1 or isinstance(lost, StartFailed):
                     raise
                 self._restarts_left -= 1
                 _log.warning("%s; it is started again, and %d requests are repeated", lost, len(waiting))

@@ -7,26 +7,28 @@ bound on its time, so that a server that hangs raises `EngineLost`.
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 from transformers import AutoConfig
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.vllm.bounded_http import fetch
 from lightning_realloc.generation.vllm.hand_over import write_weights
 from lightning_realloc.generation.vllm.messages import (
+    MOST_ANSWER_BYTES,
     EngineLost,
     OnResponse,
     TokenRequest,
     TokenResponse,
     check_version,
+    reading,
 )
+from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
@@ -47,25 +49,29 @@ class VLLMServer:
         assert options.address is not None
         self._address, self._timeout_s = options.address.rstrip("/"), options.timeout_s
         self._max_slots, self._is_asleep = max_slots, False
-        self.version = check_version(self._ask("version")["version"], f"the server {self._address}")
-        config = self._ask("server_info?config_format=json")["vllm_config"]
-        (served,) = self._ask("v1/models")["data"]
-        self._name, self.max_length = served["id"], int(served["max_model_len"])
-        self._mode = config["model_config"]["logprobs_mode"]
-        self._check_model(model, config)
-        parent = options.weights_folder or _SHARED_MEMORY_FOLDER
-        self._folder = TemporaryDirectory(prefix="lightning-realloc-vllm-", dir=parent)
+        with self._reading():
+            self.version = check_version(self._ask("version")["version"], f"the server {self._address}")
+            config = self._ask("server_info?config_format=json")["vllm_config"]
+            (served,) = self._ask("v1/models")["data"]
+            self._name, self.max_length = str(served["id"]), int(served["max_model_len"])
+            source, self._mode = str(config["model_config"]["model"]), config["model_config"]["logprobs_mode"]
+            device = config["device_config"]["device"]
+        self._check_model(model, source, device)
+        self._folder = OwnedFolder(options.weights_folder or _SHARED_MEMORY_FOLDER)
 
-    def _check_model(self, model: Any, config: Mapping[str, Any]) -> None:
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading(f"the server {self._address}")
+
+    def _check_model(self, model: Any, source: str, device: str) -> None:
         """Raise GenerationError for another model than this one, and for one whose weights cannot be replaced."""
-        theirs, ours = self._served_config(config["model_config"]["model"]), model.config.get_text_config().to_dict()
+        theirs, ours = self._served_config(source), model.config.get_text_config().to_dict()
         for name in _ALIKE:
             if name in theirs and theirs[name] != ours.get(name):
                 raise GenerationError(
                     f"the server {self._address} serves {self._name} with {name}={theirs[name]}, and the actor has "
                     f"{ours.get(name)}; start it with the actor's model"
                 )
-        if ours.get("tie_word_embeddings") and config["device_config"]["device"] == "cpu":
+        if ours.get("tie_word_embeddings") and device == "cpu":
             raise GenerationError(
                 f"the server {self._address} runs on CPU, where vLLM keeps the old output layer of a model with tied "
                 f"embeddings when it reloads weights; leave address out, or use a server with a GPU"
@@ -93,10 +99,12 @@ class VLLMServer:
         if self._is_asleep:
             self._ask("wake_up", {})
             self._is_asleep = False
-        folder = Path(self._folder.name)
+        folder = self._folder.path
         write_weights(model, folder)
         self._ask("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        if not self._ask("reset_prefix_cache", {})["success"]:
+        with self._reading():
+            is_reset = bool(self._ask("reset_prefix_cache", {})["success"])
+        if not is_reset:
             raise GenerationError(
                 f"the server {self._address} keeps keys and values of old weights, since other requests run; let no "
                 f"other program use it"
@@ -147,44 +155,43 @@ class VLLMServer:
     def _complete(self, request: TokenRequest, sampling: Mapping[str, Any]) -> TokenResponse:
         params = {**sampling, "max_tokens": request.max_tokens, "seed": request.seed, "logprobs": 0}
         body = {"model": self._name, "token_ids": list(request.prompt), "sampling_params": params}
-        (made,) = self._ask("inference/v1/generate", body)["choices"]
-        return TokenResponse(
-            request.index,
-            tuple(made["token_ids"]),
-            tuple(entry["logprob"] for entry in made["logprobs"]["content"]),
-            made["finish_reason"],
-            tuple(sorted({span["version"] for span in made["weight_versions"] or ()})),
-        )
+        with self._reading():
+            (made,) = self._ask("inference/v1/generate", body)["choices"]
+            return TokenResponse(
+                request.index,
+                tuple(made["token_ids"]),
+                tuple(entry["logprob"] for entry in made["logprobs"]["content"]),
+                made["finish_reason"],
+                tuple(sorted({span["version"] for span in made["weight_versions"] or ()})),
+            )
 
     def _ask(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Return the server's answer to a GET, or to a POST of ``body``.
 
         Raises:
             GenerationError: for a request that the server refuses.
-            EngineLost: if it does not answer.
+            EngineLost: if it does not answer, or with anything else than vLLM does.
         """
-        data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(
-            f"{self._address}/{route}", data=data, headers={"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(asked, timeout=self._timeout_s) as answer:
-                content = answer.read()
-        except urllib.error.HTTPError as error:
-            raise self._refusal(route, error) from error
-        except OSError as error:
-            raise EngineLost(
-                f"the vLLM server {self._address} does not answer {route.partition('?')[0]}: {error}; start it, or "
-                f"leave address out for a process of the run's own"
-            ) from error
-        return json.loads(content) if content else None
+        data, name = None if body is None else json.dumps(body).encode(), route.partition("?")[0]
+        limits = {"timeout_s": self._timeout_s, "most_bytes": MOST_ANSWER_BYTES}
+        with self._reading():
+            try:
+                status, content = fetch(self._address, route, data, **limits)
+            except OSError as error:
+                raise EngineLost(
+                    f"the vLLM server {self._address} does not answer {name}: {error}; start it, or leave address out "
+                    f"for a process of the run's own"
+                ) from error
+            if not 200 <= status < 300:
+                raise self._refusal(name, status, content)
+            return json.loads(content) if content else None
 
-    def _refusal(self, route: str, error: urllib.error.HTTPError) -> GenerationError:
-        said = " ".join(error.read().decode(errors="replace").split())[:300]
-        if error.code == 404:
+    def _refusal(self, route: str, status: int, content: bytes) -> GenerationError:
+        if status == 404:
             return GenerationError(
-                f"{self._address} has no {route.partition('?')[0]}; start `vllm serve` with VLLM_SERVER_DEV_MODE=1, "
-                f"which adds the routes for new weights"
+                f"{self._address} has no {route}; start `vllm serve` with VLLM_SERVER_DEV_MODE=1, which adds the "
+                f"routes for new weights"
             )
-        kind = EngineLost if error.code >= 500 else GenerationError
-        return kind(f"the vLLM server {self._address} refuses {route.partition('?')[0]} with {error.code}: {said}")
+        kind = GenerationError if 400 <= status < 500 else EngineLost
+        said = " ".join(content.decode(errors="replace").split())[:300]
+        return kind(f"the vLLM server {self._address} refuses {route} with {status}: {said}")

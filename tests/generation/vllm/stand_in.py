@@ -1,6 +1,6 @@
 """A program in place of an interpreter with vLLM: it speaks the messages of `child`, and counts tokens upwards.
 
-Behaviours show what may go wrong: no vLLM, another version, death, silence, an error, old weights.
+Behaviours show what may go wrong: no vLLM, another version, death, silence, an error, old weights, broken messages.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ def respond(request, sampling, label):
     logprobs = [-1.0] * len(tokens)
     return dict(index=request["index"], token_ids=tokens, logprobs=logprobs, reason=reason, versions=[label])
 
+def framed(content):
+    return len(content).to_bytes(4, "big") + content
+
+full = dict(index=1, token_ids=[], logprobs=[], reason="stop", versions=[])
+broken = dict(
+    empty=framed(b""), huge=(600 << 20).to_bytes(4, "big"), text=framed(b"not json"), array=framed(b"[1]"),
+    unknown=framed(child.json.dumps(dict(response=dict(full, index=9))).encode()),
+    kinds=framed(child.json.dumps(dict(response=dict(full, token_ids="abc", logprobs=[1, 2, 3]))).encode()),
+    done=framed(b'{{"done": 3}}'),
+)
 connection = socket.socket(fileno=int(sys.argv[2]))
 is_first = not os.path.exists(folder + "/notes")
 note(f"started {{os.getpid()}}")
@@ -38,6 +48,9 @@ if child.receive(connection) is None:
     sys.exit()
 if behaviour == "does not start":
     print("out of memory", flush=True)
+    sys.exit(3)
+if behaviour == "warns and does not start":
+    print("RuntimeError: no kernel for this device", *["WARNING " + "long " * 40] * 9, sep="\\n", flush=True)
     sys.exit(3)
 child.send(connection, dict(max_model_len=128, device="cpu"))
 label = "none"
@@ -51,6 +64,23 @@ while (message := child.receive(connection)) is not None:
                 print("segmentation fault", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             if number == 1 and behaviour == "silent":
+                time.sleep(60)
+            if number == 1 and behaviour == "closes its connection":
+                connection.close()
+                time.sleep(60)
+            if number == 1 and behaviour == "drips":
+                for byte in (600).to_bytes(4, "big") + b"[" * 600:
+                    connection.send(bytes([byte]))
+                    time.sleep(0.1)
+            if number == 1 and behaviour == "leaves a process":
+                if os.fork() == 0:
+                    os.setsid()
+                    note(f"left {{os.getpid()}}")
+                    time.sleep(60)
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 1 and behaviour in broken:
+                connection.sendall(broken[behaviour])
                 time.sleep(60)
             child.send(connection, dict(response=respond(request, message["sampling"], label)))
             child.send(connection, dict(alive=number))

@@ -12,6 +12,7 @@ import pytest
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, SamplingParams, VLLMEngine, VLLMOptions
 from lightning_realloc.generation.vllm.messages import EngineLost
+from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.models import byte_tokenizer, tiny_model
 
@@ -104,6 +105,62 @@ def test_a_process_that_says_nothing_is_ended_after_the_timeout(tmp_path: Path) 
     with pytest.raises(EngineLost, match=r"no sign of life for 1 s and was ended; raise VLLMOptions\(timeout_s"):
         engine.generate([[5], [6]], GREEDY)
     assert time.monotonic() - begin < 30, "the program sleeps for a minute"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("closes its connection", "vLLM's process closed its connection, and was ended"),
+        ("drips", "vLLM's process gave no sign of life for 1 s and was ended"),
+        ("empty", "sent something else than vLLM's answer .ValueError: a message of 0 bytes"),
+        ("huge", "sent something else than vLLM's answer .ValueError: a message of 629145600 bytes"),
+        ("text", "sent something else than vLLM's answer .JSONDecodeError"),
+        ("array", "sent something else than vLLM's answer .TypeError: a list"),
+        ("kinds", "sent something else than vLLM's answer .TypeError"),
+        ("unknown", "answered request 9, which is not open"),
+        ("done", "sent something else than vLLM's answer .TypeError"),
+        ("leaves a process", "gave no sign of life for 1 s and was ended"),  # its child holds the connection
+    ],
+)
+def test_broken_messages_and_connections_are_a_lost_engine_within_the_timeout(
+    behaviour: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_realloc.generation.vllm.process._CLOSING_S", 0.5)
+    engine, begin = engine_with(tmp_path, behaviour, timeout_s=1.0), time.monotonic()
+    with pytest.raises(EngineLost, match=message) as caught:
+        engine.generate([[5], [6]], GREEDY)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - begin < 30, "the program sleeps for a minute"
+    assert not any(is_running(int(process)) for kind in ("started", "left") for process in notes(tmp_path, kind))
+
+
+def test_a_start_that_fails_is_not_tried_again_and_its_cause_comes_first(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path, "warns and does not start", restarts=3)
+    cause = "vLLM does not start: vLLM's process ended with exit code 3; its log names RuntimeError: no kernel for this"
+    with pytest.raises(EngineLost, match=cause):
+        engine.generate([[5]], GREEDY)
+    assert len(notes(tmp_path, "started")) == 1
+
+
+def test_the_start_has_a_line_with_the_path_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        engine_with(tmp_path).generate([[5]], GREEDY)
+    (line,) = (text for text in caplog.messages if text.startswith("starting vLLM"))
+    assert line.startswith("starting vLLM (log: /") and line.endswith("/vllm.log)")
+
+
+def test_folders_of_killed_owners_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    kept, killed = OwnedFolder(tmp_path), tmp_path / "lightning-realloc-vllm-killed"
+    killed.mkdir()
+    (killed / "model.safetensors").write_bytes(b"weights")
+    (killed / "owner.lock").touch()
+    made = OwnedFolder(tmp_path)
+    assert killed.exists(), "it is young: its owner may be about to lock it"
+    for folder in (killed, kept.path):
+        os.utime(folder / "owner.lock", (0, 0))
+    made.cleanup()
+    OwnedFolder(tmp_path).cleanup()
+    assert [path.name for path in tmp_path.iterdir()] == [kept.path.name]
 
 
 def test_a_restart_repeats_open_requests_alone_with_weights_handed_over_again(

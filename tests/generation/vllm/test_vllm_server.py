@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -86,11 +87,23 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, body: Any) -> None:
         answer = self.server.answer(self.path.partition("?")[0], body)
+        if isinstance(answer, tuple):
+            self._drip(answer)
+            return
         content = json.dumps(answer).encode()
         self.send_response(404 if answer is None else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _drip(self, parts: tuple[bytes, ...]) -> None:
+        for number, part in enumerate(parts):
+            time.sleep(0.3 if number else 0.0)
+            try:
+                self.wfile.write(part)
+            except OSError:
+                return
+        self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write nothing."""
@@ -187,6 +200,43 @@ def test_tied_embeddings_are_refused_on_a_server_on_cpu(server: StandIn) -> None
         VLLMEngine(model, options=VLLMOptions(address=server.address)).generate([[5]], GREEDY)
     server.device = "cuda"
     VLLMEngine(model, options=VLLMOptions(address=server.address)).generate([[5]], GREEDY)
+
+
+class Raw(StandIn):
+    """A server that answers requests for responses with given bytes, a third of a second apart."""
+
+    raw: tuple[bytes, ...] = ()
+
+    def answer(self, route: str, body: Any) -> Any:
+        """Return the bytes in place of a response."""
+        return self.raw if route == "/inference/v1/generate" else super().answer(route, body)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ((b"HTTP/1.1 200 OK\r\n", *[b"x"] * 9), "does not answer inference/v1/generate: no whole answer within 1 s"),
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", *[b"["] * 9), "no whole answer within 1 s"),
+        ((b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 3000,), "sent something else than vLLM's answer .ValueError: more than"),
+        ((b"HTTP/1.1 200 OK\r\n\r\nno json",), "sent something else than vLLM's answer .JSONDecodeError"),
+        ((b'HTTP/1.1 200 OK\r\n\r\n{"choices": [{"token_ids": 3}]}',), "something else than vLLM's answer .TypeError"),
+        ((b'HTTP/1.1 200 OK\r\n\r\n{"choices": []}',), "something else than vLLM's answer .ValueError"),
+        ((b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n",), "refuses inference/v1/generate with 302"),
+        ((b"SSH-2.0\r\n\r\n",), "something else than vLLM's answer .ValueError: no HTTP"),
+    ],
+)
+def test_answers_that_are_not_vllms_are_a_lost_engine(
+    raw: tuple[bytes, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_realloc.generation.vllm.vllm_server.MOST_ANSWER_BYTES", 2000)
+    with Raw(tmp_path) as server:
+        server.raw = raw
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        with pytest.raises(EngineLost, match=message):
+            engine_of(server, timeout_s=1.0).generate([[5]], GREEDY)
+        server.shutdown()
+        thread.join()
 
 
 def test_an_address_where_nothing_answers_is_named(tmp_path: Path) -> None:

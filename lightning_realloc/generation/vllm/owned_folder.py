@@ -1,0 +1,51 @@
+"""Temporary folders that are removed with their owner, or by the next one if the owner was killed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+
+_PREFIX, _LOCK = "lightning-realloc-vllm-", "owner.lock"
+_MIN_AGE_S = 60.0
+"""Age from which an unlocked folder is a leftover; a younger one may be about to be locked."""
+
+
+class OwnedFolder:
+    """A folder that this process holds a lock on until it ends.
+
+    Args:
+        parent: Folder to make it in; None: that of temporary files.
+    """
+
+    def __init__(self, parent: str | Path | None = None) -> None:
+        parent = Path(gettempdir() if parent is None else parent)
+        _remove_leftovers(parent)
+        self._folder = TemporaryDirectory(prefix=_PREFIX, dir=parent)
+        self.path = Path(self._folder.name)
+        """The folder."""
+        self._lock = (self.path / _LOCK).open("wb")
+        import fcntl  # vLLM runs on Linux, and the package elsewhere, too
+
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def cleanup(self) -> None:
+        """Remove the folder."""
+        self._lock.close()
+        self._folder.cleanup()
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the folders whose owners have ended: the kernel has released their locks."""
+    import fcntl
+
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        try:
+            if time.time() - lock.stat().st_mtime < _MIN_AGE_S:
+                continue
+            with lock.open("rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:  # in use, another user's, or removed meanwhile
+            continue
