@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_realloc.cli import main
+from lightning_realloc.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

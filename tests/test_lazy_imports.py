@@ -11,9 +11,25 @@ from typing import Any
 
 import pytest
 
+from lightning_realloc.cli import _COMMANDS, ReallocCLI
+from lightning_realloc.commands.chat_command import CHAT_HELP
+from lightning_realloc.commands.checkpoint_commands import EXPORT_HELP, VERIFY_HELP
+from lightning_realloc.commands.dashboard_command import DASHBOARD_HELP
+from lightning_realloc.commands.doctor import DOCTOR_HELP
+from lightning_realloc.commands.report_command import REPORT_HELP
+from lightning_realloc.commands.short_run import COMMANDS
+from lightning_realloc.entry import SUMMARIES, help_text
+
 SCRIPT = """
 import json, sys
 found = {}
+
+sys.argv = ["lightning-realloc", "--help"]
+from lightning_realloc import entry
+found["exit code of help"] = entry.main()
+sys.argv = ["lightning-realloc", "--version"]
+entry.main()
+found["help and version"] = sorted({"torch", "lightning", "transformers", "jsonargparse"} & set(sys.modules))
 
 def loaded(part):
     return [name for name in sys.modules if part in name]
@@ -35,7 +51,8 @@ try:
 except ValueError:
     found["hints after an unknown setting"] = tables().currsize
 
-import lightning_realloc.cli, lightning_realloc.rewards.ray_reward
+from lightning_realloc import cli
+import lightning_realloc.rewards.ray_reward
 found["ray"] = "ray" in sys.modules
 print(json.dumps(found))
 """
@@ -48,7 +65,8 @@ def found() -> Mapping[str, Any]:
         [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    *_, version, found = done.stdout.splitlines()
+    return json.loads(found) | {"version": version}  # type: ignore[no-any-return]
 
 
 def test_plain_generation_imports_nothing_of_speculative_decoding(found: Mapping[str, Any]) -> None:
@@ -66,3 +84,20 @@ def test_hints_are_loaded_only_after_an_unknown_setting(found: Mapping[str, Any]
 
 def test_nothing_imports_ray_before_it_is_asked_for(found: Mapping[str, Any]) -> None:
     assert found["ray"] is False
+
+
+def test_help_and_version_import_no_torch_and_name_every_command(found: Mapping[str, Any]) -> None:
+    assert found["exit code of help"] == 0 and found["help and version"] == []
+    assert found["version"].startswith("lightning-realloc ")
+
+
+def test_the_help_has_the_first_sentence_of_every_command() -> None:
+    summaries = {name: text for commands in SUMMARIES.values() for name, text in commands.items()}
+    shorts = {name: command.summary for name, command in COMMANDS.items()}
+    others = {
+        "export": EXPORT_HELP, "verify": VERIFY_HELP, "doctor": DOCTOR_HELP, "chat": CHAT_HELP, "report": REPORT_HELP,
+        "dashboard": DASHBOARD_HELP,
+    }  # fmt: skip
+    assert {name: summaries[name] for name in {**shorts, **others}} == {**shorts, **others}
+    assert set(summaries) == {*_COMMANDS, *ReallocCLI.subcommands()}
+    assert all(len(line) <= 100 for line in help_text().splitlines())
