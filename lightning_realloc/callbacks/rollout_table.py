@@ -31,7 +31,7 @@ class RolloutTable(Callback):
     is named in a warning, and training goes on.
 
     Args:
-        every_n_steps: Iterations between tables.
+        every_n_steps: Iterations between tables; the first iteration of a run has one, too.
         num_samples: Rows per table.
         path: CSV file to write in addition to loggers, or its address; a resumed run appends to it. None writes to
             loggers only.
@@ -77,7 +77,7 @@ class RolloutTable(Callback):
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Request samples if the iteration is due."""
         strategy: Any = trainer.strategy
-        is_due = (trainer.global_step + 1) % self.every_n_steps == 0
+        is_due = trainer.global_step == 0 or (trainer.global_step + 1) % self.every_n_steps == 0
         strategy.num_shown, strategy.shown = (self.num_samples if is_due else 0), ()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:

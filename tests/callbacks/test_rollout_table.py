@@ -41,7 +41,7 @@ def best_of_n() -> RecordedBestOfN:
 
 
 def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[str, str]]:
-    """Train four iterations with a table every two; return the expected rows of the first three samples."""
+    """Train four iterations with a table every two, and of the first; return the rows of the first three samples."""
     world_size = runs.world_size()
     module, seen = best_of_n() if algorithm == "best_of_n" else getattr(runs, algorithm)(), []
 
@@ -58,7 +58,7 @@ def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[s
     decode, column = byte_tokenizer().decode, "scores" if algorithm == "ppo" else "rewards"
     return [
         {"response": decode(tokens, skip_special_tokens=True), "reward": f"{reward:.6g}"}
-        for samples in seen[1::2]
+        for samples in (seen[0], *seen[1::2])
         for tokens, reward in list(zip(runs.rows_of_tokens(samples), samples.tensor(column).tolist(), strict=True))[:3]
     ]
 
@@ -81,8 +81,9 @@ def test_the_first_samples_are_shown_with_their_rewards(
     rows = read(tmp_path / "rollouts.csv")
     name = "score" if algorithm == "ppo" else "reward"
     assert [{"response": row["response"], "reward": row[name]} for row in rows] == expected
-    shown = [6, 7, 8] if algorithm == "best_of_n" else [6, 6, 7]
-    assert [row["prompt"] for row in rows] == [f"prompt {number}" for number in shown] * 2
+    shown = [0, 1, 2] if algorithm == "best_of_n" else [0, 0, 1]
+    second = [number + 6 for number in shown]
+    assert [row["prompt"] for row in rows] == [f"prompt {number}" for number in (*shown, *second, *second)]
     assert [file.name for file in tmp_path.iterdir()] == ["rollouts.csv"], "one file, whatever the ranks"
 
 

@@ -23,7 +23,7 @@ from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout import Layout
-from lightning_realloc.strategies.run_messages import _first_iterations_line
+from lightning_realloc.strategies.run_messages import _first_iterations_line, _shortage
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -128,6 +128,13 @@ def test_the_summary_names_what_the_first_iterations_do_in_addition() -> None:
     blocks = "the first iterations take longer: blocks of actor are compiled (eager)"
     assert line_on("cpu", compiled) == [blocks]
     assert line_on("cuda", compiled) == [f"{blocks} and {captures}"]
+
+
+def test_a_forecast_peak_that_does_not_fit_names_the_way_out() -> None:
+    assert _shortage(8 << 30, 8 << 30) == ""
+    assert _shortage(10 << 30, 8 << 30).startswith(
+        "; 2.0 GiB too much for the longest samples: lightning-realloc plan "
+    )
 
 
 class SlowSave(Callback):

@@ -102,8 +102,6 @@ def test_a_later_fit_continues_the_record(tmp_path: Path) -> None:
     assert second.started.step == 2 and second.started.max_steps == 5
     (validated,) = (event for event in (*first.events, *second.events) if isinstance(event, Validated))
     assert validated.step == 2 and validated.seconds > 0
-    made = [*first.ranks[0], *second.ranks[0]]
-    assert all(set(one.seconds["call"]) == {"actor.generate", "reference.infer", "actor.train"} for one in made)
 
 
 def record_with_a_skewed_clock(folder: str) -> None:

@@ -8,6 +8,7 @@ import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
+from pydoc import locate
 from typing import Any, get_args
 
 import lightning as L
@@ -97,6 +98,17 @@ def test_commands_have_flags_that_exist(page: str) -> None:
     for name, command in re.findall(rf"^lightning-realloc ({'|'.join(COMMANDS)}) (.*)$", text, flags=re.MULTILINE):
         short, _ = split_arguments(shlex.split(command.partition("#")[0]))
         short_parser(name).parse(short)
+
+
+def test_the_reference_can_be_read_before_it_is_built() -> None:
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        text = page.read_text()
+        rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE)
+        paths = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+        assert [name for name, _ in rows] == [path.rpartition(".")[2] for path in paths], page.name
+        for path, (name, purpose) in zip(paths, rows, strict=True):
+            described = inspect.getdoc(locate(path)) if name != "RewardFunction" else None  # a type without its own
+            assert described is None or described.splitlines()[0].replace("``", "`") == purpose, path
 
 
 def test_the_reference_has_every_public_name() -> None:

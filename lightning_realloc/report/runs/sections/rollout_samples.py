@@ -73,8 +73,8 @@ def rollouts_section(run: RunFolder) -> Json:
     rollouts = run.rollouts
     if not rollouts.rows:
         missing = (
-            "No samples: callbacks=[RolloutTable()] with a CSVLogger writes rollouts.csv every 50th iteration, and the "
-            "commands every 10th."
+            "No samples: callbacks=[RolloutTable()] with a CSVLogger writes rollouts.csv in the first and every 50th "
+            "iteration, and the commands in every 10th."
         )
         return section("rollouts", "Rollouts", missing=missing)
     numeric = [
