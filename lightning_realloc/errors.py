@@ -5,6 +5,11 @@ Every message gives the rule, the values that broke it and the way out.
 
 from __future__ import annotations
 
+import re
+
+_OF_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] ?|[. ]*GLHF!\s*[^\s\w)]*")
+"""Places in gloo's source and its wishes, in messages that quote its errors."""
+
 
 class ReallocError(Exception):
     """Base class of the package's exceptions.
@@ -21,6 +26,9 @@ class ReallocError(Exception):
 
 class RankLost(ReallocError):
     """Another rank ended while this one waited for it; that rank's log gives the cause."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_OF_GLOO.sub("", message))
 
 
 class LayoutError(ReallocError, ValueError):

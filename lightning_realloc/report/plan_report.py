@@ -10,13 +10,15 @@ from lightning_realloc.tuning.memory.forecast import SET_UP
 from lightning_realloc.tuning.memory.parts import MemoryParts
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PricedPlan
-from lightning_realloc.tuning.timeline.call_timeline import TimelineEntry
+from lightning_realloc.tuning.timeline.call_timeline import CallTimeline, TimelineEntry
 
 ONE_LAYOUT_ERROR_RANGE, ANY_PLAN_ERROR_RANGE = (0.90, 1.14), (0.86, 1.31)
 """Smallest and largest ratio of measured to estimated iteration time on machines without a profile, for plans with one
 layout and for any plan. Source: docs/benchmarks/real_figures.md."""
 MAX_SPEEDUP_ERROR = 1.29
 """Largest ratio of an estimated speed-up over a plan with one layout to the measured one. Source: as above."""
+MUCH_IDLE = 0.25
+"""Share of idle time from which its reason is named."""
 ROOFLINE_NOTE = "Estimated from data sheets; nothing was measured."
 MAX_PEAK_GROUPS = 4
 """Maximum number of groups of ranks whose peaks are shown."""
@@ -81,9 +83,8 @@ def gap_sentence(found: SearchResult) -> str:
     return f"no plan takes less than {found.lower_bound:.2f} s, as estimated: at most {found.gap:.1%} can be saved"
 
 
-def timeline_table(priced: PricedPlan) -> str:
+def timeline_table(timeline: CallTimeline, *, num_devices: int) -> str:
     """Return a table of one iteration: start, duration, ranks and a bar of every call and reallocation."""
-    timeline = priced.timeline
     entries = [entry for entry in timeline.entries if entry.iteration == timeline.num_iterations - 1]
     entries.sort(key=lambda entry: (entry.start, entry.end))
     begin, end = min(entry.start for entry in entries), max(entry.end for entry in entries)
@@ -92,7 +93,29 @@ def timeline_table(priced: PricedPlan) -> str:
         bar = _bar(entry, begin, max(end - begin, 1e-9))
         times = (f"{entry.start - begin:.2f}", f"{entry.seconds:.2f}")
         rows.append((entry.phase, *times, short_ranks(sorted(entry.ranks)), bar))
-    return aligned(rows, left=(0, 3, 4)) + f"\n  ranks are idle {timeline.mean_idle_share:.0%} of the time"
+    return f"{aligned(rows, left=(0, 3, 4))}\n  {_idle_sentence(timeline, entries, num_devices)}"
+
+
+def _idle_sentence(timeline: CallTimeline, entries: Sequence[TimelineEntry], num_devices: int) -> str:
+    """Return the share of time in which ranks are idle, and the reason if it is large."""
+    unused = sorted(set(range(num_devices)) - set(timeline.ranks))
+    idle = {rank: timeline.idle_share(rank) for rank in timeline.ranks} | dict.fromkeys(unused, 1.0)
+    share = sum(idle.values()) / len(idle)
+    text = f"ranks are idle {share:.0%} of the time"
+    if unused:
+        return (
+            f"{text}; ranks {short_ranks(unused)} have no call: the search found no faster plan with them, since moves "
+            f"and messages among more ranks cost more than they save"
+        )
+    idlest = {rank for rank in idle if idle[rank] > max(idle.values()) - 0.05}
+    others = [entry for entry in entries if not idlest & set(entry.ranks)]
+    if share < MUCH_IDLE or not others:
+        return text
+    longest = max(others, key=lambda entry: entry.seconds)
+    return (
+        f"{text}, {short_ranks(sorted(idlest))} most: {longest.phase} takes {longest.seconds:.2f} s on ranks "
+        f"{short_ranks(sorted(longest.ranks))} alone, and the search found no faster layout for it"
+    )
 
 
 def _bar(entry: TimelineEntry, begin: float, length: float) -> str:

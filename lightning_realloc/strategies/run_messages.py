@@ -119,7 +119,17 @@ def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Train
     kept = "; caches and CUDA graphs stay between generations" if strategy.runner.engines.keeps_caches else ""
     yield (
         f"memory: forecast peak of {_gib(peak.parts.total)} on rank {peak.rank} in {peak.phase}{without}; "
-        f"a device has {_gib(builder.memory_budget)}{kept}"
+        f"a device has {_gib(builder.memory_budget)}{kept}{_shortage(peak.parts.total, builder.memory_budget)}"
+    )
+
+
+def _shortage(peak_bytes: int, budget_bytes: int) -> str:
+    """Return the way out if a forecast peak does not fit."""
+    if peak_bytes <= budget_bytes:
+        return ""
+    return (
+        f"; {_gib(peak_bytes - budget_bytes)} too much for the longest samples: lightning-realloc plan finds layouts "
+        f"that fit, and shorter samples or smaller micro-batches need less"
     )
 
 

@@ -15,9 +15,11 @@ from lightning_realloc import GRPO, PPO, cli
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.report.model_source import read_roles
+from lightning_realloc.report.plan_report import timeline_table
 from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.shapes.known_models import parse_shape
+from lightning_realloc.tuning.timeline.call_timeline import CallTimeline, TimelineEntry
 
 TINY = "layers=4,hidden=512,intermediate=1024,heads=8,vocabulary=1000"
 SMALLER = "layers=2,hidden=256,intermediate=512,heads=4,kv_heads=2,vocabulary=1000,tied"
@@ -430,3 +432,20 @@ def test_a_budget_that_is_too_small_names_the_smallest_sufficient_cluster(
     fewest = int(found[1])
     assert fewest == 3, "two are too few; where all calls have one layout, more are needed"
     assert "Best plan found" in ask(capsys, *asked, "--cluster", f"a100-80g:{fewest}x1")
+
+
+def test_the_timeline_says_why_devices_are_idle() -> None:
+    def last_line(*entries: tuple[str, tuple[int, ...], float, float], num_devices: int = 4) -> str:
+        made = tuple(TimelineEntry(phase, 0, ranks, start, end) for phase, ranks, start, end in entries)
+        ranks = tuple(sorted({rank for entry in made for rank in entry.ranks}))
+        return timeline_table(CallTimeline(made, 1, ranks), num_devices=num_devices).splitlines()[-1].strip()
+
+    both = ("actor.generate", (0, 1, 2, 3), 0.0, 1.0)
+    assert last_line(both) == "ranks are idle 0% of the time"
+    assert last_line(both, ("actor.train", (0, 1), 1.0, 3.0)) == (
+        "ranks are idle 33% of the time, 2-3 most: actor.train takes 2.00 s on ranks 0-1 alone, and the search found "
+        "no faster layout for it"
+    )
+    assert last_line(both, num_devices=8).startswith(
+        "ranks are idle 50% of the time; ranks 4-7 have no call: the search found no faster plan with them"
+    )

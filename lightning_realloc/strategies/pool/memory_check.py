@@ -223,7 +223,10 @@ def refuse_too_large(
     excess = find_excess(dataflow, plan, current, budget_bytes=budget_bytes, lighter=lighter)
     found = [text for text in gather_objects(excess) if text is not None]
     if found:
-        raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top")
+        raise PlanError(
+            f"{found[0]}. Activations and caches, which depend on lengths, come on top; lightning-realloc plan finds "
+            f"layouts that fit"
+        )
 
 
 def has_room_for_caches(

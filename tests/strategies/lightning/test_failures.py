@@ -19,7 +19,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_realloc.data.rows import read_rows
-from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.errors import ConfigError, DataError, RankLost
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
 from tests.devices import CPU_ALONE
@@ -303,3 +303,14 @@ def test_no_rank_outlives_the_launching_rank_which_reports_failures_after_traini
 
 def test_error_messages_are_printed_on_one_line() -> None:
     assert failures.one_line_message(DataError("a\n  b"), 0) == "error: a b\n"
+
+
+def test_messages_of_gloo_are_quoted_without_its_source_and_its_wishes() -> None:
+    quoted = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:58122"
+    lost = RankLost(
+        f"a rank ended while this one waited for its data ({quoted}. GLHF! \U0001f3d6\ufe0f); see its own log"
+    )
+
+    assert str(lost) == (
+        "a rank ended while this one waited for its data (Connection closed by peer [127.0.0.1]:58122); see its own log"
+    )
