@@ -90,7 +90,7 @@ def test_cookies_of_other_programs_and_broken_hosts_are_no_errors() -> None:
             assert ask(port, "/", Cookie=other)[0] == 401
         assert ask(port, "/", Cookie=f"x{own}")[0] == 401
         assert ask(port, "/", Host="[")[0] == 400
-        assert ask(port, "//[", Host="localhost")[0] == 400
+        assert ask(port, "http://[/", Host="localhost")[0] == 400
     with serving({"/": Counter()}) as port:
         assert ask(port, "/", Host="[")[0] == 400
 
