@@ -68,7 +68,7 @@ class TokenResponse:
     """Labels of all weights that generated its tokens."""
 
     def __post_init__(self) -> None:
-        kinds = (
+        kinds: tuple[tuple[str, Sequence[object], Any], ...] = (
             ("token_ids", self.token_ids, int), ("logprobs", self.logprobs, int | float),
             ("index", [self.index], int), ("reason", [self.reason], str), ("versions", self.versions, str),
         )  # fmt: skip

@@ -173,10 +173,11 @@ class VLLMServer:
             EngineLost: if it does not answer, or with anything else than vLLM does.
         """
         data, name = None if body is None else json.dumps(body).encode(), route.partition("?")[0]
-        limits = {"timeout_s": self._timeout_s, "most_bytes": MOST_ANSWER_BYTES}
         with self._reading():
             try:
-                status, content = fetch(self._address, route, data, **limits)
+                status, content = fetch(
+                    self._address, route, data, timeout_s=self._timeout_s, most_bytes=MOST_ANSWER_BYTES
+                )
             except OSError as error:
                 raise EngineLost(
                     f"the vLLM server {self._address} does not answer {name}: {error}; start it, or leave address out "
