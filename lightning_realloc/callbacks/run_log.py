@@ -61,9 +61,8 @@ class RunLog(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Switch off the progress bar if lines take its place."""
         self.teardown(trainer, pl_module, stage)  # an exception may have ended an earlier fit without it
-        bar = trainer.progress_bar_callback
-        has_bar = trainer.is_global_zero and isinstance(bar, TQDMProgressBar | RichProgressBar)
-        if has_bar and not can_draw_bars():
+        bar, replaces = trainer.progress_bar_callback, trainer.is_global_zero and not can_draw_bars()
+        if replaces and isinstance(bar, TQDMProgressBar | RichProgressBar):
             self._bar = bar
             bar.disable()
 
