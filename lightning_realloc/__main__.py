@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_realloc.entry import main
+from lightning_realloc.entry import run_command_line
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command_line())

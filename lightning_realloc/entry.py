@@ -49,7 +49,7 @@ def help_text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def run_command_line() -> int:
     """Run the command line of this process, and return its exit code."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.stdout.write(help_text())

@@ -26,9 +26,9 @@ found = {}
 
 sys.argv = ["lightning-realloc", "--help"]
 from lightning_realloc import entry
-found["exit code of help"] = entry.main()
+found["exit code of help"] = entry.run_command_line()
 sys.argv = ["lightning-realloc", "--version"]
-entry.main()
+entry.run_command_line()
 found["help and version"] = sorted({"torch", "lightning", "transformers", "jsonargparse"} & set(sys.modules))
 
 def loaded(part):

@@ -83,7 +83,7 @@ def test_the_wheel_holds_only_the_package_and_the_autoload_module(tmp_path: Path
     } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "realloc = lightning_realloc_autoload:_autoload" in entry_points
-    assert "lightning-realloc = lightning_realloc.entry:main" in entry_points
+    assert "lightning-realloc = lightning_realloc.entry:run_command_line" in entry_points
 
 
 def test_every_dependency_of_the_tests_is_pinned() -> None:

@@ -97,7 +97,7 @@ def _search(request: PlanRequest, write: Write) -> bool:
     write(f"{_without_tensor_parallel(task)}{plan_table(best.plan)}\n")
     seconds = seconds_with_error(best, unmeasured=_unmeasured(task, request))
     write(f"\n{seconds}\n{gap_sentence(found)}\n{_cost(best, request)}")
-    timeline = timeline_table(best.timeline, num_devices=request.cluster.num_devices)
+    timeline = timeline_table(best.timeline, num_devices=task.cluster.num_devices)
     write(f"\nTimeline of an iteration, in seconds\n{timeline}\n")
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
     write(f"\nCompared with other plans\n{alternatives_table(best, pricer.heuristic(), pricer.static())}\n")

@@ -9,7 +9,9 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urlsplit
 
 
-def fetch(address: str, route: str, data: bytes | None, *, timeout_s: float, most_bytes: int) -> tuple[int, bytes]:
+def fetch(
+    address: str, route: str, data: bytes | None, *, timeout_s: float, most_bytes: int = 256 << 20
+) -> tuple[int, bytes]:
     """Return status and content of a GET, or of a POST of JSON ``data``.
 
     Raises:

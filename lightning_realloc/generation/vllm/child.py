@@ -32,7 +32,7 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive(
-    connection: socket.socket, *, timeout_s: float | None = None, most_bytes: int = 1 << 32
+    connection: socket.socket, *, timeout_s: float | None = None, most_bytes: int = 256 << 20
 ) -> dict[str, Any] | None:
     """Return the next message; None if the other process has closed the connection.
 
@@ -74,12 +74,13 @@ def serve_rank() -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     send(connection, {"vllm": vllm_version()})
     settings = receive(connection)
+    most_bytes = 1 << 32  # all prompts of a call are one message
     if settings is None:  # another version than the rank works with
         return
     try:
         engine = Engine(connection, **settings)
         send(connection, engine.description())
-        while (message := receive(connection)) is not None:
+        while (message := receive(connection, most_bytes=most_bytes)) is not None:
             send(connection, {"done": getattr(engine, message.pop("do"))(**message)})
     except Exception as error:
         traceback.print_exc()

@@ -23,10 +23,6 @@ class StartFailed(EngineLost):
     """vLLM did not start; another try would fail alike."""
 
 
-MOST_ANSWER_BYTES = 256 << 20
-"""Largest message or answer of vLLM: a response of a million tokens takes 30 MB."""
-
-
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Raise EngineLost for an answer of another form than vLLM's; ``what`` names who sent it."""
@@ -68,13 +64,11 @@ class TokenResponse:
     """Labels of all weights that generated its tokens."""
 
     def __post_init__(self) -> None:
-        kinds: tuple[tuple[str, Sequence[object], Any], ...] = (
-            ("token_ids", self.token_ids, int), ("logprobs", self.logprobs, int | float),
-            ("index", [self.index], int), ("reason", [self.reason], str), ("versions", self.versions, str),
-        )  # fmt: skip
-        for name, values, kind in kinds:
-            if not all(isinstance(value, kind) for value in values):
-                raise TypeError(f"{name} of another kind")
+        numbers, texts = (self.index, *self.token_ids), (self.reason, *self.versions)
+        if not all(isinstance(number, int) for number in numbers) or not all(isinstance(text, str) for text in texts):
+            raise TypeError("a response with fields of other kinds")
+        if not all(isinstance(logprob, int | float) for logprob in self.logprobs):
+            raise TypeError("a response with logprobs that are no numbers")
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens and {len(self.logprobs)} logprobs")
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
 _PREFIX, _LOCK = "lightning-realloc-vllm-", "owner.lock"
-_MIN_AGE_S = 60.0
-"""Age from which an unlocked folder is a leftover; a younger one may be about to be locked."""
 
 
 class OwnedFolder:
@@ -42,7 +40,7 @@ def _remove_leftovers(parent: Path) -> None:
 
     for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
         try:
-            if time.time() - lock.stat().st_mtime < _MIN_AGE_S:
+            if time.time() - lock.stat().st_mtime < 60.0:  # its owner may be about to lock it
                 continue
             with lock.open("rb+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

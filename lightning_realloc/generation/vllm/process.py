@@ -29,7 +29,6 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.child import receive, send
 from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver
 from lightning_realloc.generation.vllm.messages import (
-    MOST_ANSWER_BYTES,
     EngineLost,
     OnResponse,
     StartFailed,
@@ -46,8 +45,6 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 """Variables of torchrun, by which vLLM would take itself for one of the run's ranks."""
 _MARK = "LIGHTNING_REALLOC_VLLM"
 """Variable by which the processes of one vLLM are found."""
-_CLOSING_S = 10.0
-"""Seconds that a process may take to end after it has closed its connection."""
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
 _DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: no further one can be left behind
@@ -167,7 +164,7 @@ class VLLMProcess:
         )
         while "done" not in (message := self._receive()):
             if "response" in message:
-                on_response(_response(message["response"]))
+                on_response(_read_response(message["response"]))
         with reading("vLLM's process"):
             return int(message["done"]["num_steps"])
 
@@ -202,7 +199,7 @@ class VLLMProcess:
         """
         try:
             with reading("vLLM's process"):
-                message = receive(self._socket, timeout_s=self._timeout_s, most_bytes=MOST_ANSWER_BYTES)
+                message = receive(self._socket, timeout_s=self._timeout_s)
                 if not isinstance(message, dict | None):
                     raise TypeError(f"a {type(message).__name__}")
         except TimeoutError:
@@ -218,22 +215,22 @@ class VLLMProcess:
 
     def _raise_ended(self) -> NoReturn:
         try:
-            end = f"ended {_described(self._process.wait(timeout=_CLOSING_S))}"
+            end = f"ended {_described(self._process.wait(timeout=min(10.0, self._timeout_s)))}"
         except subprocess.TimeoutExpired:
             end = "closed its connection, and was ended"
-        told = self._told()
+        log_text = self._log_summary()
         self.close()
-        raise EngineLost(f"vLLM's process {end}; {told}")
+        raise EngineLost(f"vLLM's process {end}; {log_text}")
 
     def _raise_silent(self) -> NoReturn:
-        told = self._told()
+        log_text = self._log_summary()
         self.close()
         raise EngineLost(
             f"vLLM's process gave no sign of life for {self._timeout_s:g} s and was ended; raise "
-            f"VLLMOptions(timeout_s=...) if it only was slow; {told}"
+            f"VLLMOptions(timeout_s=...) if it only was slow; {log_text}"
         )
 
-    def _told(self) -> str:
+    def _log_summary(self) -> str:
         """Return the cause that vLLM's log names, if it does, and the end of the log."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -284,7 +281,7 @@ def _marked_processes(mark: str) -> Iterator[int]:
                 yield int(environment.parent.name)
 
 
-def _response(made: Any) -> TokenResponse:
+def _read_response(made: Any) -> TokenResponse:
     with reading("vLLM's process"):
         return TokenResponse(
             made["index"], tuple(made["token_ids"]), tuple(made["logprobs"]), made["reason"], tuple(made["versions"])

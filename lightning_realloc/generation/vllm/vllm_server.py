@@ -20,7 +20,6 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.bounded_http import fetch
 from lightning_realloc.generation.vllm.hand_over import write_weights
 from lightning_realloc.generation.vllm.messages import (
-    MOST_ANSWER_BYTES,
     EngineLost,
     OnResponse,
     TokenRequest,
@@ -175,9 +174,7 @@ class VLLMServer:
         data, name = None if body is None else json.dumps(body).encode(), route.partition("?")[0]
         with self._reading():
             try:
-                status, content = fetch(
-                    self._address, route, data, timeout_s=self._timeout_s, most_bytes=MOST_ANSWER_BYTES
-                )
+                status, content = fetch(self._address, route, data, timeout_s=self._timeout_s)
             except OSError as error:
                 raise EngineLost(
                     f"the vLLM server {self._address} does not answer {name}: {error}; start it, or leave address out "

@@ -123,9 +123,8 @@ def test_a_process_that_says_nothing_is_ended_after_the_timeout(tmp_path: Path) 
     ],
 )
 def test_broken_messages_and_connections_are_a_lost_engine_within_the_timeout(
-    behaviour: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    behaviour: str, message: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lightning_realloc.generation.vllm.process._CLOSING_S", 0.5)
     engine, begin = engine_with(tmp_path, behaviour, timeout_s=1.0), time.monotonic()
     with pytest.raises(EngineLost, match=message) as caught:
         engine.generate([[5], [6]], GREEDY)

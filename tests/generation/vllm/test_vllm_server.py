@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import SamplingParams, VLLMEngine, VLLMOptions
+from lightning_realloc.generation.vllm.bounded_http import fetch
 from lightning_realloc.generation.vllm.messages import EngineLost
 from tests.models import tiny_model
 
@@ -217,7 +218,6 @@ class Raw(StandIn):
     [
         ((b"HTTP/1.1 200 OK\r\n", *[b"x"] * 9), "does not answer inference/v1/generate: no whole answer within 1 s"),
         ((b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", *[b"["] * 9), "no whole answer within 1 s"),
-        ((b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 3000,), "sent something else than vLLM's answer .ValueError: more than"),
         ((b"HTTP/1.1 200 OK\r\n\r\nno json",), "sent something else than vLLM's answer .JSONDecodeError"),
         ((b'HTTP/1.1 200 OK\r\n\r\n{"choices": [{"token_ids": 3}]}',), "something else than vLLM's answer .TypeError"),
         ((b'HTTP/1.1 200 OK\r\n\r\n{"choices": []}',), "something else than vLLM's answer .ValueError"),
@@ -225,10 +225,7 @@ class Raw(StandIn):
         ((b"SSH-2.0\r\n\r\n",), "something else than vLLM's answer .ValueError: no HTTP"),
     ],
 )
-def test_answers_that_are_not_vllms_are_a_lost_engine(
-    raw: tuple[bytes, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_realloc.generation.vllm.vllm_server.MOST_ANSWER_BYTES", 2000)
+def test_answers_that_are_not_vllms_are_a_lost_engine(raw: tuple[bytes, ...], message: str, tmp_path: Path) -> None:
     with Raw(tmp_path) as server:
         server.raw = raw
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -237,6 +234,11 @@ def test_answers_that_are_not_vllms_are_a_lost_engine(
             engine_of(server, timeout_s=1.0).generate([[5]], GREEDY)
         server.shutdown()
         thread.join()
+
+
+def test_an_answer_is_read_up_to_a_size(server: StandIn) -> None:
+    with pytest.raises(ValueError, match="more than 0 MiB"):
+        fetch(server.address, "v1/models", None, timeout_s=10.0, most_bytes=20)
 
 
 def test_an_address_where_nothing_answers_is_named(tmp_path: Path) -> None:
