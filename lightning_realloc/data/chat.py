@@ -87,7 +87,8 @@ def readable_values(values: Mapping[str, Any], message_columns: Collection[str],
         if _holds_media(values[name]):
             raise DataError(
                 f"{place}: column {name!r} holds {_described(values[name])}, and models here read text alone, so they "
-                f"would learn without it; leave such rows out, or rename the column if only reward functions read it"
+                f"would learn without it; leave such rows out with bad_rows='drop', or rename the column if only "
+                f"reward functions read it"
             )
     return {
         name: plain_messages(value, place) if name in message_columns and is_conversation(value) else value
@@ -292,7 +293,7 @@ def _text_of(message: Message, place: str) -> str:
         raise DataError(
             f"{place}: the content of a message must be text, or a list of parts like "
             f'{{"type": "text", "text": "..."}}; one of role {message["role"]!r} holds {", ".join(unreadable)}, which '
-            f"models here cannot read; leave such rows out"
+            f"models here cannot read; leave such rows out with bad_rows='drop'"
         )
     return "".join(part["text"] for part in parts)
 

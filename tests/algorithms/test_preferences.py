@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.pairs import chosen_tokens, pair_sums
 from lightning_realloc.algorithms.dpo import DPO
-from lightning_realloc.algorithms.kto import KTO, with_mismatches
+from lightning_realloc.algorithms.kto import KTO, with_known_mismatches, with_mismatches
 from lightning_realloc.algorithms.losses.preference_losses import PairLossSettings, Pairs, pair_loss
 from lightning_realloc.algorithms.orpo import ORPO
 from lightning_realloc.batch.ragged import Ragged
@@ -146,6 +146,16 @@ def test_messages_of_others_in_a_response_count_in_no_sum_and_no_length() -> Non
     order = [0, 3, 1, 3, 2, 1, 3, 1]
     assert both.ragged("model_mask").to_lists() == [mask[row] for row in order]
     assert both.tensor("num_model_tokens").tolist() == [[2, 2, 1, 2][row] for row in order]
+    mismatched = torch.arange(4) * 2 + 1
+    known = other.with_columns(
+        mismatched_ids=both.ragged("response_ids").select(mismatched),
+        mismatched_mask=both.ragged("model_mask").select(mismatched),
+        mismatched_ref_logprobs=zeros.select(order[1::2]),
+        ref_logprobs=zeros,
+        label=torch.ones(4),
+    )
+    again = with_known_mismatches(known)
+    assert again.without_columns("ref_logprobs").equals(both)
 
 
 def test_orpo_adds_the_odds_ratio_to_the_likelihood_of_the_chosen_response() -> None:
