@@ -115,7 +115,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         if is_stream(val_data):
             raise DataError(
                 "val_data is a stream, but held-out rows are read whole; give a part of it without streaming, such as "
-                "DatasetSource(..., split='test[:500]'), or give list(stream.take(500))"
+                "DatasetSource(..., split='test[:500]'), or give list(stream.take(500)) and train on stream.skip(500)"
             )
         for name, value, off in (("val_fraction", val_fraction, 0.0), ("bucket_batches", bucket_batches, None)):
             if is_stream(data) and value != off:

@@ -1,7 +1,8 @@
 """Read the rows of a stream in a fixed number of parts, each of them from any position on.
 
 The parts of a data set are the shards of ``datasets``, dealt out in turn. Their number depends on the data set alone,
-so the order of all rows is the same on any number of ranks, each of which reads some of the parts.
+so the order of all rows is the same on any number of ranks, each of which reads some of the parts. All parts together
+hold the rows that the data set itself yields: a data set whose rows depend on the shards before them is one part.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ MAX_PARTS = 16
 on each of a few ranks."""
 _SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 """Class of ``datasets`` that forgets the rows of its buffer when a state is loaded."""
+_COUNTING = ("SkipExamplesIterable", "TakeExamplesIterable")
+"""Classes of ``datasets`` that select rows by their number, which they divide by the number of shards."""
+_KEEPS_ALL = "all_exhausted_without_replacement"
+"""Strategy of ``datasets`` that interleaves all rows of all data sets once; others drop or repeat some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,15 @@ class RowStream:
         if not is_stream(self.table):
             return 1
         table: Any = self.table
+        if any(step.num_shards > 1 and _needs_all_shards(step) for step in _steps(table)):
+            return 1
         num_shards: int = table.num_shards
         return max(1, min(MAX_PARTS, num_shards))
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether ``datasets`` shuffles the rows, in every epoch in another order."""
+        return is_stream(self.table) and any(map(_is_shuffle_buffer, _steps(self.table)))
 
     def chunks(self, epoch: int, begin: Mark, size: int, *, part: int = 0, num_parts: int = 1) -> Iterator[Chunk]:
         """Yield the rows of a part from a position on, ``size`` at a time, the last ones in a chunk with fewer.
@@ -84,7 +96,7 @@ class RowStream:
         """
         table = self._open_part(epoch, part, num_parts)
         keeps_place = _keeps_its_place(table)
-        if begin.state is not None and keeps_place:
+        if begin.state is not None and keeps_place and begin.state["epoch"] == table.epoch:
             table.load_state_dict(dict(begin.state))
             rows = self._rows(table, self._name_of(part, num_parts), begin.rows)
         else:
@@ -108,9 +120,10 @@ class RowStream:
         if num_parts > 1:
             table = table.shard(num_parts, part, contiguous=False)
         elif is_stream(table):
-            table = copy.copy(table)  # a state that is loaded would apply to every later reading of the epoch
-        if hasattr(table, "set_epoch"):
-            table.set_epoch(epoch)  # datasets reorders its shuffled rows in every epoch
+            table = copy.copy(table)
+            table.__dict__ = dict(table.__dict__)  # else a state that is loaded applies to the original as well
+        if hasattr(table, "set_epoch"):  # datasets reorders shards and shuffled rows in every epoch
+            table.set_epoch(0 if is_stream(table) and any(map(_needs_its_order, _steps(table))) else epoch)
         return table
 
     def _name_of(self, part: int, num_parts: int) -> str:
@@ -153,9 +166,35 @@ class RowStream:
 
 def _keeps_its_place(table: Any) -> bool:
     """Return whether a data set continues after exactly the rows before a state that it returned."""
-    return is_stream(table) and hasattr(table, "load_state_dict") and not _has_shuffle_buffer(table._ex_iterable)
+    return is_stream(table) and hasattr(table, "load_state_dict") and not any(map(_is_shuffle_buffer, _steps(table)))
 
 
-def _has_shuffle_buffer(examples: Any) -> bool:
-    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
-    return type(examples).__name__ == _SHUFFLE_BUFFER or any(_has_shuffle_buffer(one) for one in inner if one)
+def _steps(table: Any) -> Iterator[Any]:
+    """Yield the steps of ``datasets`` that make the rows of a data set, each before those that it reads from."""
+    waiting = [table._ex_iterable if hasattr(table, "_ex_iterable") else table]
+    while waiting:
+        step = waiting.pop()
+        yield step
+        waiting += [step.ex_iterable] if hasattr(step, "ex_iterable") else getattr(step, "ex_iterables", ())
+
+
+def _is_shuffle_buffer(step: Any) -> bool:
+    return type(step).__name__ == _SHUFFLE_BUFFER
+
+
+def _counts_rows(step: Any) -> bool:
+    """Return whether the step selects or changes a row by the number of rows before it."""
+    return type(step).__name__ in _COUNTING or getattr(step, "with_indices", False)
+
+
+def _needs_all_shards(step: Any) -> bool:
+    """Return whether the step yields other rows of all shards than of each shard alone."""
+    drops_rows = getattr(step, "stopping_strategy", _KEEPS_ALL) != _KEEPS_ALL
+    drops_rest = getattr(step, "drop_last_batch", False)
+    takes_all_rows = getattr(step, "batched", False) and (step.batch_size or 0) < 1
+    return _counts_rows(step) or drops_rows or drops_rest or takes_all_rows
+
+
+def _needs_its_order(step: Any) -> bool:
+    """Return whether the step would yield other rows if ``datasets`` shuffled those that it reads."""
+    return _counts_rows(step) and (step.num_shards > 1 or any(hasattr(one, "generator") for one in _steps(step)))

@@ -201,7 +201,8 @@ class StreamLoader:
     def _blocks(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, Samples]]:
         """Yield each block's position and its samples in batch order."""
         at = replace(place, position=0)
-        for block in self._reader.blocks(place.epoch, place.marks):
+        epoch = place.epoch if self.shuffle or self.stream.is_shuffled else 0  # datasets reorders shards as well
+        for block in self._reader.blocks(epoch, place.marks):
             table = self._tabulate(block.rows)
             num_samples = 0 if table is None else len(table)
             if table is not None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import IterableDataset
+from datasets import IterableDataset, concatenate_datasets, interleave_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +123,67 @@ def test_a_shuffled_data_set_is_resumed_by_reading_forward() -> None:
     resumed.load_state_dict(begun.state_dict())
     assert drawn(resumed, 8) == whole[12:]
     assert read.total() > 60
+
+
+def _numbered(row: dict[str, int], index: int) -> dict[str, int]:
+    return {"at": 100 * row["at"] + index}
+
+
+def _every_second(rows: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {"at": rows["at"][::2]}
+
+
+def _interleaved(strategy: str, **options: Any) -> IterableDataset:
+    sources = [stream([9] * 4), stream([5, 1, 4, 3])]
+    return interleave_datasets(sources, stopping_strategy=strategy, **options)  # type: ignore[arg-type]
+
+
+CHAINS: dict[str, tuple[Callable[[IterableDataset], IterableDataset], int]] = {
+    "skip": (lambda table: table.skip(10), 1),
+    "take": (lambda table: table.take(10), 1),
+    "skip a shuffled one": (lambda table: table.shuffle(seed=1, buffer_size=5).skip(10), 1),
+    "shuffle a skipped one": (lambda table: table.skip(10).shuffle(seed=1, buffer_size=5), 1),
+    "skip, then add": (lambda table: concatenate_datasets([table.skip(10), stream([3] * 4)]), 1),
+    "skip a mixture": (lambda table: _interleaved("all_exhausted", probabilities=[0.7, 0.3], seed=1).skip(10), 1),
+    "skip one shard": (lambda table: concatenate_datasets([stream([9]).skip(5), stream([5]).take(2)]), 2),
+    "first ended": (lambda table: _interleaved("first_exhausted"), 1),
+    "all ended": (lambda table: _interleaved("all_exhausted"), 1),
+    "each row once": (lambda table: _interleaved("all_exhausted_without_replacement"), 4),
+    "numbered": (lambda table: table.map(_numbered, with_indices=True), 1),
+    "filter by number": (lambda table: table.filter(lambda _, index: index % 7 > 0, with_indices=True), 1),
+    "whole batches": (lambda table: table.map(dict, batched=True, batch_size=7, drop_last_batch=True), 1),
+    "one batch": (lambda table: table.map(_every_second, batched=True, batch_size=None), 1),
+    "map": (lambda table: table.map(dict, batched=True, batch_size=7).filter(lambda row: row["at"] % 7 > 0), 4),
+    "repeat": (lambda table: table.repeat(2), 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chain_name", CHAINS)
+def test_the_parts_of_a_stream_hold_the_rows_that_the_stream_has(chain_name: str) -> None:
+    """Of many shards, `datasets` skips, takes, numbers and ends in each one, which selects other rows."""
+    made, num_parts = CHAINS[chain_name]
+    rows = [row["at"] for row in made(stream([9] * 4))]
+    num_batches, order = -(-len(rows) // 4), {"batch_size": 4, "shuffle_buffer": 6}
+    begun = loader(made(stream([9] * 4)), **order)
+    whole = drawn(begun, 2 * num_batches)
+    assert begun.num_parts == num_parts
+    for batches in (whole[:num_batches], whole[num_batches:]):  # in the second epoch, too
+        assert sorted(at for _, at in chain(*batches)) == sorted(rows)
+    for stop in (3, num_batches + 2):
+        first, resumed = (loader(made(stream([9] * 4)), **order) for _ in range(2))
+        drawn(first, stop)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert drawn(resumed, 2 * num_batches - stop) == whole[stop:]
+
+
+def test_without_shuffling_every_epoch_has_the_order_of_the_stream() -> None:
+    """`datasets` reorders shards in its later epochs, even if nobody called shuffle()."""
+    rows = list(range(20))
+    begun = loader(stream([5] * 4), batch_size=4, shuffle=False)
+    assert [at for _, at in chain(*drawn(begun, 15))] == rows * 3
+    shuffled = loader(stream([5] * 4).shuffle(seed=1, buffer_size=4), batch_size=4, shuffle=False)
+    first, second = ([at for _, at in chain(*drawn(shuffled, 5))] for _ in range(2))
+    assert sorted(first) == sorted(second) == rows and first != second
 
 
 def test_a_position_of_another_number_of_parts_is_refused() -> None:
