@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -52,8 +52,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     """Global batches of :class:`Samples` from rows; a subclass converts rows to columns.
 
     Args:
-        data: A JSONL or Parquet file, a folder written by ``save_to_disk`` of ``datasets``, a :class:`DatasetSource`, a
-            list of dictionaries, or a ``datasets.Dataset``.
+        data: A JSONL or Parquet file, a pattern or a list of files, a folder written by ``save_to_disk`` of
+            ``datasets``, a :class:`DatasetSource`, a list of dictionaries, or a ``datasets.Dataset``.
         batch_size: Rows per iteration, over all ranks together.
         val_data: Held-out rows, read like ``data``.
         val_fraction: Share of ``data`` to hold out, chosen by a hash of the row; an alternative to ``val_data``.
@@ -80,6 +80,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     """Number of adjacent samples made from one row; they are always in one batch."""
     message_columns: Collection[str] = ("prompt", "completion", "messages", "chosen", "rejected")
     """Columns that may hold messages for the chat template."""
+    _read_for: tuple[object, ...] = ()
+    """LightningModule, tokenizer and context for which rows were read."""
 
     def __init__(
         self,
@@ -166,17 +168,25 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     def setup(self, stage: str | None = None) -> None:
         """Read, check and tokenize all rows, so that errors in them appear before the first step.
 
-        For a stream, this covers only the first block, and only for training.
+        For a stream, this covers only the first block, and only for training. Rows are read once for each
+        LightningModule and its tokenizer. Every new run begins with the first batch.
         """
-        if not self._tables:
+        models = (self._module(), self.tokenizer, self.model_context())
+        is_new = models != self._read_for
+        if is_new or (stage == "fit" and getattr(self.trainer, "global_step", 0) == 0):
+            self.teardown()
+            self._train_loader = None
+            self._evaluation_loaders.clear()
+        if is_new or not self._tables:
             self._read_tables()
+            self._read_for = models
         if is_stream(self.data) and stage in (None, "fit"):
             kind = BatchLoader if self._overfits else StreamLoader
             if not isinstance(self._train_loader, kind):
                 self._train_loader = self._first_batches() if self._overfits else self._stream_loader(self.shuffle)
 
     def train_dataloader(self) -> BatchLoader | StreamLoader:
-        """Return the training batches; always the same loader, so that its epoch count continues."""
+        """Return the training batches; in one run always the same loader, so that its epoch count continues."""
         loader = self._train_loader
         if loader is None:
             loader = self._train_loader = BatchLoader(
@@ -250,14 +260,13 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         """The given tokenizer, or else the LightningModule's."""
         if isinstance(self._tokenizer, str | Path):
             self._tokenizer = load_tokenizer(self._tokenizer)
-        if self._tokenizer is None:
-            self._tokenizer = getattr(self._module(), "tokenizer", None)
-        if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
+        found = getattr(self._module(), "tokenizer", None) if self._tokenizer is None else self._tokenizer
+        if not isinstance(found, PreTrainedTokenizerBase):
             raise DataError(
                 f"{type(self).__name__} has no tokenizer and the LightningModule has none; "
                 f"pass tokenizer= with a Hugging Face name, folder or tokenizer"
             )
-        return self._tokenizer
+        return found
 
     def model_context(self) -> int | None:
         """Return the smallest context length of the LightningModule's models, in positions; None if unknown."""
@@ -349,6 +358,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     def _read_tables(self) -> None:
         tokenizer = self.tokenizer
+        self._tables, self._read_for = {}, ()
+        self.data, self.val_data = _lasting(self.data), _lasting(self.val_data)
         rows = () if is_stream(self.data) else self.read(self.data)
         held_out: tuple[Row, ...] = ()
         if self.val_data is not None:
@@ -463,6 +474,11 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     def _module(self) -> object:
         return None if self.trainer is None else self.trainer.lightning_module
+
+
+def _lasting(source: RowSource | None) -> Any:
+    """Return the rows of an iterator, which can be read only once, as a list."""
+    return list(source) if isinstance(source, Iterator) else source
 
 
 def make_samples(
