@@ -21,7 +21,7 @@ def write_problem(folder: str | Path) -> str | None:
     """
     if "://" in str(folder):
         return None
-    place = Path(folder).absolute()
+    place = Path(os.path.expanduser(folder)).absolute()
     while not os.path.lexists(place):
         place = place.parent
     try:
@@ -37,7 +37,7 @@ def write_text(path: str | Path, text: str) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.exists() and not path.is_file():  # such as /dev/stdout, which a rename would replace
         path.write_text(text, encoding="utf-8")
         return

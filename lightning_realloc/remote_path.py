@@ -181,10 +181,10 @@ AnyPath = Path | RemotePath
 
 
 def as_path(address: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Return a `RemotePath` for an address with a protocol, and a local path otherwise."""
+    """Return a `RemotePath` for an address with a protocol, and otherwise a local path without ``~``."""
     if isinstance(address, RemotePath):
         return address
-    return RemotePath.parse(str(address)) if is_remote(address) else Path(address)
+    return RemotePath.parse(str(address)) if is_remote(address) else Path(os.path.expanduser(address))
 
 
 def files_below(folder: AnyPath) -> dict[str, AnyPath]:
@@ -200,7 +200,7 @@ def is_remote(address: object) -> bool:
 
 
 def local_path(path: str | os.PathLike[str], setting: str) -> Path:
-    """Return a local path, for files that grow or that other packages write.
+    """Return a local path without ``~``, for files that grow or that other packages write.
 
     Args:
         path: A path that must not be an address.
@@ -214,12 +214,12 @@ def local_path(path: str | os.PathLike[str], setting: str) -> Path:
             f"{setting}: {str(path)!r} is an address, but an object store cannot take files that grow; give a folder "
             f"on a disk"
         )
-    return Path(path)
+    return Path(os.path.expanduser(path))
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
     """Return a folder for small files of a run: the folder itself, or the working directory for an address."""
-    return Path.cwd() if is_remote(path) else Path(path)
+    return Path.cwd() if is_remote(path) else Path(os.path.expanduser(path))
 
 
 def _open_store(place: RemotePath) -> tuple[Any, str]:

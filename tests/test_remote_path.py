@@ -7,16 +7,31 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lightning_realloc.callbacks import PredictionWriter
+from lightning_realloc.callbacks import PredictionWriter, RolloutTable, SaveHuggingFace, Timeline
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import as_path as path_of
-from lightning_realloc.remote_path import files_below, local_folder
+from lightning_realloc.remote_path import files_below, local_folder, local_path
 
 
 def test_a_file_that_is_written_row_by_row_needs_a_disk() -> None:
     told = "PredictionWriter: 's3://bucket/x' is an address, but .*; give a folder on a disk"
     with pytest.raises(ConfigError, match=told):
         PredictionWriter("s3://bucket/x")
+
+
+def test_paths_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in (path_of("~/x"), path_of(Path("~/x")), local_path("~/x", "path"), local_folder("~/x")):
+        assert place == tmp_path / "x"
+    assert PredictionWriter("~/x.jsonl").path == RolloutTable(path="~/x.jsonl").path == tmp_path / "x.jsonl"
+    assert Timeline("~/x").folder == SaveHuggingFace("~/x").dirpath == tmp_path / "x"
+    assert path_of("~no-such-user/x") == Path("~no-such-user/x") and path_of("a/~/x") == Path("a/~/x")
+    plan = ExecutionPlan.from_mapping({"calls": {"actor.generate": "dp1@0", "actor.train": "dp1@0"}})
+    plan.save("~/plan.yaml")
+    assert ExecutionPlan.load("~/plan.yaml") == ExecutionPlan.load(tmp_path / "plan.yaml") == plan
+    assert write_problem("~/plan.yaml/x") is not None
 
 
 def test_small_files_of_a_run_go_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

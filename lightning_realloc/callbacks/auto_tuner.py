@@ -6,6 +6,7 @@ user. Each rank has its own tuner with the same inputs, so all ranks act alike w
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -373,7 +374,7 @@ class AutoTuner(Callback):
     def _save(self, trainer: Trainer) -> None:
         if self.save_to is None:
             return
-        path = local_folder(trainer.default_root_dir) / self.save_to
+        path = local_folder(trainer.default_root_dir) / os.path.expanduser(self.save_to)
         best, start, strategy = self.tuner.best, self.tuner.start, trainer.strategy
         device = strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -86,8 +86,7 @@ class SaveHuggingFace(Callback):
                 raise ConfigError(f"{name}={every} must be at least 1; use None for never")
         if push_to_hub is not None and not at_end:
             raise ConfigError(f"push_to_hub={push_to_hub!r} uploads the files written at the end; set at_end=True")
-        place = as_path(dirpath)
-        self.dirpath = place.expanduser() if isinstance(place, Path) else place
+        self.dirpath = as_path(dirpath)
         if push_to_hub is not None and not isinstance(self.dirpath, Path):
             raise ConfigError(
                 f"push_to_hub={push_to_hub!r} uploads files from a disk, and {str(dirpath)!r} is an address; give "

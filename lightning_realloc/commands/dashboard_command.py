@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import threading
@@ -25,7 +26,7 @@ def _local_run(text: str) -> Path:
             f"{text} is an address, and the dashboard follows files on a disk; copy the run to one, or see it by "
             f"`lightning-realloc report {text}`"
         )
-    return Path(text)
+    return Path(os.path.expanduser(text))
 
 
 def run_dashboard(arguments: Sequence[str], write: Callable[[str], object], stop: threading.Event | None = None) -> int:

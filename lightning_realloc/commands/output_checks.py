@@ -60,10 +60,8 @@ def _refuse_used(callback: ModelCheckpoint, ckpt_path: str | None) -> None:
     """
     if not callback.save_last or callback.dirpath is None or callback._enable_version_counter:
         return
-    folder = Path(callback.dirpath)
-    continues = ckpt_path is not None and (
-        not os.path.exists(ckpt_path) or Path(ckpt_path).resolve().parent == folder.resolve()
-    )
+    folder, start = Path(callback.dirpath), None if ckpt_path is None else Path(os.path.expanduser(ckpt_path))
+    continues = start is not None and (not start.exists() or start.resolve().parent == folder.resolve())
     last = folder / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
     numbered = sorted(folder.glob(f"*{callback.FILE_EXTENSION}"), key=lambda path: path.stat().st_mtime)
     found = last if last.exists() else next(reversed(numbered), None)

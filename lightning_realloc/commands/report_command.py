@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -51,13 +52,17 @@ def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("report", REPORT_HELP, epilog="Record runs with callbacks=[Timeline()].")
     parser.add_argument("run", type=as_path, help="folder or address of a run; the newest record in it or below counts")
-    parser.add_argument("--output", type=Path, help="file, or - for the terminal; default: report.html in the folder")
+    parser.add_argument("--output", type=_file, help="file, or - for the terminal; default: report.html in the folder")
     parser.add_argument("--format", choices=("html", "md", "json"), help="default: by --output, else html")
     parser.add_argument("--compare", type=as_path, nargs="+", metavar="RUN", default=[], help="further runs")
     parser.add_argument(
         "--price-per-gpu-hour", type=float, metavar="PRICE", help="price of a device-hour, for the cost"
     )
     return parser.parse(arguments)
+
+
+def _file(text: str) -> Path:
+    return Path(os.path.expanduser(text))
 
 
 def _format_of(output: Path | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from lightning_realloc.commands.parsing import CommandParser, refuse_gguf
 from lightning_realloc.commands.reward_names import describe_names, reward_setting
-from lightning_realloc.data.sources import is_saved
+from lightning_realloc.data.sources import data_suffix, is_saved, matching_files
 from lightning_realloc.errors import ConfigError
 
 SEQUENCES_PER_ITERATION = 128
@@ -220,7 +221,7 @@ def configuration(
 
 def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: bool) -> dict[str, Any]:
     """Return the Trainer's settings: length, precision, log with a record, checkpoints, and the model at the end."""
-    output = Path(flags.output)
+    output = Path(os.path.expanduser(flags.output))
     table = {"every_n_steps": STEPS_PER_TABLE, "path": str(output / "rollouts.csv")}  # also without a logger
     every = flags.checkpoint_every if flags.steps is None else min(flags.checkpoint_every, flags.steps)
     length = {"max_epochs": flags.epochs or 1} if flags.steps is None else {"max_steps": flags.steps}
@@ -257,13 +258,13 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
     Raises:
         ConfigError: for a file or folder that does not exist.
     """
-    path = Path(data).expanduser()
-    by_datasets = split is not None or config_name is not None
-    if path.is_file():
-        by_datasets |= path.suffix in (".csv", ".json")
+    path = Path(os.path.expanduser(data))
+    by_datasets, files = split is not None or config_name is not None, matching_files(path)
+    if files:
+        by_datasets |= data_suffix(path) in (".csv", ".json")
     elif path.is_dir():
         by_datasets |= not is_saved(path)
-    elif path.suffix in _DATA_FILES or data.startswith((".", "/", "~")) or data.count("/") > 1:
+    elif data_suffix(path) in _DATA_FILES or data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise ConfigError(
             f"--data: there is no {data!r} in {Path.cwd()}; give a file ({', '.join(_DATA_FILES)}), a folder, or the "
             f"name of a data set on the Hugging Face hub"
@@ -273,7 +274,7 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
     if not by_datasets:
         return str(path)
     named = {} if config_name is None else {"name": config_name}
-    return {"path": str(path) if path.exists() else data, "split": split or "train", **named}
+    return {"path": str(path) if files or path.exists() else data, "split": split or "train", **named}
 
 
 def _check(name: str, flags: argparse.Namespace) -> None:

@@ -45,7 +45,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         ConfigError: if no tokenizer can be loaded from there, or it has only special tokens.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(os.path.expanduser(source))
     except Exception as error:  # damaged files raise errors of any class
         raise ConfigError(
             f"no tokenizer could be loaded from {str(source)!r} ({describe_load_error(source, error)}); give "

@@ -5,19 +5,26 @@ A row keeps its place (file and line, or position in a data set), so that later 
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
+import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeGuard, cast
 
-from lightning_realloc.data.sources import DatasetSource, is_saved, parquet_rows
+from lightning_realloc.data.sources import DatasetSource, data_suffix, is_saved, matching_files, parquet_rows
 from lightning_realloc.errors import DataError
 
-RowSource = str | Path | DatasetSource | Iterable[Mapping[str, Any]]
-"""A JSONL or Parquet file, a folder written by ``save_to_disk`` of ``datasets``, a :class:`DatasetSource`, a list of
-dictionaries, or another iterable of dictionaries, such as a ``datasets.Dataset``."""
+RowSource = str | Path | Sequence[str | Path] | DatasetSource | Iterable[Mapping[str, Any]]
+"""A JSONL or Parquet file, a pattern (``data/*.jsonl.gz``) or a list of files, a folder written by ``save_to_disk`` of
+``datasets``, a :class:`DatasetSource`, a list of dictionaries, or another iterable of dictionaries, such as a
+``datasets.Dataset``."""
 
 
 class NoUsableRowsError(DataError):
@@ -42,16 +49,22 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
             rows; the message names file and line.
     """
     if isinstance(source, str | Path):
-        name, rows = str(source), tuple(_read_path(Path(source)))
+        name, rows = str(source), tuple(_read_path(Path(os.path.expanduser(source))))
+    elif _are_files(source):
+        name, rows = "the files", tuple(row for one in source for row in read_rows(one))
     elif isinstance(source, DatasetSource):
         name, rows = str(source), tuple(table_rows(source.open(), str(source)))
     else:
-        name, rows = "the data set", tuple(table_rows(source, "the data set"))
+        name, rows = "the data set", tuple(table_rows(cast("Iterable[Mapping[str, Any]]", source), "the data set"))
     if not rows:
         raise DataError(f"{name} holds no rows; it needs at least one")
     for row in rows[1:]:
         check_same_columns(row, rows[0])
     return rows
+
+
+def _are_files(source: object) -> TypeGuard[Sequence[str | Path]]:
+    return isinstance(source, list | tuple) and bool(source) and all(isinstance(one, str | Path) for one in source)
 
 
 def table_rows(table: Iterable[Mapping[str, Any]], name: str, *, first: int = 0) -> Iterator[Row]:
@@ -130,23 +143,28 @@ def check_same_columns(row: Row, first: Row) -> None:
 
 
 def _read_path(path: Path) -> Iterator[Row]:
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a text that is too long for a name
         if not is_saved(path):
             raise DataError(
                 f"{str(path)!r} is a folder that was not written by save_to_disk() of datasets; name one of its files, "
                 f"or give DatasetSource({str(path)!r}, split='train') to let datasets read it"
             )
         return table_rows(DatasetSource(str(path)).open(), str(path))
-    if not path.is_file():
+    files = matching_files(path)
+    if not files:
         raise DataError(
-            f"no file at {str(path)!r}; give a JSONL file, one object a line, a Parquet file, or a data set of the "
-            f"Hugging Face hub as DatasetSource({str(path)!r}, split='train')"
+            f"no file at {str(path)!r}; give a JSONL file, one object a line, a Parquet file, rows as dictionaries, or "
+            f"a data set of the Hugging Face hub as DatasetSource({str(path)!r}, split='train')"
         )
+    return chain.from_iterable(map(_read_file, files))
+
+
+def _read_file(path: Path) -> Iterator[Row]:
     return table_rows(parquet_rows(path), str(path)) if path.suffix == ".parquet" else _read_jsonl(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with _opened(path) as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 text = line.removeprefix("\ufeff")  # a byte order mark; in concatenated files it may begin any line
@@ -155,12 +173,24 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                     yield Row(place, _parsed(text, place, "" if number > 1 else _format_advice(path, text)))
         except UnicodeDecodeError as error:
             raise DataError(f"{path} must be UTF-8 text, one JSON object a line; {error}") from error
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # of a compressed file
+            raise DataError(f"{path} cannot be read: {error}; write it again") from error
+
+
+def _opened(path: Path) -> IO[str]:
+    """Open a file that may be compressed as text."""
+    if path.suffix == ".zst":
+        raise DataError(f"{path} is compressed with zstd; write it with gzip, or give DatasetSource({str(path)!r})")
+    openers: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    opened: IO[str] = openers.get(path.suffix, open)(path, mode="rt", encoding="utf-8")
+    return opened
 
 
 def _format_advice(path: Path, first_line: str) -> str:
     """Return advice for a file of another format that ``datasets`` reads."""
-    is_array = path.suffix in (".json", ".jsonl") and first_line.lstrip().startswith("[")
-    kind = "CSV" if path.suffix == ".csv" else "a JSON array" if is_array else None
+    suffix = data_suffix(path)
+    is_array = suffix in (".json", ".jsonl") and first_line.lstrip().startswith("[")
+    kind = "CSV" if suffix == ".csv" else "a JSON array" if is_array else None
     return "" if kind is None else f"; to read {kind}, give DatasetSource({str(path)!r})"
 
 

@@ -5,9 +5,11 @@ Neither package is required; the first source that needs one imports it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from glob import glob
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ _ROWS_PER_BATCH = 1000
 """Rows of a Parquet file held in memory at a time."""
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """File suffix -> name of the builder in ``datasets``."""
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed files, after that of their format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class DatasetSource:
     """
 
     path: str
-    """Name such as ``openai/gsm8k``, a file, a folder of files, or a folder written by ``save_to_disk``."""
+    """Name such as ``openai/gsm8k``, a file or a pattern of files (``data/*.jsonl``), a folder of files, or a folder
+    written by ``save_to_disk``."""
     split: str = "train"
     """Split or part of a split, such as ``train[:1000]``. A folder saved from a single split has no other one."""
     name: str | None = None
@@ -51,7 +56,8 @@ class DatasetSource:
         """
         datasets = _package("datasets", f"reading {self}")
         try:
-            return self._saved(datasets) if is_saved(Path(self.path)) else self._loaded(datasets)
+            path = Path(os.path.expanduser(self.path))
+            return self._saved(datasets, path) if is_saved(path) else self._loaded(datasets, path)
         except DataError:
             raise
         except datasets.exceptions.DatasetGenerationError as error:  # the cause says which line
@@ -63,18 +69,18 @@ class DatasetSource:
                 f"load it once where there is one, save_to_disk() it, and give the folder as path"
             ) from error
 
-    def _loaded(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
+    def _loaded(self, datasets: Any, path: Path) -> Iterable[Mapping[str, Any]]:
         settings: dict[str, Any] = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
-        path = Path(self.path)
+        files, builder = matching_files(path), _BUILDERS.get(data_suffix(path))
         table: Iterable[Mapping[str, Any]]
-        if path.is_file() and path.suffix in _BUILDERS:
-            table = datasets.load_dataset(_BUILDERS[path.suffix], data_files=self.path, **settings)
+        if files and builder is not None:
+            table = datasets.load_dataset(builder, data_files=[str(file) for file in files], **settings)
         else:
-            table = datasets.load_dataset(self.path, self.name, **settings)
+            table = datasets.load_dataset(str(path) if path.exists() else self.path, self.name, **settings)
         return table
 
-    def _saved(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
-        table: Any = datasets.load_from_disk(self.path)
+    def _saved(self, datasets: Any, path: Path) -> Iterable[Mapping[str, Any]]:
+        table: Any = datasets.load_from_disk(str(path))
         if isinstance(table, Mapping):
             if self.split not in table:
                 raise DataError(
@@ -96,6 +102,17 @@ def is_stream(source: object) -> bool:
 def is_saved(folder: Path) -> bool:
     """Return whether ``save_to_disk`` wrote this folder."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def matching_files(path: Path) -> list[Path]:
+    """Return the file of this name, or else the files that match it as a pattern, in the order of their names."""
+    names = [str(path)] if os.path.isfile(path) else sorted(glob(str(path), recursive=True))
+    return [Path(name) for name in names if os.path.isfile(name)]
+
+
+def data_suffix(path: Path) -> str:
+    """Return the suffix that names a file's format: ``.jsonl`` of ``rows.jsonl.gz``."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:

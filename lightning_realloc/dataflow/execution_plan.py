@@ -6,6 +6,7 @@ A plan is a value that can be printed, compared and hashed. The strategy carries
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -163,7 +164,7 @@ class ExecutionPlan:
     def load(cls, path: str | Path) -> ExecutionPlan:
         """Read a YAML file; every error names the file."""
         try:
-            content = yaml.load(Path(path).read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
+            content = yaml.load(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
             return cls.from_mapping(content)
         except UnicodeDecodeError as error:
             raise PlanError(f"plan file {path} is not text; give a YAML file with the key 'calls'") from error

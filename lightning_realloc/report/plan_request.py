@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +121,7 @@ def plan_parser() -> ArgumentParser:
     add("--micro-batch-tokens", type=int, default=None, help="For plans of --check or --compare that set none: 8192.")
     add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
     add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
-    add("--save", type=str, default=None, metavar="PLAN.YAML", help="File for the best plan.")
+    add("--save", type=os.path.expanduser, default=None, metavar="PLAN.YAML", help="File for the best plan.")
     add("--price-per-gpu-hour", type=float, default=None, help="Price of a device per hour.")
     add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
     add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")

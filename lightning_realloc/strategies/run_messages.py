@@ -194,7 +194,7 @@ def log_way_to_resume(trainer: Trainer | None, error: BaseException) -> None:
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return
     newest = newest_checkpoint(trainer)
-    may_be_damaged = isinstance(error, CheckpointError) and str(newest) == str(trainer.ckpt_path)
+    may_be_damaged = isinstance(error, CheckpointError) and newest == as_path(trainer.ckpt_path or "")
     if newest is not None and not may_be_damaged:
         rank_zero_info(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
 

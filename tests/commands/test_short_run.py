@@ -109,6 +109,8 @@ def test_files_are_read_by_the_data_module_and_other_sources_by_datasets(tmp_pat
     assert data_setting(str(saved), None, None) == str(saved)
     assert data_setting(str(saved), "test", None) == {"path": str(saved), "split": "test"}
     assert data_setting(str(folder), None, None) == {"path": str(folder), "split": "train"}
+    every = str(tmp_path / "*.jsonl")
+    assert data_setting(every, None, None) == every
     assert data_setting("openai/gsm8k", None, "main") == {"path": "openai/gsm8k", "split": "train", "name": "main"}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +33,30 @@ def test_files_lists_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
         assert [row.values for row in read_rows(source)] == table
     assert [row.place for row in read_rows(path)] == [f"{path}, line 1", f"{path}, line 2"]
     assert read_rows(table)[1].place == "row 1 of the data set"
+
+
+@pytest.mark.parametrize(("suffix", "opened"), [("gz", gzip.open), ("bz2", bz2.open), ("xz", lzma.open)])
+def test_patterns_lists_and_compressed_files_are_read_from_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, opened: Any
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    table = [{"prompt": "a ü", "answer": 1}, {"prompt": "b", "answer": None}]
+    names = [f"part{number}.jsonl.{suffix}" for number in (0, 1)]
+    for name, row in zip(names, table, strict=True):
+        with opened(tmp_path / name, mode="wt", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    files = [f"~/{name}" for name in names]
+    for source in (files, tuple(map(Path, files)), f"~/part*.{suffix}", DatasetSource(f"~/part*.jsonl.{suffix}")):
+        assert [row.values for row in read_rows(source)] == table
+    assert [row.place for row in read_rows(files)] == [f"{tmp_path / name}, line 1" for name in names]
+    assert list(DatasetSource(files[1], streaming=True).open()) == table[1:]
+
+    (tmp_path / names[0]).write_bytes((tmp_path / names[1]).read_bytes()[:-9])
+    with pytest.raises(DataError, match=rf"{names[0]} cannot be read: .*; write it again"):
+        read_rows(files)
+    with pytest.raises(DataError, match=r"no file at '.*/none\*.jsonl'; give a JSONL file"):
+        read_rows("~/none*.jsonl")
 
 
 def test_byte_order_marks_are_removed(tmp_path: Path) -> None:
@@ -93,8 +120,10 @@ def test_other_unreadable_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="must be UTF-8 text"):
         read_rows(tmp_path / "binary.jsonl")
-    with pytest.raises(DataError, match=r"row 0 of the data set must be a mapping .* str"):
-        read_rows(["text"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match=r"row 1 of the data set must be a mapping .* str"):
+        read_rows([{"prompt": "text"}, "text"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match=r"no file at 'texttext.*'; give a JSONL file, .* rows as dictionaries, or a"):
+        read_rows(["text" * 999])  # a list of texts names files
     columns: Any = {"prompt": ["a", "b"]}
     splits: Any = {"train": Dataset.from_dict(columns)}
     for table, way_out in ((columns, "give columns as rows"), (splits, r"give one: data\['train'\]")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -77,7 +78,7 @@ class Adapters:
         peft = _import_peft(role)
         weights, origin = {}, None
         if isinstance(source, str | Path):
-            origin = str(source)
+            origin = os.path.expanduser(str(source))
             try:
                 config = peft.PeftConfig.from_pretrained(origin)
                 loaded = peft.utils.load_peft_weights(origin, device="cpu")

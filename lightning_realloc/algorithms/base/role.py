@@ -142,10 +142,11 @@ class Role:
             )
         if not isinstance(self.source, str | Path):
             return
+        text = os.path.expanduser(self.source)  # transformers would look for a folder called ~
+        object.__setattr__(self, "source", type(self.source)(text))
         # A name on the hub has at most one slash. Anything else is a folder, so a missing one is reported here.
-        text = str(self.source)
         is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
-        if is_path and not os.path.exists(os.path.expanduser(text)):
+        if is_path and not os.path.exists(text):
             known = known_sources(self.name, trained=self.trained)
             raise ConfigError(f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; {known}")
         if os.path.isdir(text) and not os.path.exists(os.path.join(text, CONFIG_NAME)):

@@ -8,6 +8,7 @@ else depends on seeds, it makes the same batches.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class VersionLog:
         self._name = f"rank_{rank}.jsonl"
         self._file: Path | None = None
         self._has_written = False
-        self._replayed = None if replayed is None else _read(Path(replayed) / self._name)
+        self._replayed = None if replayed is None else _read(Path(os.path.expanduser(replayed)) / self._name)
 
     @property
     def is_replayed(self) -> bool:

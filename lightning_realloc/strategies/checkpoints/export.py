@@ -62,9 +62,7 @@ def export_checkpoint(
         CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
             or ``folder`` holds other files or cannot be written.
     """
-    source, target = (
-        place.expanduser() if isinstance(place, Path) else place for place in (as_path(checkpoint), as_path(folder))
-    )
+    source, target = as_path(checkpoint), as_path(folder)
     with raise_on_all_ranks(source):
         kind = hf_folder.parse_dtype(dtype)
         description = read_description(source)

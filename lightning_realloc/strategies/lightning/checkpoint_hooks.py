@@ -94,9 +94,10 @@ class FileCheckpoints:
         Raises:
             CheckpointError: for a folder, since a module without calls has a checkpoint of one file.
         """
-        refuse_folder(as_path(checkpoint_path))
+        path = as_path(checkpoint_path)
+        refuse_folder(path)
         weights_only = self._load_weights_only if weights_only is None else weights_only
-        return self._strategy.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return self._strategy.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of all optimizers.

@@ -72,7 +72,7 @@ def read_plan_source(plan: PlanSource) -> NamedPlan:
         raise PlanError(f"plan={plan!r} is a {type(plan).__name__}; give a path, a mapping, or an ExecutionPlan")
     if plan == "heuristic" or plan == "static":
         return plan  # type: ignore[return-value]
-    if isinstance(plan, str) and not os.path.exists(plan) and not Path(plan).suffix:
+    if isinstance(plan, str) and not os.path.exists(os.path.expanduser(plan)) and not Path(plan).suffix:
         raise PlanError(f"plan={plan!r} is neither 'heuristic' nor 'static', and there is no such file in {Path.cwd()}")
     return ExecutionPlan.load(plan)
 

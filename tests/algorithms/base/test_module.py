@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from transformers import PreTrainedModel
@@ -144,6 +145,22 @@ def test_a_folder_without_a_tokenizer_is_named_in_the_error(tmp_path: Path, fami
     with pytest.raises(ConfigError, match=rf"tokenizer.*'{tmp_path}'|'{tmp_path}' has no files of a tokenizer.*give "):
         _ = SFT(tmp_path).tokenizer
     assert SFT(tmp_path, tokenizer=byte_tokenizer()).tokenizer("ab").input_ids
+
+
+def test_models_tokenizers_and_adapters_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_model("llama", vocab_size=259).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    adapted = get_peft_model(tiny_model("llama", vocab_size=259), LoraConfig(task_type="CAUSAL_LM", r=2))
+    adapted.save_pretrained(tmp_path / "adapters")
+    for source in ("~/model", Path("~/model")):
+        module = SFT(source, peft_config="~/adapters")
+        assert module.tokenizer("ab").input_ids == SFT(tmp_path, tokenizer="~/model").tokenizer("ab").input_ids
+        (role,) = module.roles()
+        assert role.source == type(source)(tmp_path / "model")
+        assert role.build(seed=0).num_parameters() == adapted.num_parameters()
+    with pytest.raises(ConfigError, match=r"actor='.*/nothing': there is no such folder"):
+        SFT("~/nothing").roles()
 
 
 def test_a_model_that_is_none_is_refused() -> None:
