@@ -109,16 +109,16 @@ class RewardFunctions:
             getattr(function, "close", _do_nothing)()
         self._loop.close()
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Check before the first step that the data has every column that functions require.
+    def check_columns(self, columns: Collection[str], source: str = "data") -> None:
+        """Check before the first step that the data, or another ``source``, has every column that functions require.
 
         Raises:
             RewardError: for missing columns; the message names the function.
         """
         for name, missing in self.missing_columns(columns).items():
             raise RewardError(
-                f"reward function {name!r} needs the columns {missing}, the data has {sorted(columns)}; "
-                f"add them to the data or give the function's parameters defaults"
+                f"reward function {name!r} needs the columns {missing}, the {source} has {sorted(columns)}; "
+                f"add them to the {source} or give the function's parameters defaults"
             )
 
     def check_tokens(self, removed: Callable[[], Collection[str]]) -> None:

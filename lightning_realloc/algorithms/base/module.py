@@ -447,7 +447,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return made if made else None
 
     def on_fit_start(self) -> None:
-        """Check models and the data's token ids, and silence Lightning's warnings about what calls set themselves."""
+        """Check models and known rows, and silence Lightning's warnings about what calls set themselves."""
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
         # It advises to save weights from before the step. Checkpoints of an iteration hold those after it.
@@ -456,8 +456,11 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
             if self._packs(role):
                 check_packable(model)
         data = getattr(self.trainer, "datamodule", None)
-        for table in data.tables.values() if isinstance(data, RowDataModule) else ():
+        for split, table in data.tables.items() if isinstance(data, RowDataModule) else ():
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
+            if split == "val" and self.trainer.limit_val_batches:
+                for functions in self._reward_functions_kept():
+                    functions.check_columns(table.data, "held-out data")
 
     def _packs(self, role: str) -> bool:
         """Return whether a method of this package runs a role on packed sequences.

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards import Failed, PooledReward
 from lightning_realloc.rewards.failure_rule import Outcome
+from tests.models import byte_tokenizer, tiny_model
 from tests.rewards import judges
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -121,3 +123,26 @@ def fit_with_a_pool() -> list[int]:
 
 def test_reward_processes_end_with_the_fit(workers: WorkerPool) -> None:
     assert workers.run(fit_with_a_pool, world_size=1, init_process_group=False) == [[]]
+
+
+def right_length(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Reward answers of the right length."""
+    return [float(len(text) == len(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+def hold_out_rows_without_answers() -> tuple[str, int, int]:
+    """Return the error, the steps before it, and those of a run that does not evaluate."""
+    rows = [{"prompt": "a", "answer": "b"}] * 2
+    settings = {"batch_size": 2, "val_data": [{"prompt": "a", "level": 1}], "tokenizer": byte_tokenizer()}
+    module = runs.grpo(reward=right_length, actor=tiny_model("llama", vocab_size=259), kl_coef=0.0)
+    first, second = (runs.trainer("realloc", 1, limit_val_batches=limit) for limit in (1.0, 0))
+    with pytest.raises(RewardError) as caught:
+        first.fit(module, PromptDataModule(rows, **settings))
+    second.fit(module, PromptDataModule(rows, **settings))
+    return str(caught.value), first.global_step, second.global_step
+
+
+def test_columns_of_held_out_rows_are_checked_before_the_first_step(workers: WorkerPool) -> None:
+    ((told, *steps),) = workers.run(hold_out_rows_without_answers, world_size=1, init_process_group=False)
+    assert "'right_length' needs the columns ['answer'], the held-out data has ['level', 'prompt']; add them" in told
+    assert steps == [0, 1]
