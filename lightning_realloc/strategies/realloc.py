@@ -83,7 +83,7 @@ class ReallocStrategy(DataParallelStrategy):
         stall_timeout: Seconds by which a call may exceed the longest so far before a waiting rank logs for whom it
             waits, and where that rank is; None: never.
         on_stall: ``"warn"`` goes on waiting after the message; ``"end"`` writes the rank's flight record and ends the
-            process with exit code 124.
+            process with exit code 124; in the set-up and the first call of a name, after half an hour.
         async_checkpoints: Write checkpoints of an algorithm while ``fit`` goes on. A save then takes as long as a copy
             of this rank's part in host memory. The next save and the end of ``fit`` wait for the files and raise their
             error. Off by default, since the copy needs that much memory.

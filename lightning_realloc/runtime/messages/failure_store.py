@@ -86,12 +86,25 @@ def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> 
 
 
 def clear_failure(rank: int) -> None:
-    """Delete this rank's published error, before a new run."""
-    _store().delete_key(_key(rank))
+    """Delete what is published about this rank, before a new run."""
+    for key in (_key(rank), _lost_key(rank)):
+        _store().delete_key(key)
+
+
+def publish_loss(rank: int) -> None:
+    """Write to the store that another rank's process has ended. Raises RuntimeError if the store has ended, too."""
+    _store().set(_lost_key(rank), "")
+
+
+def is_lost(rank: int) -> bool:
+    """Return whether a rank has found that the process of ``rank`` has ended. Raises as `publish_loss`."""
+    return bool(_store().check([_lost_key(rank)]))
 
 
 def explain_broken_connection(error: BaseException, rank: int, world_size: int) -> None:
     """Publish an error, or, if it only says that another rank has ended, add the peers' errors to it as notes."""
+    if isinstance(error, RankLost):  # names the rank already, and the store may be lost with it
+        return
     if is_broken_connection(error):
         for other, (name, message) in peer_failures(world_size).items():
             error.add_note(f"rank {other} failed first, with {name}: {message}")
@@ -103,6 +116,10 @@ def _store() -> Any:
     group = dist.group.WORLD
     assert group is not None, "there is a process group where ranks can fail"
     return group.get_group_store()
+
+
+def _lost_key(rank: int) -> str:
+    return f"lost_ranks/{rank}"
 
 
 def _key(rank: int) -> str:

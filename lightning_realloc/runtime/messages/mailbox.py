@@ -12,6 +12,7 @@ no other failure is known.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -37,6 +38,12 @@ from lightning_realloc.runtime.messages.watchdog import Watchdog
 FAILURE_DEADLINE_S = 10.0
 """Seconds that a failed rank waits for the failure frames of the others. Ranks in a collective never send one."""
 
+LOOK_S = 1.0
+"""Seconds between two looks for lost ranks while this one waits for a frame; up to `MAX_LOOK_S` in a long wait."""
+MAX_LOOK_S = 5.0
+MAX_PAUSE_S = 0.001
+"""Longest pause between two looks for a frame. Pauses are 1/64 of the wait so far, so short waits stay short."""
+
 _HEADER_TAG, _CONTENT_TAG = 1, 2
 
 
@@ -57,6 +64,8 @@ class FrameKind(IntEnum):
     """Tokens that a rank generated in a call, to the drafters of ranks that generate other samples."""
     RETURNED = 6
     """Responses that a rank finished for another rank."""
+    PROBE = 7
+    """Nothing, to a rank that this one waits for: gloo sends nothing to a process that has ended."""
 
 
 class Frame(NamedTuple):
@@ -105,6 +114,13 @@ class Mailbox:
         """Rank -> (whether the failure is its own, class name, message)."""
         self._pending: list[tuple[int, dist.Work, Tensor]] = []
         """(run, work, memory) of messages that were sent and not yet waited for."""
+        self._incoming: tuple[dist.Work, Tensor] | None = None
+        """The header that is received next, from any rank."""
+        self._probe = torch.tensor([FrameKind.PROBE, 0, 0, 0, 0], dtype=torch.int64)
+        self._probes: list[dist.Work] = []
+        """Probes that were sent. Ranks that receive nothing more leave the last ones unread."""
+        self._lost: set[int] = set()
+        """Ranks whose process is known to have ended."""
         self._bulk_channel: BulkChannel | None = None
         self.seconds_waited = 0.0
         """Seconds spent in `receive` since this mailbox was made."""
@@ -141,7 +157,7 @@ class Mailbox:
             begin = time.perf_counter()
             with self.record.during(f"waiting for data of rank {source}", waits_for=(source,)):
                 while frame not in self._arrived:
-                    self._receive_next(None)
+                    self._receive_next(source)
                     if self._failures:
                         self.fail(None)
             self.seconds_waited += time.perf_counter() - begin
@@ -190,8 +206,8 @@ class Mailbox:
                 self.send([rank], FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
         # This fails if a rank has ended or is in a collective: then raise the failures known so far.
         with suppress(ReallocError):
-            while len(self._failures) < self._world_size:
-                self._receive_next(_time_until(deadline))
+            while set(self.others) - self._failures.keys() - self._lost:
+                self._receive_next(None, deadline)
             for _, work, _ in self._pending[-len(self.others) * 2 :]:
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
@@ -203,11 +219,15 @@ class Mailbox:
         """
         if self._group is None:
             return error
+        has_store = self._watchdog is None or not self._watchdog.store_is_lost
         if not is_broken_connection(error):
-            publish_failure(self._rank, error)
+            if has_store:
+                publish_failure(self._rank, error)
             return error
-        self._failures |= {rank: (True, *failure) for rank, failure in peer_failures(self._world_size).items()}
-        named = self._first_failure() or ("" if self._watchdog is None else self._watchdog.describe_lost())
+        if has_store:
+            self._failures |= {rank: (True, *failure) for rank, failure in peer_failures(self._world_size).items()}
+            self._probe_all()
+        named = self._first_failure() or ("" if self._watchdog is None else self._watchdog.describe_lost(self._lost))
         if isinstance(error, RankLost) and not named:
             return error
         return rank_lost(error, named)
@@ -228,35 +248,83 @@ class Mailbox:
         raise peer_error(failed[0], name, message) from own
 
     def _start(self, tensor: Tensor, to: int, tag: int, run: int) -> None:
+        self._pending.append((run, self._start_send(tensor, to, tag), tensor))
+
+    def _start_send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
         try:
             work = dist.isend(tensor, to, group=self._group, tag=tag)
         except RuntimeError as error:
+            self._lost.add(to)
             raise RankLost(f"rank {to} ended before this one could send to it ({error}); see its own log") from error
         assert work is not None, "this rank is part of the group"
-        self._pending.append((run, work, tensor))
+        return work
 
-    def _receive_next(self, timeout: timedelta | None) -> None:
-        """Receive and store the next frame of any rank."""
-        header = torch.empty(5, dtype=torch.int64)
-        source = self._receive_into(header, None, _HEADER_TAG, timeout)
-        kind, run, call, part, size = header.tolist()
+    def _receive_next(self, awaited: int | None, deadline: float = math.inf) -> None:
+        """Receive and store the next frame of any rank.
+
+        Args:
+            awaited: Rank that this one waits for; None for several.
+            deadline: Moment of `time.monotonic` until which to wait.
+
+        Raises:
+            RankLost: if the rank has ended, or at the deadline.
+        """
+        source, header = self._next_header(awaited, deadline)
+        kind, run, call, part, size = header
         content = torch.empty(size, dtype=torch.uint8)
         if size:
-            self._receive_into(content, source, _CONTENT_TAG, timeout)
+            timeout = None if deadline == math.inf else _time_until(deadline)
+            self._wait(self._start_receive(content, source, _CONTENT_TAG), timeout)
         if kind == FrameKind.FAILURE:
             is_own, name, message = json.loads(bytes(content.tolist()))
             self._failures[source] = (is_own, name, message)
-        else:
+        elif kind != FrameKind.PROBE:
             self._arrived[Frame(FrameKind(kind), run, call, source, part)] = content
 
-    def _receive_into(self, tensor: Tensor, source: int | None, tag: int, timeout: timedelta | None) -> int:
-        """Receive a tensor of one rank, or of any for None, and return the rank."""
+    def _next_header(self, awaited: int | None, deadline: float) -> tuple[int, list[int]]:
+        """Return the source and the fields of the next header.
+
+        Looks for it again and again. A wait of gloo's for any rank never ends when one is lost, and a time-out of
+        gloo's breaks the connections of all.
+        """
+        if self._incoming is None:
+            empty = torch.full((5,), -1, dtype=torch.int64)
+            self._incoming = self._start_receive(empty, None, _HEADER_TAG), empty
+        work, header = self._incoming
+        fields = header.numpy()  # the last field, a size, arrives last
+        began = time.monotonic()
+        look_at = began + LOOK_S
+        while fields[-1] < 0:
+            now = time.monotonic()
+            if now > deadline:
+                raise RankLost("other ranks did not answer in time; see their own logs")
+            if now > look_at:
+                self._look_for_lost(awaited)
+                look_at = now + min(MAX_LOOK_S, max(LOOK_S, (now - began) / 10))
+            time.sleep(min(MAX_PAUSE_S, (now - began) / 64))
+        self._wait(work, None)
+        self._incoming = None
+        return int(work._source_rank()), header.tolist()
+
+    def _look_for_lost(self, awaited: int | None) -> None:
+        """Raise RankLost if the awaited rank has ended, or the process that hosts the store."""
+        if self._watchdog is not None and self._watchdog.store_is_lost:
+            raise RankLost("the process group's store has ended")
+        if awaited is not None:
+            self._probes.append(self._start_send(self._probe, awaited, _HEADER_TAG))
+
+    def _probe_all(self) -> None:
+        """Note every rank whose process has ended."""
+        for rank in self.others:
+            with suppress(RankLost):
+                self._look_for_lost(rank)
+
+    def _start_receive(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
+        """Start to receive a tensor of one rank, or of any for None."""
         try:
-            work = dist.irecv(tensor, source, group=self._group, tag=tag)
+            return cast(dist.Work, dist.irecv(tensor, source, group=self._group, tag=tag))
         except RuntimeError as error:
             raise RankLost(f"a rank ended before this one could receive from it ({error}); see its own log") from error
-        self._wait(work, timeout)
-        return int(cast(dist.Work, work)._source_rank())
 
     def _wait(self, work: dist.Work | None, timeout: timedelta | None) -> None:
         assert work is not None, "this rank is part of the group"

@@ -9,15 +9,14 @@ record.
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -26,13 +25,29 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from lightning_realloc.runtime.messages.failure_store import publish_loss
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
+from lightning_realloc.runtime.messages.kept_states import keep_state
+from lightning_realloc.runtime.messages.stalls import (
+    RankState,
+    confirm_stall,
+    decode_state,
+    describe_stall,
+    encode_state,
+    in_activity,
+    is_certain,
+)
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 StallAction = Literal["warn", "end"]
 """Reaction to a call that takes far too long: a message only, or the end of the process after it."""
+FIRST_CALL_S = 1800.0
+"""Seconds after which a stall ends a process in its set-up or the first call of a name, with ``on_stall="end"``.
+
+Models load, compile and start engines then, and nothing shows how long that takes. Until then a stall is only logged.
+"""
 STALL_EXIT_CODE = 124
 """Exit code of a process that ended because of a stall, as of the command ``timeout``."""
 POLL_S = 1.0
@@ -43,55 +58,6 @@ ANSWER_S = 5.0
 _ASKED = "watchdog/asked"
 _WAITING_PACKAGES = ("lightning_realloc.runtime.messages", "lightning_realloc.runtime.transfer")
 """Packages of ours whose code blocks only to wait for other ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """Activity of a rank, and the line of code that it runs."""
-
-    activity: str
-    """Names of its activities, the outermost first."""
-    seconds: float
-    """Duration of the outermost activity so far."""
-    usual_s: float
-    """Longest duration so far of activities of that name; 0 if it is the first."""
-    place: str
-    """Line of code, as ``file:line in function``."""
-    waits_for: tuple[int, ...] | None
-    """Ranks that it waits for, () for a collective of unknown ranks; None if it works."""
-    answers: int = field(default=0, compare=False)
-    """Number of the question that the state answers."""
-    has_ended: bool = False
-    """Whether its run has ended, so that it answers no further questions."""
-
-
-def describe_stall(rank: int, states: Mapping[int, RankState | None]) -> str | None:
-    """Return a message about a rank that waits; None if it does not wait.
-
-    Args:
-        rank: This rank, whose call takes too long.
-        states: State of every rank; None for a rank that does not answer.
-    """
-    own = states[rank]
-    if own is None or own.waits_for is None:
-        return None
-    silent = [other for other, state in states.items() if state is None]
-    working = [(other, state) for other, state in states.items() if state is not None and state.waits_for is None]
-    waited = f"rank {rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place})"
-    culprits = [f"rank {other}, which does not answer: it is stopped, or its host is lost" for other in silent]
-    culprits += [f"rank {other}, which {_doing(state)}" for other, state in working]
-    if culprits:
-        return f"{waited} for {'; and for '.join(culprits)}"
-    others = [f"rank {other} {_doing(state)}" for other, state in states.items() if state and other != rank]
-    return (
-        f"{waited}, and all other ranks wait, too: {'; '.join(others)}. Ranks that wait for each other made different "
-        f"collective calls: look for code that runs on some ranks only, such as `if trainer.is_global_zero`"
-    )
-
-
-def _doing(state: RankState) -> str:
-    usual = f", usually at most {state.usual_s:.1f} s" if state.usual_s else ""
-    return f"has been in {state.activity} for {state.seconds:.0f} s ({state.place}{usual})"
 
 
 class _StoreSilentError(Exception):
@@ -130,11 +96,15 @@ class Watchdog:
         """Number of the latest question that this rank answered."""
         self._published = ""
         """Activities that this rank published last."""
+        self._host_state: RankState | None = None
+        """Latest known state of rank 0, which mostly hosts the store and takes it along when it is lost."""
+        self.store_is_lost = False
+        """Whether the process that hosts the store has ended. The store is not asked again then."""
 
     def start(self) -> None:
         """Start watching the thread that calls this. Needs the process group."""
         self._watched = threading.get_ident()
-        self._store = None  # of an earlier process group
+        self._store, self._host_state, self.store_is_lost = None, None, False  # of an earlier process group
         self._stopped.clear()
         with suppress(_StoreSilentError):  # the thread tries again, and reports it when this rank is late
             self._reach_store(lambda: None)
@@ -151,25 +121,28 @@ class Watchdog:
         with suppress(_StoreSilentError):
             self._reach_store(lambda: self._publish(self._state(self._answered, looks_at_code=False), has_ended=True))
 
-    def describe_lost(self) -> str:
-        """Return the ranks that do not answer, with the last known activity of each; empty if all do.
+    def describe_lost(self, known: Collection[int] = ()) -> str:
+        """Return the lost ranks, with the last known activity of each; empty if all answer. Other ranks learn of them.
 
         For a rank that has lost a connection. Other ranks may have ended meanwhile; these said so.
+
+        Args:
+            known: Ranks whose process is known to have ended; () asks all ranks, which takes `ANSWER_S`.
         """
         try:
-            return self._reach_store(self._name_lost)
+            return self._reach_store(lambda: self._name_lost(known))
         except _StoreSilentError:
-            return "the process that hosts the process group's store, mostly rank 0, was lost"
+            host = "" if self._host_state is None else f"; rank 0 was last seen{in_activity(self._host_state)}"
+            return f"the process that hosts the process group's store, mostly rank 0, was lost{host}"
 
-    def _name_lost(self) -> str:
-        lost = [rank for rank, state in self._ask().items() if state is None]
-        return "; ".join(f"rank {rank} was lost{self._last_known(rank)}" for rank in lost)
+    def _name_lost(self, known: Collection[int]) -> str:
+        lost = sorted(known) or [rank for rank, state in self._ask().items() if state is None]
+        for rank in lost:
+            publish_loss(rank)
+        return "; ".join(f"rank {rank} was lost{in_activity(self._last_state(rank))}" for rank in lost)
 
-    def _last_known(self, rank: int) -> str:
-        if not self._store.check([_key(rank)]):
-            return ""
-        state = _decode(self._store.get(_key(rank)))
-        return f" in {state.activity}" + (f", at last in {state.place}" if state.place else "")
+    def _last_state(self, rank: int) -> RankState | None:
+        return decode_state(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_S):
@@ -192,10 +165,14 @@ class Watchdog:
     def _report(self) -> None:
         """Log for whom this rank waits, and end the process if that was asked for."""
         own = self._state(0)
-        if own.waits_for is None:
+        if own.waits_for is None or self.store_is_lost:  # then the wait itself ends
             return
+        states: Mapping[int, RankState | None] = {0: None}
         try:
-            message = describe_stall(self._rank, self._reach_store(self._ask))
+            confirmed = confirm_stall(self._reach_store(self._ask), self._reach_store(self._ask))
+            if confirmed is None:
+                return
+            states, message = confirmed, describe_stall(self._rank, confirmed)
         except _StoreSilentError:
             message = (
                 f"rank {self._rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place}), and the store of "
@@ -204,7 +181,7 @@ class Watchdog:
         if message is None:
             return
         log.warning("%s", message)
-        if self._action == "end":
+        if self._action == "end" and (is_certain(states) or own.seconds > FIRST_CALL_S):
             file = write_flight_record(self.record, self._folder, self._rank)
             log.error("rank %d ends because of on_stall='end'; its latest activities are in %s", self._rank, file)
             logging.shutdown()
@@ -222,11 +199,18 @@ class Watchdog:
         results: list[T] = []
 
         def run() -> None:
-            with suppress(RuntimeError):  # the process that hosts the store has ended
-                if self._store is None:
+            connected = self._store is not None
+            try:
+                if not connected:
                     self._introduce()
                 results.append(action())
+            except dist.DistNetworkError:
+                self.store_is_lost = connected
+            except RuntimeError:
+                pass  # it did not answer in time
 
+        if self.store_is_lost:
+            raise _StoreSilentError
         with self._store_lock:
             if self._store_thread is None or not self._store_thread.is_alive():
                 self._store_thread = threading.Thread(target=run, name="watchdog's store", daemon=True)
@@ -251,7 +235,7 @@ class Watchdog:
         while None in states.values() and time.monotonic() < give_up_at:
             for rank in (rank for rank, state in states.items() if state is None):
                 if self._store.check([_key(rank)]):
-                    state = _decode(self._store.get(_key(rank)))
+                    state = decode_state(self._store.get(_key(rank)))
                     states[rank] = state if state.answers >= question or state.has_ended else None
             time.sleep(0.05)
         return states
@@ -268,10 +252,13 @@ class Watchdog:
             self._publish(state)
         if is_asked and state.waits_for is None:
             write_flight_record(self.record, self._folder, self._rank)
+        if self._rank:
+            self._host_state = self._last_state(0)
         self._answered, self._published = asked, state.activity
 
     def _publish(self, state: RankState, *, has_ended: bool = False) -> None:
-        self._store.set(_key(self._rank), json.dumps(asdict(replace(state, has_ended=has_ended))))
+        keep_state(self._rank, state)
+        self._store.set(_key(self._rank), encode_state(replace(state, has_ended=has_ended)))
 
     def _is_in_collective(self) -> bool:
         """Return whether the watched thread, or one of autograd's, waits in torch's collectives or our transfers."""
@@ -325,12 +312,6 @@ def _connect() -> Any:
     return TCPStore(
         store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
     )
-
-
-def _decode(content: bytes) -> RankState:
-    fields = json.loads(content)
-    waits_for = fields.pop("waits_for")
-    return RankState(**fields, waits_for=None if waits_for is None else tuple(waits_for))
 
 
 def _key(rank: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.runtime.messages.failure_store import is_lost
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 
@@ -144,9 +145,13 @@ class BackgroundSave:
             CheckpointError: if the run has failed and the rank reports nothing.
         """
         since, store = time.monotonic(), _store()
+        rank = key.rpartition("/")[2]
         while not store.check([key]):  # `get` would block this process's other uses of the store
+            if is_lost(int(rank)):
+                raise CheckpointError(
+                    f"no checkpoint was completed, since rank {rank} was lost; resume from the one before"
+                )
             if self._closed_at is not None and time.monotonic() > max(self._closed_at, since) + GRACE_S:
-                rank = key.rpartition("/")[2]
                 raise CheckpointError(
                     f"no checkpoint was completed, since rank {rank} has not reported its part within {GRACE_S:g} s "
                     f"after the run failed; resume from the one before"

@@ -26,6 +26,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
+from lightning_realloc.runtime.messages.kept_states import last_seen
 
 log = logging.getLogger(__name__)
 
@@ -117,16 +118,20 @@ def is_started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def report_failed_ranks(rank: int, failed: Mapping[int, int]) -> None:
+def report_failed_ranks(rank: int, failed: Mapping[int, int], launcher: object) -> None:
     """Print one line for each failed rank.
 
     Args:
         rank: Rank of this process, which started the others.
         failed: Exit codes, or negative numbers of signals, by the offset from this rank.
+        launcher: Launcher that started them, which keeps their states in ``states_folder`` if it starts scripts.
     """
+    folder: str | None = getattr(launcher, "states_folder", None)
     for number, code in failed.items():
         name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-        how = f"was ended by {name}" if code < 0 else f"ended with exit code {code}; see its error above"
+        how = f"ended with exit code {code}; see its error above"
+        if code < 0:
+            how = f"was ended by {name}{last_seen(folder, rank + number)}"
         _write_stderr(f"rank {rank + number} {how}\n")
 
 
@@ -154,7 +159,7 @@ class _ExceptionHook:
         failed = end_started_ranks(self.launcher)
         if not isinstance(error, CALLER_ERRORS):
             self._report(kind, error, trace)
-            report_failed_ranks(self._rank, failed)
+            report_failed_ranks(self._rank, failed, self.launcher)
             return
         log.debug("the error that ends this run was raised here", exc_info=(kind, error, trace))
         if self._rank:

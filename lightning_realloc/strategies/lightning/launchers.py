@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Process, parent_process
 from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.parent_watch import end_with_parent
+from lightning_realloc.runtime.messages.kept_states import last_seen, states_kept_in
 from lightning_realloc.strategies.lightning.failures import report_failures
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.signals import (
@@ -58,7 +60,12 @@ class FullStateLauncher(_MultiProcessingLauncher):
         args, kwargs = with_last_resolved(trainer, function, args, kwargs)
         leave_process_group()
         self.procs, self._early_signal = [], None
-        with signals_forwarded(self), _stuck_processes_killed(self):
+        with (
+            TemporaryDirectory(prefix="realloc-states-", ignore_cleanup_errors=True) as states,
+            states_kept_in(states),
+            signals_forwarded(self),
+            _stuck_processes_killed(self),
+        ):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except ProcessException as error:
@@ -70,8 +77,9 @@ class FullStateLauncher(_MultiProcessingLauncher):
                 if isinstance(error, ProcessExitedException) and error.signal_name is not None:
                     report_failures(rank=0, launcher=None)
                     raise RankLost(
-                        f"rank {error.error_index} was ended by {error.signal_name}; SIGKILL mostly means that the "
-                        f"host ran out of memory, see the system's log"
+                        f"rank {error.error_index} was ended by {error.signal_name}"
+                        f"{last_seen(states, error.error_index)}; SIGKILL mostly means that the host ran out of "
+                        f"memory, see the system's log"
                     ) from None
                 raise
 

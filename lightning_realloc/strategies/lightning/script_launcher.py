@@ -7,7 +7,11 @@ import logging
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
+from functools import cached_property
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,9 +19,14 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_realloc.parent_watch import children_watch_this_process
+from lightning_realloc.runtime.messages.kept_states import states_kept_in
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failed_ranks
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.launchers import STUCK_S
+from lightning_realloc.strategies.lightning.signals import STOP_SIGNALS
+
+REPORT_S = 0.5
+"""Seconds between two looks for ranks that a signal has ended."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -50,8 +59,25 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         atexit.register(self._end_last)
-        with children_watch_this_process():
+        with children_watch_this_process(), states_kept_in(self.states_folder):
             super()._call_children_scripts()
+        threading.Thread(target=self._report_killed, name="names killed ranks", daemon=True).start()
+
+    @cached_property
+    def states_folder(self) -> str:
+        """Folder of the started ranks' last states. It is removed with this launcher."""
+        self._states = TemporaryDirectory(prefix="realloc-states-", ignore_cleanup_errors=True)
+        return self._states.name
+
+    def _report_killed(self) -> None:
+        """Name the first rank that a signal ends, and its call. Lightning's observer kills this process soon after."""
+        while self.procs:
+            time.sleep(REPORT_S)
+            for number, process in enumerate(list(self.procs), start=1):
+                code = process.poll() or 0
+                if code < 0 and -code not in STOP_SIGNALS and process in self.procs:
+                    report_failed_ranks(self.cluster_environment.global_rank(), {number: code}, self)
+                    return
 
     def _end_last(self) -> None:
         """Wait for the started ranks, and exit with the code of a failed one if this process would exit with 0."""
@@ -61,7 +87,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         except KeyboardInterrupt:  # during the wait; the parent's end ends them, too
             return
         if failed and self._is_success:
-            report_failed_ranks(rank, failed)
+            report_failed_ranks(rank, failed, self)
             logging.shutdown()
             sys.stdout.flush()
             code = next(iter(failed.values()))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_realloc.runtime.messages import watchdog
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
-from lightning_realloc.runtime.messages.watchdog import RankState, Watchdog, describe_stall
+from lightning_realloc.runtime.messages.stalls import RankState, confirm_stall, describe_stall, is_certain
+from lightning_realloc.runtime.messages.watchdog import Watchdog
 
 WAITING = RankState("actor.train, waiting for all ranks", 61.2, 2.0, "runner.py:3 in run", waits_for=(0, 1))
 WORKING = RankState("actor.generate", 70.0, 1.5, "reward.py:12 in slow", waits_for=None)
@@ -44,6 +46,27 @@ def test_ranks_that_wait_for_each_other_are_all_listed() -> None:
 
 def test_a_rank_that_works_itself_says_nothing() -> None:
     assert describe_stall(1, {0: WAITING, 1: WORKING}) is None
+
+
+def test_a_rank_is_silent_only_if_it_answers_neither_of_two_questions() -> None:
+    first, second = {0: WAITING, 1: WORKING, 2: None, 3: None}, {0: WAITING, 1: None, 2: WORKING, 3: None}
+    assert confirm_stall(first, second) == {0: WAITING, 1: WORKING, 2: WORKING, 3: None}
+
+
+def test_ranks_that_all_wait_are_stuck_only_if_none_has_moved_on() -> None:
+    waiting = {0: WAITING, 1: replace(WAITING, seconds=3.0)}
+    later = {rank: replace(state, seconds=state.seconds + 5) for rank, state in waiting.items()}
+    assert confirm_stall(waiting, later) == later
+    assert confirm_stall(waiting, later | {1: replace(WAITING, place="runner.py:4 in run")}) is None
+    assert confirm_stall(waiting, later | {1: replace(WAITING, activity="reference.infer")}) is None
+    assert confirm_stall(waiting, later | {1: WORKING}) == later | {1: WORKING}
+
+
+def test_a_slow_start_is_no_certain_stall() -> None:
+    loading = replace(WORKING, usual_s=0.0)  # the first call of its name, or the set-up
+    assert not is_certain({0: WAITING, 1: loading})
+    assert is_certain({0: WAITING, 1: WORKING})
+    assert is_certain({0: replace(WAITING, usual_s=0.0), 1: None}), "a silent rank does not load"
 
 
 def test_a_store_that_never_answers_is_reported_and_holds_nothing_up(

@@ -13,6 +13,8 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_realloc.runtime.messages.kept_states import keep_state, states_kept_in
+from lightning_realloc.runtime.messages.stalls import RankState
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
 from tests.strategies import runs
@@ -58,6 +60,22 @@ def test_a_rank_that_fails_after_the_run_decides_the_exit_code(
     launcher._end_last()
     assert exit_codes == ([] if expected is None else [expected])
     assert capsys.readouterr().err == lines
+
+
+def test_a_killed_rank_is_named_at_once_with_its_last_known_call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    launcher = ScriptLauncher(LightningEnvironment(), 3, 1)
+    with states_kept_in(launcher.states_folder):
+        keep_state(2, RankState("actor.generate", 3.0, 2.0, "rewards.py:7 in judge", waits_for=None))
+    codes = ("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)")
+    launcher.procs = [subprocess.Popen([sys.executable, "-S", "-c", code]) for code in codes]
+    launcher._report_killed()
+    launcher.procs[0].kill()
+    assert capsys.readouterr().err == (
+        "rank 2 was ended by SIGKILL; it was last seen in actor.generate, at last in rewards.py:7 in judge\n"
+    )
 
 
 def leave(code: object) -> Callable[[], object]:

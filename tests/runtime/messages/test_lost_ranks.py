@@ -1,0 +1,84 @@
+"""Ranks that no launcher ends notice within seconds that another one was killed, and name it with its call."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_realloc.runtime.messages.failure_store import is_lost
+from lightning_realloc.runtime.messages.flight_record import FlightRecord
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.watchdog import Watchdog
+from tests.workers import PRELOADED, rank_environments
+
+WAITS_FOR = {1: {0: 1, 2: 0}, 0: {1: 2, 2: 0}}
+"""Killed rank -> each other rank -> the rank that it waits for: one of them waits for the other."""
+NOTICED_S = 30.0
+"""Seconds within which all ranks end; 5 on two idle cores. Without a look for lost ranks they wait half an hour."""
+
+
+def run_rank(killed: int, variables: dict[str, str], folder: Path) -> None:
+    """Wait for a frame that never comes, or be killed in a call; write down the error that ends the wait."""
+    os.environ.update(variables)
+    rank = int(variables["RANK"])
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="gloo")
+    watchdog = _watchdog(rank, folder)
+    mailbox = Mailbox(rank, 3, group, watchdog)
+    dist.barrier()
+    watchdog.start()
+    if rank == killed:
+        with watchdog.record.during("actor.generate"):
+            time.sleep(3.0)  # until the others know its call
+            (folder / "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        try:
+            mailbox.receive(FrameKind.ROWS, 0, 0, WAITS_FOR[killed][rank])
+        except Exception as error:
+            mailbox.fail(error)
+    except Exception as error:
+        is_known = not watchdog.store_is_lost and is_lost(killed)
+        (folder / f"rank{rank}.json").write_text(json.dumps([str(error), time.time(), is_known]))
+    time.sleep(1.0)  # the store, until the other rank has read it
+    os._exit(1)
+
+
+def _watchdog(rank: int, folder: Path) -> Watchdog:
+    return Watchdog(FlightRecord(), rank=rank, world_size=3, timeout_s=3600, action="warn", folder=folder)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_ranks_that_wait_for_a_killed_one_end_and_name_its_call(tmp_path: Path, killed: int) -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    environments = rank_environments(3)
+    processes = [context.Process(target=run_rank, args=(killed, each, tmp_path)) for each in environments]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60 + NOTICED_S)
+    finally:
+        for process in processes:
+            process.kill()
+
+    killed_at = float((tmp_path / "killed").read_text())
+    for rank in WAITS_FOR[killed]:
+        error, noticed_at, is_known = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert noticed_at - killed_at < NOTICED_S
+        if killed:  # rank 0 hosts the store, which names the lost rank to others, such as one that saves a checkpoint
+            assert "rank 1 was lost in actor.generate" in error and is_known
+        else:
+            assert "the process that hosts the process group's store, mostly rank 0, was lost" in error
+            assert "rank 0 was last seen in actor.generate" in error
+        assert (tmp_path / f"rank{rank}.log").read_text(errors="replace").count("TCPStore.cpp") <= 2
