@@ -42,13 +42,18 @@ def publish_failure(rank: int, error: BaseException) -> None:
 
 def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
     """Return rank -> (class name, message) of the published errors; {} if the store cannot be reached."""
-    found = {}
     with suppress(RuntimeError):
-        store = _store()
-        for rank in range(world_size):
-            if store.check([_key(rank)]):
-                name, message = json.loads(store.get(_key(rank)))
-                found[rank] = (name, message)
+        return _published(world_size)
+    return {}
+
+
+def _published(world_size: int) -> dict[int, tuple[str, str]]:
+    """Return as `peer_failures`. Raises RuntimeError if the store cannot be reached."""
+    found, store = {}, _store()
+    for rank in range(world_size):
+        if store.check([_key(rank)]):
+            name, message = json.loads(store.get(_key(rank)))
+            found[rank] = (name, message)
     return found
 
 
@@ -61,10 +66,10 @@ def peer_error(rank: int, name: str, message: str) -> ReallocError:
 
 
 def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> Value:
-    """Return the result of ``wait``, which blocks until other ranks act, unless one of them publishes an error.
+    """Return the result of ``wait``, which blocks until other ranks act, unless one of them fails or is lost.
 
     Raises:
-        RankLost: naming the failed rank; ``what`` says what was waited for.
+        RankLost: naming the rank; ``what`` says what was waited for.
     """
     outcomes: SimpleQueue[tuple[Value | None, BaseException | None]] = SimpleQueue()
 
@@ -81,8 +86,19 @@ def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> 
             if error is not None:
                 raise error
             return cast(Value, value)
-        for rank, (name, message) in peer_failures(world_size).items():
-            raise RankLost(f"rank {rank} failed with {name}: {message}; this rank waited for {what}")
+        if (cause := _cause_to_end(world_size)) is not None:
+            raise RankLost(f"{cause}; this rank waited for {what}")
+
+
+def _cause_to_end(world_size: int) -> str | None:
+    """Return the first rank that failed or was lost; None if no rank knows of one."""
+    try:
+        for rank, (name, message) in _published(world_size).items():
+            return f"rank {rank} failed with {name}: {message}"
+        lost = next(filter(is_lost, range(world_size)), None)
+    except dist.DistNetworkError:
+        return "the process that hosts the process group's store, mostly rank 0, was lost"
+    return None if lost is None else f"rank {lost} was lost"
 
 
 def clear_failure(rank: int) -> None:

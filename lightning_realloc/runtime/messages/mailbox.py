@@ -206,11 +206,19 @@ class Mailbox:
                 self.send([rank], FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
         # This fails if a rank has ended or is in a collective: then raise the failures known so far.
         with suppress(ReallocError):
-            while set(self.others) - self._failures.keys() - self._lost:
-                self._receive_next(None, deadline)
+            while missing := set(self.others) - self._failures.keys() - self._lost:
+                self._receive_failure(min(missing), deadline)
             for _, work, _ in self._pending[-len(self.others) * 2 :]:
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
+
+    def _receive_failure(self, awaited: int, deadline: float) -> None:
+        """Receive the next frame, or find that the awaited rank has ended."""
+        try:
+            self._receive_next(awaited, deadline)
+        except RankLost:
+            if awaited not in self._lost:
+                raise
 
     def explained(self, error: Exception) -> Exception:
         """Publish an error of this rank and return it; for a broken connection, return a RankLost that names the rank.
@@ -259,11 +267,11 @@ class Mailbox:
         assert work is not None, "this rank is part of the group"
         return work
 
-    def _receive_next(self, awaited: int | None, deadline: float = math.inf) -> None:
+    def _receive_next(self, awaited: int, deadline: float = math.inf) -> None:
         """Receive and store the next frame of any rank.
 
         Args:
-            awaited: Rank that this one waits for; None for several.
+            awaited: Rank that this one waits for.
             deadline: Moment of `time.monotonic` until which to wait.
 
         Raises:
@@ -281,7 +289,7 @@ class Mailbox:
         elif kind != FrameKind.PROBE:
             self._arrived[Frame(FrameKind(kind), run, call, source, part)] = content
 
-    def _next_header(self, awaited: int | None, deadline: float) -> tuple[int, list[int]]:
+    def _next_header(self, awaited: int, deadline: float) -> tuple[int, list[int]]:
         """Return the source and the fields of the next header.
 
         Looks for it again and again. A wait of gloo's for any rank never ends when one is lost, and a time-out of
@@ -306,12 +314,11 @@ class Mailbox:
         self._incoming = None
         return int(work._source_rank()), header.tolist()
 
-    def _look_for_lost(self, awaited: int | None) -> None:
+    def _look_for_lost(self, awaited: int) -> None:
         """Raise RankLost if the awaited rank has ended, or the process that hosts the store."""
         if self._watchdog is not None and self._watchdog.store_is_lost:
             raise RankLost("the process group's store has ended")
-        if awaited is not None:
-            self._probes.append(self._start_send(self._probe, awaited, _HEADER_TAG))
+        self._probes.append(self._start_send(self._probe, awaited, _HEADER_TAG))
 
     def _probe_all(self) -> None:
         """Note every rank whose process has ended."""

@@ -21,6 +21,8 @@ class RankState:
     """Line of code, as ``file:line in function``."""
     waits_for: tuple[int, ...] | None
     """Ranks that it waits for, () for a collective of unknown ranks; None if it works."""
+    stack: int = 0
+    """Checksum of the lines that led to it, which differs once a rank has moved on to another wait."""
     answers: int = field(default=0, compare=False)
     """Number of the question that the state answers."""
     has_ended: bool = False
@@ -62,8 +64,8 @@ def confirm_stall(
     states = {rank: state or first[rank] for rank, state in second.items()}
     if any(state is None or state.waits_for is None for state in states.values()):
         return states
-    moved = (_whereabouts(first[rank]) != _whereabouts(state) for rank, state in states.items())
-    return None if any(moved) else states
+    has_moved = any(_whereabouts(first[rank]) != _whereabouts(state) for rank, state in states.items())
+    return None if has_moved else states
 
 
 def is_certain(states: Mapping[int, RankState | None]) -> bool:
@@ -71,8 +73,8 @@ def is_certain(states: Mapping[int, RankState | None]) -> bool:
     return None in states.values() or all(state is not None and state.usual_s for state in states.values())
 
 
-def _whereabouts(state: RankState | None) -> tuple[str, str] | None:
-    return None if state is None else (state.activity, state.place)
+def _whereabouts(state: RankState | None) -> tuple[str, int] | None:
+    return None if state is None else (state.activity, state.stack)
 
 
 def _doing(state: RankState) -> str:

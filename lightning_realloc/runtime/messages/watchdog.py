@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -283,6 +284,7 @@ class Watchdog:
             seconds=current[0].elapsed(time.monotonic()),
             usual_s=self.record.longest_s(current[0].name),
             place=_place(frame),
+            stack=_checksum(frame),
             waits_for=waits_for,
             answers=question,
         )
@@ -338,6 +340,16 @@ def _place(frame: FrameType | None) -> str:
         frame = frame.f_back
     frame = frame or inner
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _checksum(frame: FrameType | None) -> int:
+    """Return a checksum of a thread's lines of code, without those that wait: it stays the same while they do."""
+    lines = []
+    while frame is not None:
+        if not _is_library(frame) and not _module(frame).startswith(_WAITING_PACKAGES):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return zlib.crc32("\n".join(lines).encode())
 
 
 def _is_library(frame: FrameType) -> bool:

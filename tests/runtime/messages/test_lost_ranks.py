@@ -47,9 +47,11 @@ def run_rank(killed: int, variables: dict[str, str], folder: Path) -> None:
         except Exception as error:
             mailbox.fail(error)
     except Exception as error:
-        is_known = not watchdog.store_is_lost and is_lost(killed)
+        is_known = killed != 0 and is_lost(killed)
         (folder / f"rank{rank}.json").write_text(json.dumps([str(error), time.time(), is_known]))
-    time.sleep(1.0)  # the store, until the other rank has read it
+    others = [folder / f"rank{other}.json" for other in WAITS_FOR[killed]]
+    while not all(other.exists() for other in others):
+        time.sleep(0.1)  # rank 0 hosts the store
     os._exit(1)
 
 

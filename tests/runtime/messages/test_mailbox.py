@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
@@ -11,10 +12,12 @@ import torch.distributed as dist
 
 from lightning_realloc.errors import RankLost, ReallocError, RewardError
 from lightning_realloc.runtime.messages.failure_store import (
+    await_watching,
     clear_failure,
     explain_broken_connection,
     is_broken_connection,
     peer_failures,
+    publish_loss,
 )
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from tests.workers import WorkerPool
@@ -131,6 +134,18 @@ def test_a_broken_collective_raises_the_error_that_broke_it(workers: WorkerPool)
         "ArithmeticError: overflow",
         "ReallocError: rank 1 failed with ArithmeticError: overflow",
     ]
+
+
+def _wait_for_a_lost_rank() -> str:
+    publish_loss(1)
+    try:
+        return str(await_watching(threading.Event().wait, 2, what="newer weights"))
+    except RankLost as error:
+        return str(error)
+
+
+def test_a_rank_that_waits_for_weights_ends_when_another_rank_is_lost(workers: WorkerPool) -> None:
+    assert workers.run(_wait_for_a_lost_rank, world_size=1) == ["rank 1 was lost; this rank waited for newer weights"]
 
 
 def _explained() -> list[str]:

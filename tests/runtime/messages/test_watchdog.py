@@ -57,7 +57,7 @@ def test_ranks_that_all_wait_are_stuck_only_if_none_has_moved_on() -> None:
     waiting = {0: WAITING, 1: replace(WAITING, seconds=3.0)}
     later = {rank: replace(state, seconds=state.seconds + 5) for rank, state in waiting.items()}
     assert confirm_stall(waiting, later) == later
-    assert confirm_stall(waiting, later | {1: replace(WAITING, place="runner.py:4 in run")}) is None
+    assert confirm_stall(waiting, later | {1: replace(WAITING, stack=7)}) is None
     assert confirm_stall(waiting, later | {1: replace(WAITING, activity="reference.infer")}) is None
     assert confirm_stall(waiting, later | {1: WORKING}) == later | {1: WORKING}
 

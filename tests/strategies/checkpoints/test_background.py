@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.runtime.messages.failure_store import publish_loss
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints import background
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
@@ -213,6 +215,24 @@ def _close_without_a_peer() -> tuple[list[Any], bool]:
 def test_a_failed_run_does_not_wait_for_ranks_that_have_ended(workers: WorkerPool) -> None:
     first, _ = workers.run(_close_without_a_peer, world_size=2)
     assert first == ([], True)
+
+
+def _finish_after_a_loss() -> tuple[str, float]:
+    saving, save, began = BackgroundSave(), _Parts(0), time.monotonic()
+    publish_loss(1)
+    saving.start(save, token="loss", rank=0, world_size=2)
+    save.may_write.set()
+    try:
+        saving.finish()
+    except CheckpointError as error:
+        return str(error), time.monotonic() - began
+    return "completed", 0.0
+
+
+def test_a_part_of_a_rank_that_is_known_to_be_lost_is_not_waited_for(workers: WorkerPool) -> None:
+    ((refusal, seconds),) = workers.run(_finish_after_a_loss, world_size=1)
+    assert "no checkpoint was completed, since rank 1 was lost; resume from the one before" in refusal
+    assert seconds < background.GRACE_S / 2
 
 
 class _Bomb:
