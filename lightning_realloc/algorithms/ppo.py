@@ -285,8 +285,9 @@ class PPO(RewardedModule):
         return summary | response_summary(samples)
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
-        """Return also the accuracy, without responses whose environment failed."""
-        return super().summarize_evaluation(without_failed(samples, "scores"))
+        """Return also the accuracy, and the mean score as ``reward``, without responses whose environment failed."""
+        summary = super().summarize_evaluation(without_failed(samples, "scores"))
+        return {"reward": summary["score"], **summary}
 
     def on_iteration_end(self, samples: Samples) -> None:
         """Update the weight of the divergence, and the running moments of returns; warn of scores without a signal."""

@@ -129,11 +129,13 @@ def test_advantages_by_hand() -> None:
     assert made["kl_k1"].tolist() == pytest.approx([-0.5, 0.0])
     # errors 1, 0.5, -1: mean 1/6, variance 2.25 / 3 - 1 / 36; returns: mean 0.55, variance 2.5625 / 3 - 0.3025
     assert made["explained_variance"].tolist() == pytest.approx([1 - (0.75 - 1 / 36) / (2.5625 / 3 - 0.3025)] * 2)
-    summary = {
-        name: float(value) for name, value in module.summarize(samples.with_columns(**made).lengths_only()).items()
-    }
+    known = samples.with_columns(**made).lengths_only()
+    summary = {name: float(value) for name, value in module.summarize(known).items()}
     assert summary["score"] == 1.0
     assert summary["reward"] == pytest.approx(0.275)
+    unscaled = {name: column for name, column in known.columns.items() if name != "rewards"}  # as in an evaluation
+    evaluated = module.summarize_evaluation(Samples(known.ids, unscaled))
+    assert evaluated["reward"] == evaluated["score"] == 1.0, "val/reward"
     assert (summary["response_length"], summary["finished"]) == (1.5, 0.5)
     # mean k1 -0.25 against 0.5: more than 20 % below, so down by 2 %
     module.on_iteration_end(samples.with_columns(**made).lengths_only())

@@ -422,17 +422,20 @@ def test_a_group_of_one_or_a_greedy_group_is_refused_by_the_constructor() -> Non
 
 
 def test_the_error_of_another_strategy_names_the_one_that_is_needed(workers: WorkerPool) -> None:
-    (text,) = workers.run(run_under_another_strategy, world_size=1, init_process_group=False)
-    assert "needs Trainer(strategy='realloc'), which runs its calls; this Trainer has SingleDeviceStrategy" in text
+    (texts,) = workers.run(run_under_another_strategy, world_size=1, init_process_group=False)
+    told = "SFT needs Trainer(strategy='realloc'), which runs its calls; this Trainer has SingleDeviceStrategy"
+    assert texts == [told] * 3
 
 
-def run_under_another_strategy() -> str:
-    """Fit SFT without the strategy."""
-    try:
-        runs.trainer("auto", 1).fit(runs.sft(), Batches(1, responses=True))
-    except ConfigError as error:
-        return str(error)
-    return "not refused"
+def run_under_another_strategy() -> list[str]:
+    """Fit SFT without the strategy: a model given as a module, a configuration and a folder, which is never read."""
+    texts = []
+    for actor in (tiny_model("llama"), tiny_model("llama").config, "no/folder"):
+        try:
+            runs.trainer("auto", 1).fit(runs.sft(actor=actor), Batches(1, responses=True))
+        except ConfigError as error:
+            texts.append(str(error))
+    return texts
 
 
 def test_misspelt_settings_are_refused_by_the_constructor() -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import ConfigError, DataError
 
 
@@ -80,6 +82,11 @@ class EvaluatedModule(L.LightningModule):
         return self.evaluation_calls
 
     # ---- Lightning's hooks
+    def setup(self, stage: str) -> None:
+        """Refuse a Trainer with another strategy, before it moves or divides a model."""
+        if self._trainer is not None:
+            _ = self._strategy
+
     def validation_step(self, batch: Samples, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run the evaluation calls on held-out samples; ``val/...`` is logged after the last batch."""
         self._evaluate(batch, dataloader_idx)
@@ -107,6 +114,11 @@ class EvaluatedModule(L.LightningModule):
         """Log ``val/...`` for all held-out samples."""
         self._log_evaluation("val")
 
+    def on_validation_end(self) -> None:
+        """In Lightning's check before training, warn of callbacks whose metric no validation logs."""
+        if self.trainer.sanity_checking:
+            self._warn_of_unknown_monitors()
+
     def on_test_epoch_end(self) -> None:
         """Log ``test/...`` for all held-out samples."""
         self._log_evaluation("test")
@@ -129,6 +141,17 @@ class EvaluatedModule(L.LightningModule):
             metrics = {f"{prefix}/{name}{suffix}": torch.as_tensor(value).to(self.device) for name, value in found}
             # Lightning would add the index of the last loader, and refuses names that have one.
             self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True, add_dataloader_idx=False)
+
+    def _warn_of_unknown_monitors(self) -> None:
+        results = self.trainer._results
+        logged = {} if results is None else results.metrics(on_step=False)["callback"]
+        for callback in trainer_callbacks(self.trainer):
+            monitor = getattr(callback, "monitor", None)
+            if isinstance(monitor, str) and monitor.startswith("val/") and monitor not in logged:
+                rank_zero_warn(
+                    f"{type(callback).__name__}(monitor={monitor!r}) waits for a metric that the validation before "
+                    f"training did not log; it logged {', '.join(sorted(logged)) or 'none'}"
+                )
 
     @property
     def _strategy(self) -> Any:

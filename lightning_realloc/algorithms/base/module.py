@@ -381,6 +381,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     def setup(self, stage: str) -> None:
         """Start reward functions, so that they fail before weights are loaded."""
+        super().setup(stage)
         for functions in self._reward_functions_kept():
             functions.trainer_state = self._trainer_state
             functions.start()

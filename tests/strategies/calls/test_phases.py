@@ -92,14 +92,16 @@ def run_every_loop(folder: str) -> dict[str, Any]:
     )
     callbacks = [
         watcher, checkpoint, EarlyStopping("val/reward", mode="max", patience=3), LearningRateMonitor("step"),
-        RichProgressBar(),
+        EarlyStopping("val/rewards", strict=False), RichProgressBar(),
     ]  # fmt: skip
     trainer = runs.trainer(
         runs.ReallocStrategy(PLAN), world_size, callbacks=callbacks, max_epochs=2, num_sanity_val_steps=1,
         logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tensorboard")], log_every_n_steps=1,
         enable_progress_bar=True, enable_checkpointing=True,
     )  # fmt: skip
-    trainer.fit(module, Batches(2), held_out)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, Batches(2), held_out)
     found: dict[str, Any] = {
         "events": watcher.events,
         "logged": runs.numbers(trainer.logged_metrics),
@@ -113,6 +115,9 @@ def run_every_loop(folder: str) -> dict[str, Any]:
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, Batches(2), held_out)
     found["steps after more"] = trainer.global_step
+    if trainer.is_global_zero:
+        monitors = [text for one in caught if "waits for a metric" in (text := str(one.message))]
+        Path(folder, "monitors.txt").write_text("\n".join(monitors))
     return found
 
 
@@ -197,6 +202,14 @@ def test_validation_test_and_prediction_see_the_same_model(every_loop: tuple[lis
     (predicted,) = found["predicted"]
     assert len(predicted) == 3
     assert sum(runs.low_tokens(predicted)) / 3 == pytest.approx(validated["val/reward"])
+
+
+def test_a_monitored_metric_that_no_validation_logs_is_named_before_training(
+    every_loop: tuple[list[dict[str, Any]], Path],
+) -> None:
+    (warning,) = (every_loop[1] / "monitors.txt").read_text().splitlines()
+    assert warning.startswith("EarlyStopping(monitor='val/rewards') waits for a metric that the validation before")
+    assert ", val/reward, " in warning
 
 
 class HandWritten(SFT):
