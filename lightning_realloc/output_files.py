@@ -68,6 +68,7 @@ def added_files(folder: Path, *, last: Collection[str] = (), replaces: str | Non
     partial.mkdir(parents=True)
     try:
         yield partial
+        set_usual_modes(partial)
         new = sorted(partial.iterdir(), key=lambda file: file.name in last)
         earlier = () if replaces is None else folder.glob(replaces)
         stale = {file.name for file in earlier} - {file.name for file in new}
@@ -80,3 +81,11 @@ def added_files(folder: Path, *, last: Collection[str] = (), replaces: str | Non
         if is_new:
             with suppress(OSError):  # it holds files now
                 folder.rmdir()
+
+
+def set_usual_modes(folder: Path) -> None:
+    """Give files in a new folder the mode of other new files; safetensors writes files that only their owner reads."""
+    mode = folder.stat().st_mode & 0o666  # as a folder of this process has it: reading its umask would change it
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)

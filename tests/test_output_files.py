@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.output_files import added_files, write_problem, write_text
@@ -68,6 +70,18 @@ def test_added_files_replace_earlier_ones_and_leave_others(tmp_path: Path) -> No
         for name in ("config", "model-1.x"):
             (partial / name).write_text("new")
     assert _contents(tmp_path) == {"config": "new", "model-1.x": "new", "mine": "old", "step-2/model-9.x": "old"}
+
+
+def test_added_files_are_as_readable_as_the_umask_allows(tmp_path: Path) -> None:
+    for umask, expected in ((0o022, 0o644), (0o002, 0o664), (0o077, 0o600)):
+        earlier = os.umask(umask)
+        try:
+            with added_files(tmp_path / "model") as partial:
+                save_file({"weight": torch.ones(1)}, partial / "model.safetensors")  # private, whatever the umask
+                (partial / "config.json").touch()
+        finally:
+            os.umask(earlier)
+        assert [path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()] == [expected] * 2
 
 
 @pytest.mark.parametrize("is_new", [True, False])

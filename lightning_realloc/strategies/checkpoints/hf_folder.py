@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.output_files import set_usual_modes
 from lightning_realloc.remote_output import uploaded_folder
 from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
@@ -102,6 +103,7 @@ def write_configs(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, f
     buffers = _persistent_buffers(model)
     if buffers:
         save_file(buffers, folder / BUFFERS_FILE)
+        set_usual_modes(folder)
 
 
 def _config_with_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
