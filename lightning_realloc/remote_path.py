@@ -7,16 +7,46 @@ endpoints from its own environment variables and files.
 from __future__ import annotations
 
 import io
+import logging
 import os
+import random
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_realloc.errors import CheckpointError, ConfigError
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TRIES = 3
+"""Attempts of an operation of an object store. More outlast longer failures, and report lasting ones later."""
+FIRST_WAIT_S = 0.5
+"""Most seconds before the second attempt; they double with each further one."""
 _SEPARATOR = "://"
+_REFUSALS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_MISTAKES = (CheckpointError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, ImportError)
+"""With `_REFUSALS`, errors that another attempt meets again. Of others, each store has classes of its own."""
+
+
+def retried(action: Callable[[], T]) -> T:
+    """Return the result of an action on an object store, which is tried again after a lost connection or a full server.
+
+    Waits between attempts are random, so that ranks that failed together do not try again together.
+    """
+    for attempt in range(TRIES - 1):
+        try:
+            return action()
+        except (*_REFUSALS, *_MISTAKES):
+            raise
+        except Exception as error:  # stores raise errors of any class
+            wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
+            log.warning("an object store failed, next try in %.1f s: %s: %s", wait_s, type(error).__name__, error)
+            time.sleep(wait_s)
+    return action()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,7 +54,7 @@ class RemotePath:
     """File or folder in an object store.
 
     A store has no folders of its own: a folder exists while a file lies below it. Writing one file is atomic, and files
-    cannot be renamed. Errors of the store are raised as they are, most of them as OSError.
+    cannot be renamed. Errors of the store are raised as they are, most of them as OSError, after `TRIES` attempts.
     """
 
     protocol: str
@@ -85,34 +115,32 @@ class RemotePath:
         Raises:
             FileNotFoundError: if there is no file.
         """
-        store, path = self._store()
-        return int(store.info(path)["size"])
+        return int(self._call(lambda store, path: store.info(path))["size"])
 
     def modified_s(self) -> float:
         """Return when the file was written, in seconds since the epoch; 0.0 if the store does not record it."""
-        store, path = self._store()
         try:
-            written: float = store.modified(path).timestamp()
+            written: float = self._call(lambda store, path: store.modified(path)).timestamp()
         except NotImplementedError:
             return 0.0
         return written
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield the files and folders in this folder."""
-        store, path = self._store()
-        found = (PurePosixPath(name) for name in store.ls(path, detail=False))
-        return (self / one.name for one in found if one != PurePosixPath(path))  # some stores list the folder, too
+        own = PurePosixPath(self._store()[1])
+        found = map(PurePosixPath, self._call(lambda store, path: store.ls(path, detail=False)))
+        return (self / one.name for one in found if one != own)  # some stores list the folder, too
 
     def files(self) -> list[RemotePath]:
         """Return all files below this folder, in order; none if it does not exist."""
-        store, path = self._store()
-        return [self / str(PurePosixPath(found).relative_to(path)) for found in sorted(store.find(path))]
+        own = self._store()[1]
+        found = self._call(lambda store, path: store.find(path))
+        return [self / str(PurePosixPath(one).relative_to(own)) for one in sorted(found)]
 
     def _info(self) -> dict[str, Any] | None:
         # fsspec's own `exists` takes every error for a missing file.
-        store, path = self._store()
         try:
-            info: dict[str, Any] = store.info(path)
+            info: dict[str, Any] = self._call(lambda store, path: store.info(path))
         except FileNotFoundError:
             return None
         return info
@@ -120,14 +148,12 @@ class RemotePath:
     # ---- contents
     def open(self, mode: str, buffering: int = -1) -> io.BufferedRandom:
         """Open the file in the binary mode ``rb`` or ``wb``; the store buffers as it sees fit."""
-        store, path = self._store()
-        opened: io.BufferedRandom = store.open(path, mode)
+        opened: io.BufferedRandom = self._call(lambda store, path: store.open(path, mode))
         return opened
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
-        store, path = self._store()
-        content: bytes = store.cat_file(path)
+        content: bytes = self._call(lambda store, path: store.cat_file(path))
         return content
 
     def read_text(self, encoding: str) -> str:
@@ -136,18 +162,15 @@ class RemotePath:
 
     def write_bytes(self, content: bytes) -> None:
         """Write the file in one request, so that readers see the earlier content or the new one."""
-        store, path = self._store()
-        store.pipe_file(path, content)
+        self._call(lambda store, path: store.pipe_file(path, content))
 
     def upload(self, file: Path) -> None:
         """Write the content of a local file, which may be larger than memory."""
-        store, path = self._store()
-        store.put_file(str(file), path)
+        self._call(lambda store, path: store.put_file(str(file), path))
 
     def unlink(self) -> None:
         """Remove the file."""
-        store, path = self._store()
-        store.rm_file(path)
+        self._call(lambda store, path: store.rm_file(path))
 
     def write_problem(self) -> str | None:
         """Return why files cannot be written to this folder, with the way out; None if they can.
@@ -165,9 +188,14 @@ class RemotePath:
 
     def remove_below(self, files: Sequence[RemotePath]) -> None:
         """Remove files below this folder, in as few requests as the store can."""
+        names = [file.path.removeprefix(self.path) for file in files]
+        if names:
+            self._call(lambda store, path: store.rm([f"{path}{name}" for name in names]))
+
+    def _call(self, operation: Callable[[Any, str], T]) -> T:
+        """Return the result of an operation of the store on this path, see `retried`."""
         store, path = self._store()
-        if files:
-            store.rm([f"{path}{file.path.removeprefix(self.path)}" for file in files])
+        return retried(lambda: operation(store, path))
 
     def _store(self) -> tuple[Any, str]:
         """Return the file system, without what it remembers of earlier listings, and the path in it."""

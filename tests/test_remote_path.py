@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning_realloc import remote_path
 from lightning_realloc.callbacks import PredictionWriter, RolloutTable, SaveHuggingFace, Timeline
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
@@ -49,3 +52,42 @@ def test_files_below_a_folder_have_the_same_names_on_a_disk_and_in_a_store(tmp_p
     assert remote.keys() == local.keys() == {"a/b.txt", "a.txt", "c.txt"}
     assert all(path.read_text("utf-8") == name for name, path in {**remote, **local}.items())
     assert files_below(path_of("memory://nothing")) == {}
+
+
+class ShakyStore(MemoryFileSystem):
+    """Store whose next operations fail with the given errors."""
+
+    protocol = "shaky"
+    failures: ClassVar[list[Exception]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        """Fail instead of giving an operation that is used on a path."""
+        operations = {"info", "ls", "find", "modified", "open", "cat_file", "pipe_file", "put_file", "rm_file", "rm"}
+        if name in operations and ShakyStore.failures:
+            raise ShakyStore.failures.pop(0)
+        return super().__getattribute__(name)
+
+
+def test_operations_of_a_store_are_tried_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("shaky", ShakyStore, clobber=True)
+    monkeypatch.setattr(remote_path, "FIRST_WAIT_S", 0.001)
+    file, local = path_of("shaky://run/file"), tmp_path / "local"
+    local.write_text("sent")
+    assert isinstance(file, remote_path.RemotePath)
+    operations = [
+        lambda: file.write_bytes(b"new"), file.exists, file.num_bytes, file.modified_s, file.parent.files,
+        lambda: list(file.parent.iterdir()), file.read_bytes, lambda: file.open("rb").close(),
+        lambda: file.upload(local), lambda: file.parent.remove_below([file]), lambda: file.write_bytes(b""),
+        file.unlink,
+    ]  # fmt: skip
+    for operation in operations:
+        ShakyStore.failures = [ConnectionResetError("reset"), RuntimeError("503: slow down")]
+        operation()
+        assert not ShakyStore.failures
+    # Lasting errors are raised at once, others after the third attempt.
+    for error, tries in ((PermissionError("no key"), 1), (ConnectionResetError("reset"), 3)):
+        ShakyStore.failures = [error] * 5
+        with pytest.raises(type(error)):
+            file.write_bytes(b"")
+        assert len(ShakyStore.failures) == 5 - tries
+    ShakyStore.failures = []

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
+from lightning_realloc.remote_path import AnyPath, RemotePath, files_below, retried
 from lightning_realloc.runtime.messages.objects import gather_objects
 
 log = logging.getLogger(__name__)
@@ -157,8 +157,7 @@ def read_description(folder: AnyPath) -> dict[str, Any]:
     checksum = description.pop(_CHECKSUM, None)
     if checksum is not None and checksum != _text_checksum(description):
         raise DamagedCheckpoint(
-            f"{file} is not as it was written: its text has the checksum {_text_checksum(description)} and not "
-            f"{checksum} (to edit it on purpose, remove the entry {_CHECKSUM!r})"
+            f"{file} is not as it was written: its text has the checksum {_text_checksum(description)}, not {checksum}"
         )
     if description.get("format") != FORMAT:
         raise DamagedCheckpoint(
@@ -376,9 +375,14 @@ def age_s(path: AnyPath) -> float | None:
 
 
 def _record(file: AnyPath) -> dict[str, Any]:
+    with name_read_errors(file):
+        return _read_record(file) if isinstance(file, Path) else retried(lambda: _read_record(file))
+
+
+def _read_record(file: AnyPath) -> dict[str, Any]:
     # crc32 is the fastest checksum of the standard library (several GB/s). The load reads the file again.
     checksum, size, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
-    with name_read_errors(file), file.open("rb", buffering=0) as stream:
+    with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             checksum, size = zlib.crc32(buffer[:count], checksum), size + count
     return {"bytes": size, "crc32": _hex(checksum)}

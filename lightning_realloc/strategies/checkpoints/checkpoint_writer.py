@@ -11,15 +11,16 @@ from __future__ import annotations
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.remote_path import AnyPath, RemotePath
+from lightning_realloc.remote_path import AnyPath, RemotePath, retried
 from lightning_realloc.runtime.messages.objects import gather_objects, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
@@ -45,6 +46,7 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import (
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
+T = TypeVar("T")
 VISIBLE_WITHIN_S = 30.0
 """Seconds within which a file has to be seen by other nodes; NFS may remember for as long that it was missing."""
 _POLL_S = 0.1
@@ -196,7 +198,7 @@ class _Save:
             CheckpointError: if they cannot be written, naming the disk.
         """
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
-            regions = self.shards.write()
+            regions = self._attempt(self.shards.write)
             return Part(regions, self._target.shard_records(self._rank))
 
     def complete(self, parts: list[Part]) -> None:
@@ -206,9 +208,13 @@ class _Save:
             CheckpointError: if a file cannot be written, naming the disk.
         """
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
-            self.shards.complete([part.regions for part in parts])
+            self._attempt(lambda: self.shards.complete([part.regions for part in parts]))
             records = {name: record for part in parts for name, record in part.files.items()}
             self._target.complete(self._description, records)
+
+    def _attempt(self, write: Callable[[], T]) -> T:
+        """Write files, from their beginning once more if an object store fails."""
+        return retried(write) if isinstance(self._folder, RemotePath) else write()
 
     def discard(self) -> None:
         """Remove what was written. For the first rank, when no rank writes any more."""

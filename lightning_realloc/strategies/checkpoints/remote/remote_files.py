@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from lightning_realloc.remote_path import RemotePath, is_remote
+from lightning_realloc.remote_path import RemotePath, is_remote, retried
 
 
 class RemoteFiles(FileSystem):
@@ -110,5 +110,9 @@ class _CountedStream:
 
 def read_slice(stream: IO[bytes], *, offset: int, length: int) -> IO[bytes]:
     """Return a part of a remote file in one request; torch would read it in many small ones."""
-    stream.seek(offset)
-    return io.BytesIO(stream.read(length))
+
+    def read() -> bytes:
+        stream.seek(offset)
+        return stream.read(length)
+
+    return io.BytesIO(retried(read))

@@ -26,6 +26,8 @@ class ObjectStore(AbstractFileSystem):
     cachable = False
     bytes_left: int | None = None
     """Bytes that this process may still write; None: all."""
+    resets_left = 0
+    """Writes of this process whose connection is lost before one succeeds."""
     reads_left: int | None = None
     """Files that this process may still open to read; None: all."""
     num_written = 0
@@ -81,6 +83,9 @@ class ObjectStore(AbstractFileSystem):
 
 def _take_room(num_bytes: int) -> None:
     """Count bytes that are written; raise ConnectionError if there is no room for them."""
+    if ObjectStore.resets_left:
+        ObjectStore.resets_left -= 1
+        raise ConnectionResetError("the store has reset the connection")
     if ObjectStore.bytes_left is not None:
         ObjectStore.bytes_left -= num_bytes
         if ObjectStore.bytes_left < 0:
