@@ -40,6 +40,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     DamagedCheckpoint,
     check_files,
     content_folder,
+    has_checksums,
     is_checkpoint,
     name_read_errors,
     raise_on_all_ranks,
@@ -54,7 +55,7 @@ from lightning_realloc.strategies.checkpoints.sharded_state import (
     weights_state,
 )
 from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor
-from lightning_realloc.strategies.checkpoints.stored_metadata import StoredTensor, stored_tensors
+from lightning_realloc.strategies.checkpoints.stored_metadata import StoredTensor, require_listed, stored_tensors
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ def read_checkpoint(
     content = content_folder(folder, description)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
         meta = read_meta(content, weights_only=weights_only)
+        if has_checksums(description):
+            require_listed(content, {name.rpartition("/")[2] for name in description["files"]})
         stored = stored_tensors(content)
     adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}

@@ -7,6 +7,7 @@ here allows only the classes that torch itself writes.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from operator import add
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, NamedTuple
@@ -88,6 +89,24 @@ def _require_whole_tensors(file: AnyPath, metadata: Metadata) -> None:
         for chunk in entry.chunks:
             if not isinstance(metadata.storage_data.get(MetadataIndex(name, chunk.offsets)), _StorageInfo):
                 raise DamagedCheckpoint(f"{file} names no file for the region of {name!r} at {tuple(chunk.offsets)}")
+
+
+def require_listed(content: AnyPath, files: Collection[str]) -> None:
+    """Require that every file with a region is in the list of files of a checkpoint, whose contents are verified.
+
+    Args:
+        content: Folder of the tensors.
+        files: Names of the listed files, without their folders.
+
+    Raises:
+        CheckpointError: for a file that is not in the list.
+    """
+    for stored in read_metadata(content).storage_data.values():
+        if stored.relative_path not in files:
+            raise DamagedCheckpoint(
+                f"{content / METADATA_FILE} names {stored.relative_path}, which is not in the checkpoint's list of "
+                f"files, so nothing tells whether it is as it was written"
+            )
 
 
 def _memory_format(owner: object, name: str) -> _MEM_FORMAT_ENCODING:

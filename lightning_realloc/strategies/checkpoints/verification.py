@@ -27,7 +27,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
 )
 from lightning_realloc.strategies.checkpoints.folders import is_partial
 from lightning_realloc.strategies.checkpoints.sharded_state import weight_key
-from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
+from lightning_realloc.strategies.checkpoints.stored_metadata import require_listed, stored_tensors
 
 _CHECKPOINTS = "checkpoints"
 """Folder for checkpoints in that of a command's run."""
@@ -82,6 +82,7 @@ def verify_checkpoint(path: AnyPath) -> str:
         raise CheckpointError(f"{path} has no checksums, since an earlier version wrote it; it cannot be verified")
     check_files(path, description)
     content = content_folder(path, description)
+    require_listed(content, {name.rpartition("/")[2] for name in description["files"]})
     stored = stored_tensors(content)
     for role, entry in description["roles"].items():
         if entry["saved"] and not (content / MODELS_FOLDER / role / ADAPTER_CONFIG_FILE).is_file():

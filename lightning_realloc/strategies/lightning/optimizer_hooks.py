@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies.checkpoints.optimizer_settings import record_given
 
 if TYPE_CHECKING:
@@ -79,7 +79,28 @@ class LightningOptimizers:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step an optimizer with Lightning's hooks, without counting an iteration."""
-        self._strategy.optimizer_step(optimizer, lambda: None)
+        with naming_missing_state(optimizer, resumed_from=self._trainer.ckpt_path):
+            self._strategy.optimizer_step(optimizer, lambda: None)
+
+
+@contextmanager
+def naming_missing_state(optimizer: Optimizer, *, resumed_from: object) -> Iterator[None]:
+    """Name the checkpoint whose optimizer state lacks an entry. Only a step tells which ones an optimizer needs.
+
+    Raises:
+        CheckpointError: instead of the KeyError of such an entry, in a run that was resumed.
+    """
+    try:
+        yield
+    except KeyError as error:
+        key = error.args[0] if error.args else None
+        if resumed_from is None or all(key in state for state in optimizer.state.values()):
+            raise
+        raise CheckpointError(
+            f"{resumed_from} lacks {key!r} of the state that {type(optimizer).__name__} keeps for each parameter, so "
+            f"training cannot continue from it; resume from another checkpoint, or start anew from its weights, which "
+            f"'lightning-realloc export' writes"
+        ) from error
 
 
 def prepare_optimizers(optimizers: Sequence[Optimizer], configs: Sequence[LRSchedulerConfig]) -> None:

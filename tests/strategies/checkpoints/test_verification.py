@@ -38,8 +38,12 @@ def test_checkpoints_of_a_run_are_verified_one_by_one(
     assert len(capsys.readouterr().out.splitlines()) == 3
 
     description = read_description(last)
+    files = description.pop("files")
+    write_description(last, description, {name: files[name] for name in files if name != "__1_0.distcp"})
+    assert run(["verify", str(last)]) == 2
+    assert "names __1_0.distcp, which is not in the checkpoint's list of files" in capsys.readouterr().out
     description["roles"]["actor"]["parameters"]["more"] = [2]
-    write_description(last, description, description.pop("files"))
+    write_description(last, description, files)
     forget_checksums(whole)
     assert run(["verify", str(last), str(whole), str(tmp_path / "none")]) == 2
     lines = capsys.readouterr().out.splitlines()
