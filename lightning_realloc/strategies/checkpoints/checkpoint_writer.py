@@ -31,7 +31,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     MODELS_FOLDER,
     raise_on_all_ranks,
 )
-from lightning_realloc.strategies.checkpoints.folders import LocalTarget, name_write_errors
+from lightning_realloc.strategies.checkpoints.folders import LocalTarget, name_write_errors, writer_name
 from lightning_realloc.strategies.checkpoints.remote.remote_target import RemoteTarget
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     non_finite_parameters,
@@ -79,8 +79,8 @@ def write_checkpoint(
     for role in models.pool.changing_roles:
         require_finite_weights(models.pool, role, models.rank, folder)
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
-    token = models.broadcast(uuid.uuid4().hex)
-    target = RemoteTarget(folder, token) if isinstance(folder, RemotePath) else LocalTarget(folder)
+    token, writer = models.broadcast((uuid.uuid4().hex, writer_name()))
+    target = RemoteTarget(folder, token) if isinstance(folder, RemotePath) else LocalTarget(folder, writer)
     save = _Save(folder, target, models.rank, _state(meta, models, roles, include_frozen=include_frozen))
     models.run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:

@@ -1,7 +1,7 @@
 """Replace and remove checkpoint folders, so that a kill at any moment leaves a complete checkpoint behind.
 
-A checkpoint is written to ``<folder>.partial`` and then exchanged with the earlier one, in one step where the file
-system can do so. Elsewhere it takes two renames; `finish_replacement` completes them if a kill came in between.
+A checkpoint is written to ``<folder>.<writer>.partial`` and then exchanged with the earlier one, in one step where the
+file system can do so. Elsewhere it takes two renames; `finish_replacement` completes them if a kill came in between.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import errno
 import logging
 import os
 import shutil
+import socket
+import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -34,6 +37,11 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import SHARD_SUFFI
 log = logging.getLogger(__name__)
 
 _PARTIAL = ".partial"
+_TOKEN = uuid.uuid4().hex[:8]
+"""Part of this process's name as a writer: containers may share names of hosts and numbers of processes."""
+ABANDONED_AFTER_S = 3600.0
+"""Seconds without a change after which another host's partial folder is removed. Fewer: a slow save is taken for one
+that was killed."""
 _PREVIOUS = ".being-replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of Linux' ``renameat2``: paths are relative to the working directory; swap both entries."""
@@ -44,9 +52,51 @@ _CHANGED_BY_OTHERS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 
 
 # ---- names
-def partial_path(folder: Path) -> Path:
-    """Return the path at which a checkpoint is written before it moves to ``folder``."""
-    return folder.with_name(folder.name + _PARTIAL)
+def writer_name() -> str:
+    """Return a name that no other process has."""
+    return f"{socket.gethostname()}-{os.getpid()}-{_TOKEN}"
+
+
+def partial_path(folder: Path, writer: str | None = None) -> Path:
+    """Return the path at which ``writer``, by default this process, writes a checkpoint before it moves to ``folder``.
+
+    Two runs that save to one path then mix no files: each checkpoint there is of one of them.
+    """
+    return folder.with_name(f"{folder.name}.{writer or writer_name()}{_PARTIAL}")
+
+
+def _partial_paths(folder: Path) -> dict[Path, str]:
+    """Return the partial folders next to a checkpoint's path -> their writers; "" for those of earlier versions."""
+    try:
+        found = list(folder.parent.iterdir())
+    except OSError:  # there is no such folder yet
+        return {}
+    start = f"{folder.name}."
+    names = {path: f"{path.name.removesuffix(_PARTIAL)}." for path in found if path.suffix == _PARTIAL}
+    return {path: name[len(start) : -1] for path, name in names.items() if name.startswith(start)}
+
+
+def _is_abandoned(partial: Path, writer: str) -> bool:
+    """Return whether no process writes to a partial folder any more, as far as this host can tell."""
+    host, _, number = writer.rpartition("-")[0].rpartition("-")
+    if writer in ("", writer_name()):
+        return True
+    if host == socket.gethostname() and number.isdigit() and not _is_running(int(number)):
+        return True
+    changes = [path.stat().st_mtime for path in (partial, *partial.rglob("*")) if path.exists()]
+    return max(changes, default=0.0) + ABANDONED_AFTER_S < time.time()
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":  # elsewhere, os.kill ends the process
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it belongs to another user
+        pass
+    return True
 
 
 def is_partial(path: AnyPath) -> bool:
@@ -75,12 +125,13 @@ class LocalTarget:
 
     Args:
         folder: Path of the checkpoint.
+        writer: `writer_name` of the first rank.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, writer: str) -> None:
         self._folder = folder
         self.files = None
-        self.content = partial_path(folder)
+        self.content = partial_path(folder, writer)
         """Folder for the shards of all ranks."""
 
     @contextmanager
@@ -130,7 +181,9 @@ class LocalTarget:
 def make_partial(folder: Path) -> Path:
     """Make the empty folder in which a checkpoint is written, and remove what a kill left of earlier ones."""
     partial = partial_path(folder)
-    remove(partial)
+    for left, writer in _partial_paths(folder).items():
+        if _is_abandoned(left, writer):
+            remove(left)
     if os.path.lexists(folder):
         _remove_previous(folder)
     partial.mkdir(parents=True)
@@ -182,7 +235,7 @@ def finish_replacement(path: Path) -> Path:
     folder = _target_path(path)
     if os.path.lexists(folder):
         return path
-    for left in (partial_path(folder), previous_path(folder)):
+    for left in (*_partial_paths(folder), previous_path(folder)):
         if is_complete(left):
             try:
                 os.rename(left, folder)
