@@ -63,7 +63,7 @@ def _refuse_used(callback: ModelCheckpoint, ckpt_path: str | None) -> None:
     folder, start = Path(callback.dirpath), None if ckpt_path is None else Path(os.path.expanduser(ckpt_path))
     continues = start is not None and (not start.exists() or start.resolve().parent == folder.resolve())
     last = folder / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-    numbered = sorted(folder.glob(f"*{callback.FILE_EXTENSION}"), key=lambda path: path.stat().st_mtime)
+    numbered = sorted(folder.glob(f"*{callback.FILE_EXTENSION}"), key=lambda path: path.lstat().st_mtime)
     found = last if last.exists() else next(reversed(numbered), None)
     if found is not None and not continues:
         shown = os.path.relpath(found)

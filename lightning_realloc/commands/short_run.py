@@ -240,7 +240,7 @@ def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: boo
                 "init_args": {
                     "dirpath": str(output / "checkpoints"),
                     "every_n_train_steps": every,
-                    "save_last": True,
+                    "save_last": "link",
                     "save_on_exception": True,
                     "enable_version_counter": False,
                 },

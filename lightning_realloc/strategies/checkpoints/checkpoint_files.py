@@ -323,15 +323,15 @@ def is_complete(folder: AnyPath) -> bool:
 def newer_checkpoints(folder: Path) -> list[AnyPath]:
     """Return the checkpoints next to ``folder`` that are at least as new, complete or not."""
     age = age_s(folder / ROLES_FILE) or 0.0
-    return [path for path in _siblings(folder) if (age_s(path / ROLES_FILE) or 0.0) >= age]
+    return [path for path in siblings(folder) if (age_s(path / ROLES_FILE) or 0.0) >= age]
 
 
 def newest_intact(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -> AnyPath | None:
     """Return the newest undamaged checkpoint next to ``folder``; None if there is none. Collective."""
-    siblings = _siblings(folder)
+    others = siblings(folder)
     if world_size > 1:
-        siblings = gather_objects(siblings)[0]
-    for sibling in siblings:
+        others = gather_objects(others)[0]
+    for sibling in others:
         is_intact = False
         try:
             description = read_description(sibling)
@@ -360,8 +360,9 @@ def newest_complete(folders: Iterable[AnyPath]) -> AnyPath | None:
     return max((path for path in complete if path is not None), key=lambda path: age_s(path) or 0.0, default=None)
 
 
-def _siblings(folder: AnyPath) -> list[AnyPath]:
-    return [path for path in checkpoints_in(folder.parent) if path.name != folder.name]
+def siblings(folder: AnyPath) -> list[AnyPath]:
+    """Return the other checkpoints next to ``folder``, newest first, without links to any."""
+    return [path for path in checkpoints_in(folder.parent) if path.name != folder.name and not path.is_symlink()]
 
 
 def age_s(path: AnyPath) -> float | None:

@@ -29,6 +29,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     is_checkpoint,
     is_complete,
     newer_checkpoints,
+    siblings,
     write_description,
 )
 from lightning_realloc.strategies.checkpoints.remote.remote_target import remove_remote_checkpoint
@@ -280,11 +281,23 @@ def remove_checkpoint(path: AnyPath) -> None:
         return
     partial = partial_path(path)
     try:
+        _point_links_elsewhere(path)
         remove(partial)
         os.rename(path, partial)
         remove(partial)
     except OSError as error:
         log.warning("%s was not removed: %s", path, error)
+
+
+def _point_links_elsewhere(path: Path) -> None:
+    """Point links to a checkpoint, such as ``last.ckpt``, at the newest other one: a kill may follow its removal."""
+    links = [entry for entry in path.parent.iterdir() if entry.is_symlink() and entry.resolve() == path.resolve()]
+    others = [other.name for other in siblings(path) if is_complete(other)] if links else []
+    for link in links if others else ():
+        changed = partial_path(link)
+        changed.unlink(missing_ok=True)
+        changed.symlink_to(others[0])
+        os.replace(changed, link)
 
 
 # ---- durability

@@ -161,12 +161,12 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dic
     }
 
 
-def fit_with_model_checkpoint(folder: Path, world_size: int) -> tuple[list[str], list[str], list[int]]:
-    """Fit, resume from "last", test from "best"; return the folder's files after each fit, and the steps."""
+def fit_with_model_checkpoint(folder: Path, world_size: int, save_last: Any) -> tuple[list[str], list[str], list[int]]:
+    """Fit, resume from "last", test from "best"; return the folder's files after each fit, links with @, and steps."""
     names, steps = [], []
     for max_epochs in (3, 4):
         checkpoint = ModelCheckpoint(
-            dirpath=folder, filename="{step}", monitor="val/loss", save_top_k=2, save_last=True
+            dirpath=folder, filename="{step}", monitor="val/loss", save_top_k=2, save_last=save_last
         )
         fitted = runs.trainer(
             ReallocStrategy("static"), world_size, max_epochs=max_epochs, enable_checkpointing=True,
@@ -174,7 +174,7 @@ def fit_with_model_checkpoint(folder: Path, world_size: int) -> tuple[list[str],
         )  # fmt: skip
         held_out = runs.Batches(1, responses=True, seed=7)
         fitted.fit(runs.sft(), runs.Batches(2, responses=True), held_out, ckpt_path="last" if steps else None)
-        names.append(sorted(path.name for path in folder.iterdir()))
+        names.append(sorted(path.name + "@" * path.is_symlink() for path in folder.iterdir()))
         steps.append(fitted.global_step)
         fitted.test(dataloaders=held_out, ckpt_path="best", verbose=False)
     return names[0], names[1], steps

@@ -14,6 +14,7 @@ import torch
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoints.checkpoint import random_state, refuse_folder, set_random_state
+from lightning_realloc.strategies.checkpoints.verification import verify_checkpoint
 from tests.models import UNEVEN_HEADS
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import (
@@ -191,14 +192,18 @@ def test_frozen_roles_and_earlier_ranks_leave_no_files(workers: WorkerPool, tmp_
     assert torch.load(folder / "meta.pt", weights_only=True)["global_step"] == 2  # plain data only
 
 
-def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path: Path) -> None:
-    first, second, steps = workers.run(fit_with_model_checkpoint, tmp_path, 2, world_size=2, init_process_group=False)[
-        0
-    ]
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path: Path, save_last: Any) -> None:
+    first, second, steps = workers.run(
+        fit_with_model_checkpoint, tmp_path, 2, save_last, world_size=2, init_process_group=False
+    )[0]
 
     assert steps == [6, 8]
-    assert len(first) == 3 and "last.ckpt" in first  # the two best, and the last
-    assert len(second) == 3 and "last.ckpt" in second
+    assert len(first) == 3  # the two best, and the last
+    assert ("last.ckpt@" if save_last == "link" else "last.ckpt") in first
+    # Lightning writes "last" as a copy at the end of a run that saved nothing else.
+    assert len(second) == 3 and {"last.ckpt", "last.ckpt@"} & set(second)
+    assert verify_checkpoint(tmp_path / "last.ckpt")
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(workers: WorkerPool, tmp_path: Path) -> None:

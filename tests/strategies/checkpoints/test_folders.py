@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -139,7 +140,42 @@ def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
     assert content_of(target) == "old"
 
 
+def test_two_runs_that_save_to_one_path_mix_no_files(tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    own, other = partial_path(folder), partial_path(folder, "otherhost-1-aa")
+    assert own != other
+    make_checkpoint(other, "other")
+    (tmp_path / "last.ckpt.partial").mkdir()  # of an earlier version
+    ended = partial_path(folder, f"{socket.gethostname()}-{2**22 + 1}-bb")  # more than any process's number
+    ended.mkdir()
+    make_partial(folder).rmdir()
+    make_checkpoint(own, "own")
+    assert {path.name for path in tmp_path.iterdir()} == {own.name, other.name}, "what kills left is removed"
+    replace_folder(own, folder)
+    replace_folder(other, folder)
+    assert content_of(folder) == "other" and is_complete(folder)
+    # Nobody has written there for hours: the other run's host has lost it.
+    other.mkdir()
+    os.utime(other, (1e9, 1e9))
+    make_partial(folder).rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 # ---- removing
+def test_a_link_to_a_removed_checkpoint_leads_to_the_newest_other_one(tmp_path: Path) -> None:
+    first, second, third = (make_checkpoint(tmp_path / f"step={step}.ckpt", f"{step}") for step in (1, 2, 3))
+    for age, folder in enumerate((third, second, first)):
+        os.utime(folder / "realloc.json", (1e9 - age, 1e9 - age))
+    link = tmp_path / "last.ckpt"
+    link.symlink_to(first.name)
+    remove_checkpoint(first)
+    assert link.is_symlink() and content_of(link) == "3"
+    (third / "meta.pt").unlink()
+    remove_checkpoint(second)
+    assert second.exists(), "a link to the incomplete one is no newer checkpoint"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]
+
+
 def test_nothing_is_removed_that_is_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old, middle, new = (make_checkpoint(tmp_path / f"{number}.ckpt", "") for number in range(3))
     for age, folder in enumerate((new, middle, old)):
