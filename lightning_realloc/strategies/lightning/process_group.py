@@ -19,9 +19,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_on_one_host(environment: ClusterEnvironment, *, num_nodes: int) -> bool:
-    """Return whether all ranks are known to be on this host before they have met."""
+    """Return whether all ranks are known to be on this host before they have met.
+
+    They are if they meet at a loopback address, as processes that `ScriptLauncher` has started on one node do.
+    """
     if num_nodes > 1:
         return False
+    if environment.main_address in (LOOPBACK, "localhost"):
+        return True
     if not environment.creates_processes_externally or isinstance(environment, SLURMEnvironment):
         return True
     return "WORLD_SIZE" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

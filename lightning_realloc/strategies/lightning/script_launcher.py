@@ -23,10 +23,11 @@ from lightning_realloc.runtime.messages.kept_states import states_kept_in
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failed_ranks
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.launchers import STUCK_S
+from lightning_realloc.strategies.lightning.process_group import LOOPBACK
 from lightning_realloc.strategies.lightning.signals import STOP_SIGNALS
 
 REPORT_S = 0.5
-"""Seconds between two looks for ranks that a signal has ended."""
+"""Seconds between two checks for ranks that a signal has ended."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -59,6 +60,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         atexit.register(self._end_last)
+        if self.num_nodes == 1:  # so that every process finds that all are on one host
+            os.environ["MASTER_ADDR"] = LOOPBACK
         with children_watch_this_process(), states_kept_in(self.states_folder):
             super()._call_children_scripts()
         threading.Thread(target=self._report_killed, name="names killed ranks", daemon=True).start()

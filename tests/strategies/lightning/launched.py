@@ -20,6 +20,14 @@ from tests.strategies import runs
 from tests.strategies.runs import Batches
 
 
+def listening_addresses(port: int) -> set[str]:
+    """Return the addresses, in hexadecimal digits, at which any process of this host listens on a port; Linux alone."""
+    tables = [table for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if table.exists()]
+    lines = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    places = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {address for address, number in places if int(number, 16) == port}
+
+
 class Witness(Callback):
     """Writes a rank's results of the run."""
 
@@ -34,6 +42,7 @@ class Witness(Callback):
             "logged": runs.numbers(trainer.logged_metrics),
             "launcher": type(trainer.strategy.launcher).__name__,
             "process": os.getpid(),
+            "store": sorted(listening_addresses(int(os.environ["MASTER_PORT"]))),
         }
         (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(seen))
 

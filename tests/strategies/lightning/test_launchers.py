@@ -124,6 +124,8 @@ def test_one_script_gives_the_same_results_under_every_launcher(
     for folder, launcher in (pair for _, expected in started for pair in expected.items()):
         ranks, caller = read(tmp_path / folder)
         assert ranks[0]["launcher"] == launcher
+        if launcher != "InProcessLauncher" and Path("/proc/net/tcp").exists():
+            assert ranks[0]["store"] == ["0100007F"], "other hosts reach the store"
         assert ranks[0]["logged"] == pytest.approx(logged, abs=1e-5)
         # Weights and counts come back, whether the caller is a rank or has waited for the ranks.
         assert (caller["process"] == ranks[0]["process"]) == (launcher != "FullStateLauncher")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 
@@ -11,14 +12,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_realloc.strategies.lightning.process_group import is_on_one_host, start_on_loopback
+from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
+from tests.strategies.lightning.launched import listening_addresses
 from tests.workers import WorkerPool
-
-
-def listening_addresses(port: int) -> set[str]:
-    """Return the addresses, in hexadecimal digits, at which any process of this host listens on a port."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
-    places = [line[1].split(":") for line in lines if line[3] == "0A"]
-    return {address for address, number in places if int(number, 16) == port}
 
 
 def _meet() -> tuple[list[int], set[str]]:
@@ -37,7 +33,19 @@ def test_ranks_of_one_host_meet_at_a_store_on_loopback_alone(workers: WorkerPool
         assert addresses == {"0100007F"}  # 127.0.0.1
 
 
+def test_processes_of_a_script_on_one_node_are_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_nodes in (1, 2):
+        monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "host0"})
+        launcher = ScriptLauncher(LightningEnvironment(), 1, num_nodes)
+        launcher._call_children_scripts()
+        atexit.unregister(launcher._end_last)
+        for rank in ("0", "1"):  # the process that starts the others has a rank in its environment, too
+            os.environ["LOCAL_RANK"] = rank
+            assert is_on_one_host(LightningEnvironment(), num_nodes=num_nodes) == (num_nodes == 1)
+
+
 def test_ranks_of_several_hosts_need_a_store_that_all_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "host0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert is_on_one_host(TorchElasticEnvironment(), num_nodes=1)
