@@ -38,11 +38,11 @@ from lightning_realloc.runtime.messages.watchdog import Watchdog
 FAILURE_DEADLINE_S = 10.0
 """Seconds that a failed rank waits for the failure frames of the others. Ranks in a collective never send one."""
 
-LOOK_S = 1.0
-"""Seconds between two looks for lost ranks while this one waits for a frame; up to `MAX_LOOK_S` in a long wait."""
-MAX_LOOK_S = 5.0
+PROBE_INTERVAL_S = 1.0
+"""Seconds between two probes of the awaited rank during a wait. The interval grows up to `MAX_PROBE_INTERVAL_S`."""
+MAX_PROBE_INTERVAL_S = 5.0
 MAX_PAUSE_S = 0.001
-"""Longest pause between two looks for a frame. Pauses are 1/64 of the wait so far, so short waits stay short."""
+"""Longest pause between two checks for a frame. Pauses are 1/64 of the wait so far, so short waits stay short."""
 
 _HEADER_TAG, _CONTENT_TAG = 1, 2
 
@@ -65,7 +65,7 @@ class FrameKind(IntEnum):
     RETURNED = 6
     """Responses that a rank finished for another rank."""
     PROBE = 7
-    """Nothing, to a rank that this one waits for: gloo sends nothing to a process that has ended."""
+    """Empty frame that tests the connection to an awaited rank: sending to a process that has ended fails."""
 
 
 class Frame(NamedTuple):
@@ -117,8 +117,10 @@ class Mailbox:
         self._incoming: tuple[dist.Work, Tensor] | None = None
         """The header that is received next, from any rank."""
         self._probe = torch.tensor([FrameKind.PROBE, 0, 0, 0, 0], dtype=torch.int64)
-        self._probes: list[dist.Work] = []
-        """Probes that were sent. Ranks that receive nothing more leave the last ones unread."""
+        self._probes: dict[int, list[dist.Work]] = {}
+        """Rank -> probes since the last frame to it. A rank that receives nothing more leaves them unread."""
+        self._wait_began, self._probe_at = 0.0, 0.0
+        """Moments of `time.monotonic`: the beginning of the current wait, and its next probe."""
         self._lost: set[int] = set()
         """Ranks whose process is known to have ended."""
         self._bulk_channel: BulkChannel | None = None
@@ -143,6 +145,7 @@ class Mailbox:
         header = torch.tensor([kind, run, call, part, content.numel()], dtype=torch.int64)
         for rank in to:
             self._start(header, rank, _HEADER_TAG, run)
+            self._pending += [(run, probe, self._probe) for probe in self._probes.pop(rank, ())]  # received before it
             if content.numel():
                 self._start(content, rank, _CONTENT_TAG, run)
 
@@ -155,6 +158,7 @@ class Mailbox:
         frame = Frame(kind, run, call, source, part)
         if frame not in self._arrived:
             begin = time.perf_counter()
+            self._begin_wait()
             with self.record.during(f"waiting for data of rank {source}", waits_for=(source,)):
                 while frame not in self._arrived:
                     self._receive_next(source)
@@ -201,6 +205,8 @@ class Mailbox:
         self._failures[self._rank] = (error is not None, type(error).__name__, str(error))
         text = json.dumps(self._failures[self._rank]).encode()
         deadline = time.monotonic() + FAILURE_DEADLINE_S
+        self._begin_wait()
+        num_sent_before = len(self._pending)
         for rank in self.others:
             with suppress(RankLost):  # this rank has ended already: still send to the others
                 self.send([rank], FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -208,7 +214,7 @@ class Mailbox:
         with suppress(ReallocError):
             while missing := set(self.others) - self._failures.keys() - self._lost:
                 self._receive_failure(min(missing), deadline)
-            for _, work, _ in self._pending[-len(self.others) * 2 :]:
+            for _, work, _ in self._pending[num_sent_before:]:
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
 
@@ -292,8 +298,8 @@ class Mailbox:
     def _next_header(self, awaited: int, deadline: float) -> tuple[int, list[int]]:
         """Return the source and the fields of the next header.
 
-        Looks for it again and again. A wait of gloo's for any rank never ends when one is lost, and a time-out of
-        gloo's breaks the connections of all.
+        Checks for it repeatedly. A wait of gloo's for any rank never ends when one is lost, and a time-out of gloo's
+        breaks the connections of all.
         """
         if self._incoming is None:
             empty = torch.full((5,), -1, dtype=torch.int64)
@@ -301,30 +307,35 @@ class Mailbox:
         work, header = self._incoming
         fields = header.numpy()  # the last field, a size, arrives last
         began = time.monotonic()
-        look_at = began + LOOK_S
         while fields[-1] < 0:
             now = time.monotonic()
             if now > deadline:
                 raise RankLost("other ranks did not answer in time; see their own logs")
-            if now > look_at:
-                self._look_for_lost(awaited)
-                look_at = now + min(MAX_LOOK_S, max(LOOK_S, (now - began) / 10))
+            if now > self._probe_at:
+                self._probe_rank(awaited)
+                interval = max(PROBE_INTERVAL_S, (now - self._wait_began) / 10)
+                self._probe_at = now + min(MAX_PROBE_INTERVAL_S, interval)
             time.sleep(min(MAX_PAUSE_S, (now - began) / 64))
         self._wait(work, None)
         self._incoming = None
         return int(work._source_rank()), header.tolist()
 
-    def _look_for_lost(self, awaited: int) -> None:
-        """Raise RankLost if the awaited rank has ended, or the process that hosts the store."""
+    def _begin_wait(self) -> None:
+        """Begin to count the seconds to the next probe, which frames of other ranks do not delay."""
+        self._wait_began = time.monotonic()
+        self._probe_at = self._wait_began + PROBE_INTERVAL_S
+
+    def _probe_rank(self, rank: int) -> None:
+        """Raise RankLost if a rank has ended, or the process that hosts the store."""
         if self._watchdog is not None and self._watchdog.store_is_lost:
             raise RankLost("the process group's store has ended")
-        self._probes.append(self._start_send(self._probe, awaited, _HEADER_TAG))
+        self._probes.setdefault(rank, []).append(self._start_send(self._probe, rank, _HEADER_TAG))
 
     def _probe_all(self) -> None:
         """Note every rank whose process has ended."""
         for rank in self.others:
             with suppress(RankLost):
-                self._look_for_lost(rank)
+                self._probe_rank(rank)
 
     def _start_receive(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
         """Start to receive a tensor of one rank, or of any for None."""

@@ -21,7 +21,7 @@ from tests.workers import PRELOADED, rank_environments
 WAITS_FOR = {1: {0: 1, 2: 0}, 0: {1: 2, 2: 0}}
 """Killed rank -> each other rank -> the rank that it waits for: one of them waits for the other."""
 NOTICED_S = 30.0
-"""Seconds within which all ranks end; 5 on two idle cores. Without a look for lost ranks they wait half an hour."""
+"""Seconds within which all ranks end; 5 on two idle cores. Without probes they wait half an hour."""
 
 
 def run_rank(killed: int, variables: dict[str, str], folder: Path) -> None:

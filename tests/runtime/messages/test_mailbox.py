@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from lightning_realloc.runtime.messages.failure_store import (
     peer_failures,
     publish_loss,
 )
+from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.watchdog import Watchdog
 from tests.workers import WorkerPool
 
 
@@ -70,6 +73,45 @@ def test_a_sender_does_not_wait_before_release(workers: WorkerPool) -> None:
     (sent_after, let_go_after), (_, waited) = workers.run(_send_to_a_rank_that_sleeps, world_size=2)
     assert sent_after < 0.6 < 0.8 < let_go_after
     assert waited < 0.8
+
+
+def _wait_among_frames(folder: Path) -> str:
+    """Return the error of rank 0, which knows that the store is lost, while rank 1 sends it frames of another call."""
+    rank = dist.get_rank()
+    watchdog = Watchdog(FlightRecord(), rank=rank, world_size=2, timeout_s=60, action="warn", folder=folder)
+    watchdog.store_is_lost = True
+    mailbox, has_ended = Mailbox(rank, 2, dist.new_group(backend="gloo"), watchdog), folder / "has_ended"
+    give_up_at = time.monotonic() + 8
+    while rank == 1 and not has_ended.exists() and time.monotonic() < give_up_at:
+        mailbox.send([0], FrameKind.ROWS, 0, 0, _bytes(1))
+        time.sleep(0.2)
+    if rank == 1:
+        return str(has_ended.exists())
+    try:
+        mailbox.receive(FrameKind.ROWS, 0, 1, 1)
+    except RankLost as error:
+        has_ended.touch()
+        return str(error)
+    return "nothing"
+
+
+def test_frames_of_other_calls_do_not_delay_the_search_for_lost_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(_wait_among_frames, tmp_path, world_size=2) == ["the process group's store has ended", "True"]
+
+
+def _probe_and_send() -> tuple[int, int]:
+    """Return the number of messages that are kept after two probes and a frame of this rank have been received."""
+    rank, mailbox = _open()
+    for _ in range(2):
+        mailbox._probe_rank(1 - rank)
+    mailbox.send(mailbox.others, FrameKind.ROWS, 0, 0, _bytes(1))
+    mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank)
+    mailbox.release(0)
+    return len(mailbox._probes), len(mailbox._pending)
+
+
+def test_probes_that_were_received_are_not_kept(workers: WorkerPool) -> None:
+    assert workers.run(_probe_and_send, world_size=2) == [(0, 0)] * 2
 
 
 def _fail_on(failing: dict[int, Exception]) -> str:
