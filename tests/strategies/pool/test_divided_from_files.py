@@ -17,6 +17,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import allocate_weights, fill_weights, local_tensors, take_weights
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.runtime.reference import local_part
 from tests.strategies import runs
@@ -25,6 +26,7 @@ from tests.workers import WorkerPool
 
 LAYOUTS = ("fsdp4@0-3", "tp2@2-3", "dp2.tp2@0-3", "fsdp2.tp2@0-3", "dp4@3,1,2,0", "dp1@2", "dp2.fsdp2@0-3",
            "pp2.fsdp2@0-3", "pp2.tp2@0-3")  # fmt: skip
+BOUNDARIES = ("tp2@2-3", "fsdp2.tp2@0-3", "dp4@3,1,2,0", "pp2.fsdp2@0-3")
 DEVICE = torch.device("cpu")
 
 
@@ -77,7 +79,7 @@ def _read(roles: list[Role], layout_text: str) -> dict[str, bool]:
     return facts
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", matrix(LAYOUTS, *BOUNDARIES))
 def test_every_rank_reads_the_regions_of_its_layout(layout: str, roles: list[Role], workers: WorkerPool) -> None:
     answers = workers.run(_read, roles, layout)
     assert any(answers)
@@ -106,7 +108,12 @@ def _train(kind: type[runs.RecordedPPO], folder: Path, source: str, precision: s
 
 
 @pytest.mark.parametrize(
-    ("source", "precision"), [("folder", "32-true"), ("folder", "bf16-mixed"), ("config", "bf16-true")]
+    ("source", "precision"),
+    matrix(
+        [("folder", "32-true"), ("folder", "bf16-mixed"), ("config", "bf16-true")],
+        ("folder", "bf16-mixed"),
+        ("config", "bf16-true"),
+    ),
 )
 def test_training_equals_that_of_models_that_are_built_whole(
     source: str, precision: str, roles: list[Role], workers: WorkerPool

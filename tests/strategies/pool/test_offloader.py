@@ -16,6 +16,7 @@ from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.pool import test_memory_check as test_memory
 from tests.strategies.pool.test_moving_average import Averaged
@@ -135,7 +136,7 @@ def test_checkpoints_averages_and_other_plans_read_offloaded_weights(workers: Wo
 
 
 @CPU_ALONE
-@pytest.mark.parametrize(("infer", "generate"), [("dp2", "dp2"), ("tp2", "dp2")])
+@pytest.mark.parametrize(("infer", "generate"), matrix([("dp2", "dp2"), ("tp2", "dp2")], ("tp2", "dp2")))
 def test_offloading_saves_the_predicted_memory(workers: WorkerPool, infer: str, generate: str) -> None:
     plan = calls(actor_train="fsdp2", actor_generate=generate, reference_infer=infer)
     found = {
