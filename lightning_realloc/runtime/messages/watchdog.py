@@ -200,13 +200,14 @@ class Watchdog:
         results: list[T] = []
 
         def run() -> None:
-            connected = self._store is not None
+            store = self._store
             try:
-                if not connected:
+                if store is None:
                     self._introduce()
                 results.append(action())
             except dist.DistNetworkError:
-                self.store_is_lost = connected
+                if store is not None and store is self._store:  # not one of an earlier process group
+                    self.store_is_lost = True
             except RuntimeError:
                 pass  # it did not answer in time
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lightning_realloc.runtime.messages import watchdog
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
@@ -92,3 +93,41 @@ def test_a_store_that_never_answers_is_reported_and_holds_nothing_up(
     watching.stop()
     assert "rank 1 has waited" in caplog.messages[0]
     assert "mostly rank 0, is stopped or lost" in caplog.messages[0]
+
+
+class _LostStore:
+    """A store that answers until a rank begins to ask, and then is lost some time later."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.is_over = threading.Event(), threading.Event()
+
+    def add(self, name: str, amount: int) -> int:
+        """Return 0 for the first question of a rank that introduces itself."""
+        if self.is_asked.is_set():
+            self.is_over.wait()
+            raise dist.DistNetworkError("the connection was closed")
+        self.is_asked.set()
+        return 0
+
+    def set(self, name: str, value: str) -> None:
+        """Keep nothing."""
+
+
+def test_the_lost_store_of_an_earlier_process_group_does_not_end_the_next_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lost = _LostStore()
+    stores = iter([lost, dist.HashStore()])
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.05)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "_connect", lambda: next(stores))
+    watching = Watchdog(FlightRecord(), rank=0, world_size=2, timeout_s=60, action="warn", folder=tmp_path)
+    watching.start()
+    while (asking := watching._store_thread) is None or not asking.is_alive():
+        time.sleep(0.01)  # until the rank has asked
+    watching.stop()
+    watching.start()
+    lost.is_over.set()
+    asking.join(10)
+    watching.stop()
+    assert not asking.is_alive() and not watching.store_is_lost
