@@ -69,8 +69,11 @@ def confirm_stall(
 
 
 def is_certain(states: Mapping[int, RankState | None]) -> bool:
-    """Return whether a stall cannot be a slow start: a rank is silent, or none is in the first call of a name."""
-    return None in states.values() or all(state is not None and state.usual_s for state in states.values())
+    """Return whether a stall cannot be a slow start: no rank that answers is in the first call of a name.
+
+    A silent rank may be loading, too: code that holds Python's lock for seconds keeps its thread from answering.
+    """
+    return all(state is None or state.usual_s for state in states.values())
 
 
 def _whereabouts(state: RankState | None) -> tuple[str, int] | None:

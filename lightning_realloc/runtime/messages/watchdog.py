@@ -52,7 +52,7 @@ Models load, compile and start engines then, and nothing shows how long that tak
 STALL_EXIT_CODE = 124
 """Exit code of a process that ended because of a stall, as of the command ``timeout``."""
 POLL_S = 1.0
-"""Seconds between two looks at this rank's call and at questions of other ranks."""
+"""Seconds between two checks of this rank's call and of questions of other ranks."""
 ANSWER_S = 5.0
 """Seconds that a rank waits for the states of others. They answer within `POLL_S` unless their process is stopped."""
 
@@ -168,9 +168,9 @@ class Watchdog:
         own = self._state(0)
         if own.waits_for is None or self.store_is_lost:  # then the wait itself ends
             return
-        states: Mapping[int, RankState | None] = {0: None}
+        states: Mapping[int, RankState | None] = {self._rank: own}
         try:
-            confirmed = confirm_stall(self._reach_store(self._ask), self._reach_store(self._ask))
+            confirmed = confirm_stall(self._ask_twice_if_silent(), self._reach_store(self._ask))
             if confirmed is None:
                 return
             states, message = confirmed, describe_stall(self._rank, confirmed)
@@ -241,6 +241,12 @@ class Watchdog:
                     states[rank] = state if state.answers >= question or state.has_ended else None
             time.sleep(0.05)
         return states
+
+    def _ask_twice_if_silent(self) -> dict[int, RankState | None]:
+        """Return as `_ask`. A store that is silent once, as on a busy host, is asked again."""
+        with suppress(_StoreSilentError):
+            return self._reach_store(self._ask)
+        return self._reach_store(self._ask)
 
     def _answer(self) -> None:
         """Publish this rank's state if a rank asked for it, or it has changed.
