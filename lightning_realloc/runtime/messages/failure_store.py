@@ -21,7 +21,9 @@ from lightning_realloc import errors
 from lightning_realloc.errors import RankLost, ReallocError
 
 CHECK_S = 1.0
-"""Seconds between two looks at the store while a rank waits."""
+"""Seconds between two questions to the store while a rank waits."""
+_COUNT_KEY = "failures_and_losses"
+"""Key for the number of failures and losses published since the store exists, also of earlier runs."""
 Value = TypeVar("Value")
 _BROKEN = re.compile(r"gloo/transport.*(by peer|broken pipe|time(d )?out|connect)", re.IGNORECASE | re.DOTALL)
 """Messages of the RuntimeErrors that gloo raises when another process has ended."""
@@ -37,7 +39,7 @@ def is_broken_connection(error: BaseException) -> bool:
 def publish_failure(rank: int, error: BaseException) -> None:
     """Write this rank's error to the store, for the other ranks to read."""
     with suppress(RuntimeError):  # the rank that hosts the store has ended
-        _store().set(_key(rank), json.dumps([type(error).__name__, str(error)]))
+        _publish(_key(rank), json.dumps([type(error).__name__, str(error)]))
 
 
 def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
@@ -93,6 +95,8 @@ def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> 
 def _cause_to_end(world_size: int) -> str | None:
     """Return the first rank that failed or was lost; None if no rank knows of one."""
     try:
+        if not _store().add(_COUNT_KEY, 0):  # one question in place of two for every rank
+            return None
         for rank, (name, message) in _published(world_size).items():
             return f"rank {rank} failed with {name}: {message}"
         lost = next(filter(is_lost, range(world_size)), None)
@@ -109,7 +113,7 @@ def clear_failure(rank: int) -> None:
 
 def publish_loss(rank: int) -> None:
     """Write to the store that another rank's process has ended. Raises RuntimeError if the store has ended, too."""
-    _store().set(_lost_key(rank), "")
+    _publish(_lost_key(rank), "")
 
 
 def is_lost(rank: int) -> bool:
@@ -126,6 +130,12 @@ def explain_broken_connection(error: BaseException, rank: int, world_size: int) 
             error.add_note(f"rank {other} failed first, with {name}: {message}")
     elif isinstance(error, Exception | SystemExit):
         publish_failure(rank, error)
+
+
+def _publish(key: str, content: str) -> None:
+    store = _store()
+    store.set(key, content)
+    store.add(_COUNT_KEY, 1)
 
 
 def _store() -> Any:
