@@ -6,7 +6,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Full, Queue
@@ -17,6 +17,7 @@ from lightning_realloc.data.row_streams import Chunk, Mark, RowStream
 from lightning_realloc.data.rows import Row, check_same_columns
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.messages.plain_data import encode_value
 
 T = TypeVar("T")
 
@@ -102,6 +103,7 @@ class BlockReader:
         mine: _Chunks | DataError
         try:
             mine = next(chunks, {})
+            _check_plain(row for chunk in mine.values() for row in chunk.rows)
         except DataError as error:  # raised below on every rank, since the others wait for this one's rows
             mine = error
         everyone: list[_Chunks | DataError] = gather_objects(mine)
@@ -111,6 +113,21 @@ class BlockReader:
                 raise theirs
             merged |= theirs
         return merged
+
+
+def _check_plain(rows: Iterable[Row]) -> None:
+    """Raise DataError, naming row and column, for a value that ranks cannot exchange."""
+    for row in rows:
+        for column, value in row.values.items():
+            if isinstance(value, str | int | float):
+                continue
+            try:
+                encode_value(value)
+            except DataError as error:
+                raise DataError(
+                    f"column {column!r} of {row.place} cannot be sent to the other ranks, among which the shards of "
+                    f"this stream are divided: {error}. Remove the column with remove_columns(), or map() it"
+                ) from error
 
 
 def _in_turn(parts: list[tuple[Row, ...]]) -> tuple[Row, ...]:

@@ -248,6 +248,14 @@ def test_a_row_that_one_rank_cannot_read_is_named_on_all_ranks(workers: WorkerPo
     assert answers[0] == answers[1] and answers[0].startswith(told)
 
 
+def test_a_value_that_ranks_cannot_exchange_is_named_with_its_row_and_column() -> None:
+    table = stream([5] * 4).map(lambda row: {"sound": 1j})
+    divided = loader(table, batch_size=2, shuffle_buffer=8, shuffle=True, num_ranks=2, reads_ahead=False)
+    named = r"column 'sound' of row 0 of part 1 of 4 of numbers cannot be sent to the other ranks.* builtins.complex is"
+    with pytest.raises(DataError, match=named):
+        drawn(divided, 1)
+
+
 def learn_apart(shards: list[int], max_staleness: int) -> list[Any]:
     """Return every response of four iterations of a run whose ranks generate and train apart, from a divided stream."""
     models = {role: tiny_model("llama", vocab_size=259) for role in ("actor", "reference")}

@@ -15,6 +15,7 @@ from decimal import Decimal
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -31,8 +32,13 @@ _TEXTS: Mapping[str, Callable[[str], object]] = {
     "decimal": Decimal,
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda text: datetime.timedelta(*map(int, text.split())),
+    "uuid": UUID,
 }
 """Tag -> constructor of values that are sent as text."""
+_ARRAY_KINDS = "biufcUSmM"
+"""numpy's letters of numbers, texts, bytes, durations and dates, which hold no references."""
 _CONTAINERS: Mapping[str, Callable[..., object]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -51,12 +57,14 @@ def decode_value(content: bytes) -> Any:
     """Return the value that `encode_value` was given.
 
     Raises:
-        DataError: for content that it did not make.
+        ReallocError: for content that it did not make.
     """
     end = _SIZE_BYTES + int.from_bytes(content[:_SIZE_BYTES], "big")
     try:
         return _Decoder(content, end).value(json.loads(content[_SIZE_BYTES:end]))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except ReallocError:  # a value's own check
+        raise
+    except Exception as error:  # of any class: the content chooses which constructor is given what
         raise DataError(f"a message between ranks holds no plain data: {type(error).__name__}: {error}") from error
 
 
@@ -76,7 +84,7 @@ def _to_json(value: Any, blobs: list[bytes]) -> Any:
         plain = value.detach().cpu().contiguous()
         blob = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         return {"tensor": [_name(plain.dtype), list(plain.shape), _append(blob, blobs)]}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
         return {"array": [value.dtype.str, list(value.shape), _append(value.tobytes(), blobs)]}
     if isinstance(value, np.generic):
         return _to_json(value.item(), blobs)
@@ -94,6 +102,12 @@ def _text(value: object) -> tuple[str, str] | None:
         return "datetime", value.isoformat()
     if isinstance(value, datetime.date):
         return "date", value.isoformat()
+    if isinstance(value, datetime.time):
+        return "time", value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return "timedelta", f"{value.days} {value.seconds} {value.microseconds}"
+    if isinstance(value, UUID):
+        return "uuid", str(value)
     return ("decimal", str(value)) if isinstance(value, Decimal) else None
 
 

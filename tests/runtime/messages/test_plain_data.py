@@ -8,6 +8,7 @@ import pickle
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ def test_plain_values_and_the_values_of_this_package_survive_a_message() -> None
         1: [None, True, -3, 0.1, float("inf"), "a\ud800\n", b"\x00\xff"],
         ("tuple", torch.bfloat16): ({1, 2}, frozenset({"a"}), (), [], {}),
         "dates": [datetime.date(2026, 2, 3), datetime.datetime(2026, 2, 3, 4, 5), Decimal("0.10")],
+        "times": [datetime.time(4, 5, 6, 7), datetime.timedelta(-1, 2, 3), UUID(int=7)],
         "paths": [Path("/a/b"), RemotePath("s3", "bucket/x")],
         "own": [Layout.parse("fsdp2@0-1"), Frame(FrameKind.ROWS, 1, 2, 3)],
         "numpy": [np.float64(0.5), np.int64(7), torch.Size((2, 3))],
@@ -36,8 +38,10 @@ def test_plain_values_and_the_values_of_this_package_survive_a_message() -> None
     for tensor in (torch.randn(2, 0, 3), torch.randn(3, 4).bfloat16().T, torch.tensor(True), torch.tensor(7)):
         again = decode_value(encode_value([b"x", tensor]))[1]
         assert torch.equal(again, tensor) and again.dtype == tensor.dtype and again.shape == tensor.shape
-    array = np.arange(6, dtype=">i2").reshape(2, 3).T
-    assert np.array_equal(decode_value(encode_value(array)), array)
+    texts, days = np.array([["a", "b\ud800"]]), np.array(["2026-02-03"], "M8[ns]")
+    for array in (np.arange(6, dtype=">i2").reshape(2, 3).T, texts, days, days - days, np.array([b"x"])):
+        again = decode_value(encode_value(array))
+        assert np.array_equal(again, array) and again.dtype == array.dtype
 
 
 def test_an_error_keeps_its_class_and_message() -> None:
@@ -75,6 +79,10 @@ def _message(value: object) -> bytes:
         _message({"dtype": "load"}),
         _message({"tensor": ["float32", [9], 4]}),
         _message({"a": 1, "b": 2}),
+        _message({"object": ["lightning_realloc.layout.dims:Layout"]}),
+        _message({"tensor": ["float32", [9], 0]}),
+        _message({"decimal": "x"}),
+        _message({"timedelta": "9999999999 0 0"}),
     ],
 )
 def test_a_message_of_another_program_runs_no_code(content: bytes) -> None:
