@@ -119,15 +119,20 @@ def is_started_by_torchrun() -> bool:
 
 
 def report_failed_ranks(rank: int, failed: Mapping[int, int], launcher: object) -> None:
-    """Print one line for each failed rank.
+    """Print one line for each failed rank that was not reported before.
 
     Args:
         rank: Rank of this process, which started the others.
         failed: Exit codes, or negative numbers of signals, by the offset from this rank.
-        launcher: Launcher that started them, which keeps their states in ``states_folder`` if it starts scripts.
+        launcher: Launcher that started them. If it starts scripts, it keeps their states in ``states_folder``, and the
+            ``reported`` ones.
     """
     folder: str | None = getattr(launcher, "states_folder", None)
+    reported: set[int] = getattr(launcher, "reported", set())
     for number, code in failed.items():
+        if number in reported:
+            continue
+        reported.add(number)
         name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
         how = f"ended with exit code {code}; see its error above"
         if code < 0:

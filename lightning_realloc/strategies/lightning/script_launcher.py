@@ -72,6 +72,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._states = TemporaryDirectory(prefix="realloc-states-", ignore_cleanup_errors=True)
         return self._states.name
 
+    @cached_property
+    def reported(self) -> set[int]:
+        """Started ranks that were reported as failed, as offsets from this rank."""
+        return set()
+
     def _report_killed(self) -> None:
         """Name the first rank that a signal ends, and its call. Lightning's observer kills this process soon after."""
         while self.procs:

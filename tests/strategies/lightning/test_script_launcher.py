@@ -72,6 +72,7 @@ def test_a_killed_rank_is_named_at_once_with_its_last_known_call(
     codes = ("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)")
     launcher.procs = [subprocess.Popen([sys.executable, "-S", "-c", code]) for code in codes]
     launcher._report_killed()
+    failures.report_failed_ranks(0, {2: -9}, launcher)
     launcher.procs[0].kill()
     assert capsys.readouterr().err == (
         "rank 2 was ended by SIGKILL; it was last seen in actor.generate, at last in rewards.py:7 in judge\n"
