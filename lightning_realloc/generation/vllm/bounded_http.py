@@ -21,9 +21,11 @@ def fetch(
     parts = urlsplit(address)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
-    connection.connect()
-    clock = _Deadline(connection.sock, timeout_s)
+    clock = _Deadline(timeout_s)
     try:
+        connection.connect()
+        clock.connection = connection.sock  # which the connection forgets before the end of some answers
+        clock.check()
         method = "GET" if data is None else "POST"
         connection.request(method, f"{parts.path}/{route}", data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -45,16 +47,19 @@ def fetch(
 class _Deadline:
     """Ends a connection after some seconds: a socket's own time-out begins anew with every byte."""
 
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection, self._seconds, self._is_over = connection, seconds, False
+    def __init__(self, seconds: float) -> None:
+        self.connection: socket.socket | None = None
+        """The connection; None until it is made, and then only `check` ends it."""
+        self._seconds, self._is_over = seconds, False
         self._timer = threading.Timer(seconds, self._end)
         self._timer.daemon = True
         self._timer.start()
 
     def _end(self) -> None:
         self._is_over = True
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        if self.connection is not None:
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
     def check(self) -> None:
         """Raise TimeoutError after the deadline."""
@@ -62,5 +67,5 @@ class _Deadline:
             raise TimeoutError(f"no whole answer within {self._seconds:g} s")
 
     def stop(self) -> None:
-        """Leave the connection as it is."""
+        """Cancel the timer."""
         self._timer.cancel()
