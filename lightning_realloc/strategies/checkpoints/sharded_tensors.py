@@ -154,9 +154,13 @@ class _SavePlanner(DefaultSavePlanner):
         self._copies = {item.index: self._view(item).to("cpu", copy=True).contiguous() for item in plan.items}
         self._state = {}
 
+    def release_copies(self) -> None:
+        """Free the copies. Not before all are written: a write that failed begins again with the first one."""
+        self._copies = None
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         if self._copies is not None:
-            return self._copies.pop(write_item.index)
+            return self._copies[write_item.index]
         return self._view(write_item).cpu().contiguous()
 
     def _view(self, write_item: WriteItem) -> Tensor:
@@ -290,9 +294,11 @@ class ShardWriter(FileSystemWriter):
         self._planner.copy_to_host(self._plan)
 
     def write(self) -> list[WrittenRegion]:
-        """Write this rank's regions, and return where they are."""
+        """Write this rank's regions, and return where they are. May be called again after an error."""
         written = []
-        for each in super().write_data(self._plan, self._planner).value():
+        results = super().write_data(self._plan, self._planner).value()
+        self._planner.release_copies()
+        for each in results:
             index, place = each.index, each.storage_data
             starts, num_bytes = tuple(index.offset or ()), each.size_in_bytes
             written.append(WrittenRegion(index.fqn, starts, num_bytes, place.relative_path, place.offset, place.length))

@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from lightning_realloc import remote_path
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout import ModelLayout
+from lightning_realloc.remote_path import as_path
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.strategies.checkpoints.remote.remote_files import RemoteFiles
 from lightning_realloc.strategies.checkpoints.sharded_tensors import (
     ShardedTensor,
     ShardWriter,
@@ -19,6 +22,7 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import (
 )
 from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
+from tests.strategies.checkpoints.remote.object_stores import ObjectStore, address
 from tests.workers import WorkerPool
 
 LAYOUTS = ("fsdp4", "tp4", "fsdp2.tp2", "dp2.tp2@3,1,0,2", "tp2@2-3", "dp4", "fsdp3@0,1,3", "dp1@1")
@@ -103,6 +107,17 @@ def test_copies_are_written_as_they_were(tmp_path: Path) -> None:
 
     assert all(torch.equal(tensor, full[name]) for name, tensor in read_whole(tmp_path, full).items())
     assert all(not tensor.local.any() for tensor in state.values() if tensor.local is not None)
+
+
+def test_copies_are_written_again_after_a_lost_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_path, "FIRST_WAIT_S", 0.001)
+    full, folder = full_tensors(odd_model()), as_path(address(tmp_path))
+    writer = ShardWriter(_held(lay_out("dp1"), full, 0, empty=False), folder, files=RemoteFiles())
+    writer.plan_on_all_ranks()
+    writer.copy_to_host()
+    monkeypatch.setattr(ObjectStore, "resets_left", 2)
+    writer.complete([remote_path.retried(writer.write)])
+    assert all(torch.equal(tensor, full[name]) for name, tensor in read_whole(folder, full).items())
 
 
 def test_one_process_saves_and_reads_without_a_process_group(tmp_path: Path) -> None:
