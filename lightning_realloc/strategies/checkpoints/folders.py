@@ -10,10 +10,12 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import shutil
 import socket
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,8 +25,10 @@ from typing import Any
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.realloc.plan import format_bytes
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
+from lightning_realloc.runtime.transfer.shared_memory import host_identity
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     ROLES_FILE,
+    age_s,
     file_records,
     is_checkpoint,
     is_complete,
@@ -39,10 +43,15 @@ log = logging.getLogger(__name__)
 
 _PARTIAL = ".partial"
 _TOKEN = uuid.uuid4().hex[:8]
-"""Part of this process's name as a writer: containers may share names of hosts and numbers of processes."""
+"""Part of this process's name as a writer: the system may give its number to another process later."""
+_PARTIAL_END = re.compile(r"\.(?:([^.]+-\d+-[0-9a-f]+)\.)?partial")
+"""End of a partial folder's name with its `writer_name`, which has no dots: else ``a.b`` could be ``a`` of a writer."""
 ABANDONED_AFTER_S = 3600.0
 """Seconds without a change after which another host's partial folder is removed. Fewer: a slow save is taken for one
 that was killed."""
+MOVED_AFTER_S = 60.0
+"""Seconds without a change after which another host's complete checkpoint is not about to be moved by its writer.
+More: a run that is soon restarted on another host resumes from the checkpoint before."""
 _PREVIOUS = ".being-replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of Linux' ``renameat2``: paths are relative to the working directory; swap both entries."""
@@ -55,7 +64,16 @@ _CHANGED_BY_OTHERS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 # ---- names
 def writer_name() -> str:
     """Return a name that no other process has."""
-    return f"{socket.gethostname()}-{os.getpid()}-{_TOKEN}"
+    return f"{_process_space()}-{os.getpid()}-{_TOKEN}"
+
+
+def _process_space() -> str:
+    """Return a name of the processes that `os.kill` finds here. Containers may share a host's name, but not those."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        namespace = ""
+    return f"{socket.gethostname().partition('.')[0]}-{zlib.crc32((host_identity() + namespace).encode()):08x}"
 
 
 def partial_path(folder: Path, writer: str | None = None) -> Path:
@@ -72,20 +90,22 @@ def _partial_paths(folder: Path) -> dict[Path, str]:
         found = list(folder.parent.iterdir())
     except OSError:  # there is no such folder yet
         return {}
-    start = f"{folder.name}."
-    names = {path: f"{path.name.removesuffix(_PARTIAL)}." for path in found if path.suffix == _PARTIAL}
-    return {path: name[len(start) : -1] for path, name in names.items() if name.startswith(start)}
+    ends = {path: path.name.removeprefix(folder.name) for path in found if path.name.startswith(folder.name)}
+    return {path: match[1] or "" for path, end in ends.items() if (match := _PARTIAL_END.fullmatch(end))}
 
 
-def _is_abandoned(partial: Path, writer: str) -> bool:
-    """Return whether no process writes to a partial folder any more, as far as this host can tell."""
-    host, _, number = writer.rpartition("-")[0].rpartition("-")
+def _is_abandoned(partial: Path, writer: str, *, after_s: float) -> bool:
+    """Return whether no process writes to a partial folder any more, as far as this host can tell.
+
+    ``after_s`` is the number of seconds without a change that says so of a process that this host does not know.
+    """
     if writer in ("", writer_name()):
         return True
-    if host == socket.gethostname() and number.isdigit() and not _is_running(int(number)):
+    space, _, number = writer.rpartition("-")[0].rpartition("-")
+    if space == _process_space() and not _is_running(int(number)):
         return True
     changes = [path.stat().st_mtime for path in (partial, *partial.rglob("*")) if path.exists()]
-    return max(changes, default=0.0) + ABANDONED_AFTER_S < time.time()
+    return max(changes, default=0.0) + after_s < time.time()
 
 
 def _is_running(process: int) -> bool:
@@ -183,7 +203,7 @@ def make_partial(folder: Path) -> Path:
     """Make the empty folder in which a checkpoint is written, and remove what a kill left of earlier ones."""
     partial = partial_path(folder)
     for left, writer in _partial_paths(folder).items():
-        if _is_abandoned(left, writer):
+        if _is_abandoned(left, writer, after_s=ABANDONED_AFTER_S):
             remove(left)
     if os.path.lexists(folder):
         _remove_previous(folder)
@@ -231,12 +251,15 @@ def _exchange(one: Path, other: Path) -> bool:
 def finish_replacement(path: Path) -> Path:
     """Complete a replacement that a kill interrupted, and return the path to read instead of ``path``.
 
-    Only for the run that will write to this path next: another one could be in the middle of a replacement.
+    Takes the newest of several complete ones, but none that a running process may be about to move. Only for the run
+    that will write to this path next: another one could be between its two renames.
     """
     folder = _target_path(path)
     if os.path.lexists(folder):
         return path
-    for left in (*_partial_paths(folder), previous_path(folder)):
+    partials = sorted(_partial_paths(folder).items(), key=lambda one: age_s(one[0] / ROLES_FILE) or 0.0, reverse=True)
+    abandoned = (left for left, writer in partials if _is_abandoned(left, writer, after_s=MOVED_AFTER_S))
+    for left in (*abandoned, previous_path(folder)):
         if is_complete(left):
             try:
                 os.rename(left, folder)

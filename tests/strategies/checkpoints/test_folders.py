@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,8 +26,10 @@ from lightning_realloc.strategies.checkpoints.folders import (
     name_write_errors,
     partial_path,
     previous_path,
+    remove,
     remove_checkpoint,
     replace_folder,
+    writer_name,
 )
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import Part, contents, differences, run_parts, save_without_room
@@ -102,6 +104,11 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_is_found(tmp_path: Path, 
     assert count > 3
 
 
+def ended_writer(number: int = 1) -> str:
+    """Return the name of a process that has ended on this host: its number is higher than any process's can be."""
+    return f"{writer_name().rsplit('-', 2)[0]}-{2**22 + number}-aa"
+
+
 class _Fitting:
     """The state that Lightning asks for its name."""
 
@@ -111,7 +118,7 @@ class _Fitting:
 def test_a_run_resumes_from_either_side_of_an_interrupted_replacement(workers: WorkerPool, tmp_path: Path) -> None:
     first, last = Part(runs.calls(actor_train="fsdp2"), 1, save=tmp_path / "last.ckpt"), tmp_path / "last.ckpt"
     workers.run(run_parts, [first], 2, world_size=2, init_process_group=False)
-    for left, given in ((partial_path(last), last), (previous_path(last), previous_path(last))):
+    for left, given in ((partial_path(last, ended_writer()), last), (previous_path(last), previous_path(last))):
         os.rename(last, left)
         resumed = replace(first, max_steps=2, resume=given, save=None)
         workers.run(run_parts, [resumed], 2, world_size=2, init_process_group=False)
@@ -127,6 +134,25 @@ def test_another_path_is_read_as_it_is(tmp_path: Path) -> None:
     make_checkpoint(partial_path(tmp_path / "torn.ckpt"), "half")
     (partial_path(tmp_path / "torn.ckpt") / "meta.pt").unlink()
     assert not finish_replacement(tmp_path / "torn.ckpt").exists()
+
+
+def test_the_newest_checkpoint_that_nobody_is_about_to_move_is_found(tmp_path: Path) -> None:
+    folder, other = tmp_path / "last", tmp_path / "last.ckpt"
+    made = {
+        make_checkpoint(partial_path(folder, ended_writer(1)), "older"): 3000,
+        make_checkpoint(partial_path(folder, ended_writer(2)), "newer"): 2000,
+        make_checkpoint(partial_path(folder, "otherhost-1-aa"), "restarted elsewhere"): 1000,
+        make_checkpoint(partial_path(folder, "otherhost-2-aa"), "about to be moved"): 1,
+        make_checkpoint(partial_path(other, ended_writer()), "of another path"): 1,
+    }
+    for left, age_s in made.items():
+        for path in (*left.rglob("*"), left):
+            os.utime(path, (time.time() - age_s,) * 2)
+    for expected in ("restarted elsewhere", "newer", "older"):
+        assert content_of(finish_replacement(folder)) == expected
+        remove(folder)
+    assert finish_replacement(folder) == folder and not folder.exists()
+    assert content_of(finish_replacement(other)) == "of another path"
 
 
 def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
@@ -146,9 +172,13 @@ def test_two_runs_that_save_to_one_path_mix_no_files(tmp_path: Path) -> None:
     assert own != other
     make_checkpoint(other, "other")
     (tmp_path / "last.ckpt.partial").mkdir()  # of an earlier version
-    ended = partial_path(folder, f"{socket.gethostname()}-{2**22 + 1}-bb")  # more than any process's number
-    ended.mkdir()
+    partial_path(folder, ended_writer()).mkdir()
+    # Another container with the same host name: its processes have numbers that are not in use here.
+    host, _, number, token = ended_writer().rsplit("-", 3)
+    elsewhere = partial_path(folder, f"{host}-00000000-{number}-{token}")
+    elsewhere.mkdir()
     make_partial(folder).rmdir()
+    elsewhere.rmdir()
     make_checkpoint(own, "own")
     assert {path.name for path in tmp_path.iterdir()} == {own.name, other.name}, "what kills left is removed"
     replace_folder(own, folder)
