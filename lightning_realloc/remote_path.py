@@ -13,6 +13,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ TRIES = 3
 """Attempts of an operation of an object store. More outlast longer failures, and report lasting ones later."""
 FIRST_WAIT_S = 0.5
 """Most seconds before the second attempt; they double with each further one."""
+_IS_RETRYING = ContextVar("_IS_RETRYING", default=False)
+"""Whether an enclosing `retried` repeats this code if it fails."""
 _SEPARATOR = "://"
 _REFUSALS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _MISTAKES = (CheckpointError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, ImportError)
@@ -35,18 +38,25 @@ _MISTAKES = (CheckpointError, NotImplementedError, TypeError, ValueError, Lookup
 def retried(action: Callable[[], T]) -> T:
     """Return the result of an action on an object store, which is tried again after a lost connection or a full server.
 
-    Waits between attempts are random, so that ranks that failed together do not try again together.
+    Waits between attempts are random, so that ranks that failed together do not try again together. Inside another
+    action that is retried, attempts would multiply: then only the outer one is tried again.
     """
-    for attempt in range(TRIES - 1):
-        try:
-            return action()
-        except (*_REFUSALS, *_MISTAKES):
-            raise
-        except Exception as error:  # stores raise errors of any class
-            wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
-            log.warning("an object store failed, next try in %.1f s: %s: %s", wait_s, type(error).__name__, error)
-            time.sleep(wait_s)
-    return action()
+    if _IS_RETRYING.get():
+        return action()
+    outside = _IS_RETRYING.set(True)
+    try:
+        for attempt in range(TRIES - 1):
+            try:
+                return action()
+            except (*_REFUSALS, *_MISTAKES):
+                raise
+            except Exception as error:  # stores raise errors of any class
+                wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
+                log.warning("an object store failed, next try in %.1f s: %s: %s", wait_s, type(error).__name__, error)
+                time.sleep(wait_s)
+        return action()
+    finally:
+        _IS_RETRYING.reset(outside)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -90,4 +90,11 @@ def test_operations_of_a_store_are_tried_three_times(tmp_path: Path, monkeypatch
         with pytest.raises(type(error)):
             file.write_bytes(b"")
         assert len(ShakyStore.failures) == 5 - tries
+    # Attempts of an action and of the operations inside do not multiply.
+    ShakyStore.failures = [ConnectionResetError("reset")] * 9
+    with pytest.raises(ConnectionResetError):
+        remote_path.retried(lambda: file.write_bytes(b""))
+    assert len(ShakyStore.failures) == 9 - 3
+    ShakyStore.failures = [ConnectionResetError("reset")] * 2
+    file.write_bytes(b"")
     ShakyStore.failures = []
