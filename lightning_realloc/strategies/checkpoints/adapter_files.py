@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import added_files
@@ -37,9 +37,14 @@ def read_config(model_class: type[PreTrainedModel], description: Path) -> Any:
     """
     with name_read_errors(description / CONFIG_FILE):
         (description / CONFIG_FILE).stat()  # without a file, transformers silently uses the class's defaults
-        config: Any = model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
+        config = _config_of(model_class, description)
     refuse_kernels(config, str(description))
     return config
+
+
+def _config_of(model_class: type[PreTrainedModel], source: str | Path) -> Any:
+    """Return a config of the model's own class: AutoConfig knows registered types of models alone."""
+    return model_class.config_class.from_pretrained(source)  # type: ignore[union-attr]
 
 
 def write_adapters(
@@ -159,7 +164,7 @@ def _base_weights(
             "one as base, or save checkpoints with ReallocStrategy(save_frozen_roles=True)"
         )
     try:
-        refuse_kernels(AutoConfig.from_pretrained(source), str(source))
+        refuse_kernels(_config_of(model_class, source), str(source))
         loaded: Any = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # damaged files raise errors of any class
         raise CheckpointError(

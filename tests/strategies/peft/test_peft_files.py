@@ -14,12 +14,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from lightning_realloc.algorithms.base.role import Role, Task
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.checkpoints.adapter_files import merged_weights
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.hf_folder import write_running_model
 from tests.algorithms.test_loaded_weights import rewrite
@@ -187,3 +190,28 @@ def test_adapters_cannot_be_merged_without_a_matching_base(workers: WorkerPool, 
     tiny_model("qwen3", hidden_size=32).save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match="shape"):
         export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True, base=tmp_path / "other")
+
+
+class OwnConfig(Qwen3Config):
+    """Config of a type that is not registered with transformers."""
+
+    model_type = "own"
+
+
+class OwnModel(Qwen3ForCausalLM):
+    """Model of such a type."""
+
+    config_class = OwnConfig
+
+
+def test_a_base_of_a_type_that_is_not_registered_is_merged(tmp_path: Path) -> None:
+    model = OwnModel(OwnConfig.from_dict(tiny_model("qwen3").config.to_dict()))
+    expected = {name: tensor.detach().clone() for name, tensor in model.named_parameters(remove_duplicate=False)}
+    for folder in ("base", "description"):
+        model.save_pretrained(tmp_path / folder)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # which changes nothing yet
+    adapted.peft_config["default"].save_pretrained(str(tmp_path / "description"))
+    adapters = {name: tensor for name, tensor in model.named_parameters() if "lora_" in name}
+    merged = merged_weights(OwnModel, tmp_path / "description", adapters, tmp_path / "base")
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
