@@ -53,7 +53,7 @@ def rows_per_batch(trainer: Trainer) -> int | None:
 def check_longest_sequences(
     module: RunnableAlgorithm, trainer: Trainer, plan: ExecutionPlan, calls: Iterable[ModelFunctionCall]
 ) -> None:
-    """Compare ``micro_batch_tokens`` of every call with the longest sequence that data and sampling allow.
+    """Compare the smallest ``micro_batch_tokens`` of all calls with the longest sequence that data and sampling allow.
 
     Raises:
         DataError: if a row of the data is too long. Responses that may become too long are warned about.
@@ -69,17 +69,20 @@ def check_longest_sequences(
         group_size = module.group_size
     longest = int(known.reshape(-1, group_size).sum(dim=1).max())
     possible = longest if sampling is None else (longest + sampling.max_new_tokens) * module.group_size
-    for call in calls:
-        if call.role is None or call.kind == "generate":
-            continue
-        limit = plan.call(call.name).micro_batch_tokens
-        limit = limit or module.train_options_of(call.role).micro_batch_tokens_on(device)
-        if longest > limit:
-            raise DataError(too_long_for(call.name, limit, longest, item_name=group_name(group_size)))
-        if sampling is not None and possible > limit:
-            rank_zero_warn(
-                f"micro_batch_tokens={limit} of {call.name} is less than the {possible} tokens of the longest prompt "
-                f"with max_new_tokens={sampling.max_new_tokens}: the run ends when there is such a "
-                f"{group_name(module.group_size)}; raise it, or lower max_new_tokens"
-            )
-            return
+    limits = {
+        call.name: plan.call(call.name).micro_batch_tokens
+        or module.train_options_of(call.role).micro_batch_tokens_on(device)
+        for call in calls
+        if call.role is not None and call.kind != "generate"
+    }
+    if not limits:
+        return
+    name = min(limits, key=limits.__getitem__)
+    if longest > limits[name]:
+        raise DataError(too_long_for(name, limits[name], longest, item_name=group_name(group_size)))
+    if sampling is not None and possible > limits[name]:
+        rank_zero_warn(
+            f"micro_batch_tokens={limits[name]} of {name} is less than the {possible} tokens of the longest prompt "
+            f"with max_new_tokens={sampling.max_new_tokens}: the run ends when there is such a "
+            f"{group_name(module.group_size)}; raise it, or lower max_new_tokens"
+        )

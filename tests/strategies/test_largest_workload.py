@@ -61,3 +61,8 @@ def test_responses_that_may_become_too_long_are_warned_about() -> None:
         check(runs.grpo(train_options=options(9)), data, plan)
     with pytest.raises(DataError, match="one has 4 tokens, and micro_batch_tokens=3"):
         check(runs.grpo(train_options=options(3)), data, plan)
+    # A call whose limit is only perhaps too low hides none whose limit certainly is.
+    for lower in ("actor_train", "reference_infer"):
+        planned = {"calls": plan["calls"] | runs.calls(**{lower: {"layout": "dp1", "micro_batch_tokens": 3}})["calls"]}
+        with pytest.raises(DataError, match="one has 4 tokens, and micro_batch_tokens=3"):
+            check(runs.grpo(train_options=options(9)), data, planned)
