@@ -88,4 +88,5 @@ def set_usual_modes(folder: Path) -> None:
     mode = folder.stat().st_mode & 0o666  # as a folder of this process has it: reading its umask would change it
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink():
-            file.chmod(mode)
+            with suppress(OSError):  # some file systems, such as CIFS, have modes of their own
+                file.chmod(mode)

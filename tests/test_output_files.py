@@ -84,6 +84,16 @@ def test_added_files_are_as_readable_as_the_umask_allows(tmp_path: Path) -> None
         assert [path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()] == [expected] * 2
 
 
+def test_files_are_added_where_modes_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)  # as on CIFS
+    with added_files(tmp_path / "model") as partial:
+        (partial / "config.json").write_text("new")
+    assert _contents(tmp_path) == {"model/config.json": "new"}
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_files_that_cannot_all_be_written_change_nothing(tmp_path: Path, is_new: bool) -> None:
     folder = tmp_path / "model"

@@ -13,6 +13,8 @@ _PREFIX, _LOCK = "lightning-realloc-vllm-", "owner.lock"
 class OwnedFolder:
     """A folder that this process holds a lock on until it ends.
 
+    Where files cannot be locked, as on Lustre without the option flock, nobody removes the folder of a killed owner.
+
     Args:
         parent: Folder to make it in; None: that of temporary files.
     """
@@ -26,7 +28,10 @@ class OwnedFolder:
         self._lock = (self.path / _LOCK).open("wb")
         import fcntl  # vLLM runs on Linux, and the package elsewhere, too
 
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError:
+            (self.path / _LOCK).unlink()  # without it, no other process takes the folder for an abandoned one
 
     def cleanup(self) -> None:
         """Remove the folder."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -163,6 +165,20 @@ def test_folders_of_killed_owners_are_removed_by_the_next_one(tmp_path: Path) ->
     made.cleanup()
     OwnedFolder(tmp_path).cleanup()
     assert [path.name for path in tmp_path.iterdir()] == [kept.path.name]
+
+
+def test_folders_are_kept_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(fcntl, "flock", refuse)
+        unlocked = OwnedFolder(tmp_path)
+    for lock in unlocked.path.iterdir():  # an old lock that nobody holds would be an abandoned folder's
+        os.utime(lock, (0, 0))
+    OwnedFolder(tmp_path).cleanup()
+    assert [path.name for path in tmp_path.iterdir()] == [unlocked.path.name]
+    unlocked.cleanup()
 
 
 def test_a_restart_repeats_open_requests_alone_with_weights_handed_over_again(
