@@ -13,7 +13,6 @@ import json
 import math
 import os
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -28,7 +27,7 @@ from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, Failur
 from lightning_realloc.rewards.invoke import finite_number
 from lightning_realloc.rewards.retries import RETRYABLE_STATUSES, Retries, retry_after_s
 from lightning_realloc.rewards.signatures import without_services
-from lightning_realloc.rewards.texts import shortened
+from lightning_realloc.rewards.texts import HIDDEN, shortened, shown_address
 
 MAX_ANSWER_BYTES = 2**20
 """Largest answer that is read. Rewards of a thousand completions need 30 kB."""
@@ -78,7 +77,7 @@ class RemoteReward:
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise RewardError(f"timeout_s={timeout_s} must be above 0 and finite")
         self.url = url
-        self._shown_url = _shown(url)
+        self._shown_url = shown_address(url)
         self.__name__ = name
         self.columns = None if columns is None else tuple(columns)
         self.batch_size = batch_size
@@ -247,7 +246,7 @@ class RemoteReward:
         secrets |= {word for value in self._given_headers.values() for word in value.split()}
         forms = {form for secret in secrets for form in (secret, quote(secret, safe=""), quote_plus(secret))}
         for form in sorted(forms - {""}, key=len, reverse=True):
-            text = text.replace(form, "***")
+            text = text.replace(form, HIDDEN)
         return text
 
 
@@ -278,21 +277,11 @@ def _secrets_of(url: str) -> tuple[str, ...]:
         is_address = False
     if not is_address:
         raise RewardError(
-            f"url={_shown(url)!r} must be an address like http://localhost:8000/judge, with a port up to 65535"
+            f"url={shown_address(url)!r} must be an address like http://localhost:8000/judge, with a port up to 65535"
         )
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
     sent = base64.b64encode(f"{user}:{password}".encode()).decode() if user or password else ""
     return (password or user, sent, *(value for _, value in parse_qsl(parts.query)))
-
-
-def _shown(url: str) -> str:
-    """Return an address without user, password and query, for messages; the scheme alone if they cannot be found."""
-    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
-    before, *query = re.split("[?#]", rest, maxsplit=1)
-    authority, slash, path = before.partition("/")
-    if "@" in path or "@" in "".join(query):  # perhaps of a password with a slash
-        return f"{scheme}{mark}***"
-    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}" + "?***" * bool(query)
 
 
 class _RequestFailure:

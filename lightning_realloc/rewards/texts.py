@@ -10,6 +10,10 @@ from typing import Any
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
 _PYTHON = re.compile(r"(?:python|py)[\d.]*", re.IGNORECASE)
+SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+"""Endings of the names of environment variables and settings whose values are never shown."""
+HIDDEN = "***"
+"""Text in the place of a secret."""
 
 
 def completion_texts(completions: Sequence[Any]) -> list[str]:
@@ -66,6 +70,29 @@ def describe_completion(index: int, given: Mapping[str, Any]) -> str:
     """Describe one completion of a batch and its prompt."""
     completion, prompt = shortened(given["completions"][index]), shortened(given["prompts"][index])
     return f"the completion {completion} of the prompt {prompt}"
+
+
+def shown_address(url: str) -> str:
+    """Return an address without user, password and query, for messages; the scheme alone if they cannot be found."""
+    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
+    before, *query = re.split("[?#]", rest, maxsplit=1)
+    authority, slash, path = before.partition("/")
+    if "@" in path or "@" in "".join(query):  # perhaps of a password with a slash
+        return f"{scheme}{mark}{HIDDEN}"
+    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}" + f"?{HIDDEN}" * bool(query)
+
+
+def without_secrets(name: str, value: Any) -> Any:
+    """Return a setting's value as reports may show it: without secrets in addresses, HTTP headers, keys and tokens."""
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if name == "headers" else without_secrets(str(key), one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(name, one) for one in value]
+    if not isinstance(value, str):
+        return value
+    if name.upper().endswith(SECRET_SUFFIXES):
+        return HIDDEN
+    return re.sub(r"\S+://\S+", lambda found: shown_address(found[0]), value)
 
 
 def shortened(value: object) -> str:

@@ -20,6 +20,7 @@ from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.sections.learning import metric_title, trained_roles
 from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded
+from lightning_realloc.rewards.texts import without_secrets
 
 _SEEDS = ("seed", "seed_everything")
 """Settings in which runs of a group may differ, as in `_OUTPUTS`."""
@@ -94,7 +95,7 @@ def differences_section(runs: Sequence[RunFolder]) -> Json:
 
 
 def _flat_settings(run: RunFolder) -> dict[str, str]:
-    """Return name -> value of a run's settings, such as ``model.learning_rate``; without folders of outputs."""
+    """Return name -> value of a run's settings, such as ``model.learning_rate``; without secrets and output folders."""
     found: dict[str, str] = {}
     if run.record is not None:
         started = run.record.sessions[0].started
@@ -105,7 +106,7 @@ def _flat_settings(run: RunFolder) -> dict[str, str]:
         found |= dict(_leaves("plan", _without(plans, ())))
     config = {name: value for name, value in (run.config or {}).items() if name != "ckpt_path"}
     config["trainer"] = _without(config.get("trainer"), _OUTPUTS)
-    return found | dict(_leaves("", config))
+    return found | dict(_leaves("", without_secrets("", config)))
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_realloc.rewards.texts import SECRET_SUFFIXES
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 from lightning_realloc.strategies.lightning.signals import INTERRUPT_EXIT_CODE, STOP_SIGNALS
 
@@ -26,8 +27,6 @@ FORWARDED_PREFIXES = (
     *("PL_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_"),
 )
 """Beginnings of the environment variables that ranks take over from the process that called the Trainer."""
-SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-"""Endings of variables that stay behind: Ray shows the variables of an actor to everyone who can reach the cluster."""
 Spread = Literal["STRICT_SPREAD", "PACK"]
 """Ray's placement of the plan's nodes: each on a machine of its own, or on as few machines as possible."""
 
@@ -136,7 +135,10 @@ def rank_environments(places: Sequence[RankPlace], per_node: int) -> list[dict[s
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks take over from the process that called the Trainer."""
+    """Return the variables that ranks take over from the process that called the Trainer.
+
+    Secrets stay behind: Ray shows the variables of an actor to everyone who can reach the cluster.
+    """
     return {
         name: value
         for name, value in environment.items()

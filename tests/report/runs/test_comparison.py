@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,31 @@ def test_the_settings_that_differ_come_first(tmp_path: Path) -> None:
         ["seed_everything", "0, 1", "0"],
     ]
     assert "No setting" in section_of(page_data(runs[0], runs[:1]), "differences")["missing"]
+
+
+def test_secrets_in_settings_are_not_shown(tmp_path: Path) -> None:
+    runs = []
+    for name, number in (("a", 1), ("b", 2)):
+        folder = _run(tmp_path / name, 1.0, seed=0)
+        secret = f"hunter{number}"
+        reward = {
+            "url": f"http://user:{secret}@judge{number}/score?api_key={secret}",
+            "urls": [f"http://user:{secret}@judge{number}"],
+            "headers": {"X-Key": secret},
+            "api_key": secret,
+            "bytes_per_token": number,
+        }
+        (folder / "log" / "version_0" / "config.yaml").write_text(yaml.safe_dump({"reward": reward}, sort_keys=False))
+        runs.append(read_run_folder(folder))
+
+    data = page_data(runs[0], runs[1:])
+
+    assert table_of(data, "differences", "differences")["rows"] == [
+        ["reward.url", "http://judge1/score?***", "http://judge2/score?***"],
+        ["reward.urls", '["http://judge1"]', '["http://judge2"]'],
+        ["reward.bytes_per_token", "1", "2"],
+    ]
+    assert "hunter" not in json.dumps(data)
 
 
 def test_settings_of_runs_without_a_configuration_are_those_of_their_records(tmp_path: Path) -> None:
