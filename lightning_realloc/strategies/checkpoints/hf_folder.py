@@ -48,7 +48,7 @@ def class_path(model: nn.Module) -> str:
     return f"{original.__module__}:{original.__qualname__}"
 
 
-def import_model_class(path: str, role: str, *, trust_model_class: bool = True) -> type[PreTrainedModel]:
+def import_model_class(path: str, role: str, *, trust_model_class: bool = False) -> type[PreTrainedModel]:
     """Return the class that `class_path` named.
 
     Args:
