@@ -49,7 +49,8 @@ def compiled_blocks(
         raise ConfigError(
             f"compile={backend!r} compiles repeated blocks, and {type(model).__name__} has none; leave compile out"
         )
-    if any(getattr(block, "gradient_checkpointing", False) for block in blocks):
+    # In evaluation mode, as in generation, a block does not recompute, whatever its flag says.
+    if any(getattr(block, "gradient_checkpointing", False) and block.training for block in blocks):
         rank_zero_warn(
             f"compile={backend!r} has no effect where activations are recomputed; leave out compile, or "
             f"gradient_checkpointing of the call in the plan"

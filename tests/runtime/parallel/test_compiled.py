@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.batch.training import TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.packed_attention import install_packed_attention
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
@@ -54,9 +56,13 @@ def test_losses_and_gradients_are_equal_and_one_program_serves_all_lengths(recom
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_blocks_that_recompute_activations_are_said_to_stay_uncompiled() -> None:
+def test_blocks_that_recompute_activations_are_said_to_stay_uncompiled_in_training_alone() -> None:
     model = tiny_model("qwen3", num_hidden_layers=1)
+    install_packed_attention(model)
     enable_activation_checkpointing(model)
+    with warnings.catch_warnings(action="error"), compiled_blocks(model, BACKEND):  # as in generation
+        assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["model.layers.0"]
+    set_training_mode(model, dropout=False)
     ignored = "'aot_eager' has no effect where activations are recomputed; leave out"
     with pytest.warns(UserWarning, match=ignored), compiled_blocks(model, BACKEND):
         assert not any("forward" in vars(module) for module in model.modules())
