@@ -25,6 +25,12 @@ def record_given(optimizers: Iterable[Optimizer]) -> None:
             group[_GIVEN] = given | {"lr": group.get("initial_lr", group["lr"])}  # schedules may have scaled it
 
 
+def given_settings(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings that a parameter group was made with; those of now before `record_given`."""
+    given: Mapping[str, Any] = group.get(_GIVEN, group)
+    return given
+
+
 def stored_settings(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's entry in ``meta.pt``: its class and its groups' settings, without per-parameter state."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

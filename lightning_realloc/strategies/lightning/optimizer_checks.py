@@ -18,6 +18,7 @@ from torch import Tensor, optim
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import ParallelDims
+from lightning_realloc.strategies.checkpoints.optimizer_settings import given_settings
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"
 _ELEMENTWISE = tuple(getattr(optim, name) for name in _NAMES)
@@ -60,7 +61,7 @@ def _check_parts(optimizer: optim.Optimizer, role: str, dims: ParallelDims) -> N
     for group in optimizer.param_groups:
         try:
             differing = _axes_that_change_a_step(optimizer, group, dims)
-        except Exception as error:  # an optimizer may need anything: kernels of a device, names of its groups
+        except Exception as error:  # of any class: an optimizer may need kernels of a device, or names of its groups
             rank_zero_warn(
                 f"{role}: whether {type(optimizer).__name__} updates every element on its own could not be tried "
                 f"({type(error).__name__}: {error}); if it does not, results depend on the layout {dims}"
@@ -81,6 +82,8 @@ def _axes_that_change_a_step(optimizer: optim.Optimizer, group: Mapping[str, Any
     weights = [torch.randn(shape, generator=generator) * scale for scale in (1.0, 3.0)]
     gradients = [[torch.randn(shape, generator=generator) * scale for scale in (1.0, 30.0)] for _ in range(2)]
     whole = _updates(optimizer, group, weights, gradients)
+    if not all(update.isfinite().all() and update.any() for update in whole):
+        raise ValueError("it leaves a small weight as it is, or without finite values")
     cuts = {"fsdp": (0,), "tp": tuple(range(len(shape))), "pp": ()}
     differing = []
     for axis, cut_dims in cuts.items():
@@ -96,18 +99,28 @@ def _axes_that_change_a_step(optimizer: optim.Optimizer, group: Mapping[str, Any
 
 
 def _differ(ours: Tensor, theirs: Tensor) -> bool:
-    return bool((ours - theirs).abs().max() > _TOLERANCE * theirs.abs().max())
+    # Not ">": the update of a part may be NaN.
+    return not (ours - theirs).abs().max() <= _TOLERANCE * theirs.abs().max()
 
 
 def _updates(
     optimizer: optim.Optimizer, group: Mapping[str, Any], weights: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Return the changes of weights by the steps of a new optimizer like this one, with one group."""
+    """Return the changes of weights by the steps of a new optimizer like this one, with one group.
+
+    The group has the settings that it was made with, because a warm-up may begin with a learning rate of 0.
+    """
     device = next((parameter.device for parameter in group["params"]), None)
     parameters = [torch.nn.Parameter(weight.to(device, copy=True)) for weight in weights]
     probe = object.__new__(type(optimizer))  # __init__ takes other arguments than an optimizer keeps
     vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # a schedule's wrapper
-    vars(probe).update(state=defaultdict(dict), param_groups=[{**group, "params": parameters}])
+    probe_group = {**group, **given_settings(group), "params": parameters}
+    vars(probe).update(
+        state=defaultdict(dict),
+        param_groups=[probe_group],
+        _optimizer_step_pre_hooks={},  # those of the optimizer itself are not for a probe
+        _optimizer_step_post_hooks={},
+    )
     for gradients in steps:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.to(device, copy=True)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import ParallelDims
+from lightning_realloc.strategies.checkpoints.optimizer_settings import record_given
 from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
 
 
@@ -62,7 +63,9 @@ class NeedsNames(TrustRatio):
 def _refused(kind: Any, layout: str) -> str:
     """Return the axes that a refusal says to leave out; empty without one."""
     optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1)
-    StepLR(optimizer, 1)  # wraps the step of this instance
+    LambdaLR(optimizer, lambda step: step / 10)  # wraps the step of this instance, and starts at a rate of 0
+    record_given([optimizer])
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("a user's hook runs on a probe"))
     try:
         check_optimizers({"actor": optimizer}, {"actor": ParallelDims.parse(layout)})
     except ConfigError as error:
@@ -91,7 +94,9 @@ def test_optimizers_that_need_a_closure_or_sparse_gradients_are_refused_in_every
 
 
 def test_an_optimizer_that_cannot_be_tried_warns_where_weights_are_cut() -> None:
-    optimizer = NeedsNames([nn.Parameter(torch.randn(4, 4))])
-    check_optimizers({"actor": optimizer}, {"actor": ParallelDims(dp=2)})
-    with pytest.warns(UserWarning, match="whether NeedsNames updates every element on its own could not be tried"):
-        check_optimizers({"actor": optimizer}, {"actor": ParallelDims(fsdp=2)})
+    weights = [nn.Parameter(torch.randn(4, 4))]
+    for optimizer in (NeedsNames(weights), Signs(weights, lr=0.0)):
+        check_optimizers({"actor": optimizer}, {"actor": ParallelDims(dp=2)})
+        tried = f"whether {type(optimizer).__name__} updates every element on its own could not be tried"
+        with pytest.warns(UserWarning, match=tried):
+            check_optimizers({"actor": optimizer}, {"actor": ParallelDims(fsdp=2)})
