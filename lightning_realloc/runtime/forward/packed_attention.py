@@ -36,6 +36,7 @@ from lightning_realloc.runtime.model.batching_limits import (
     layer_types,
     rotary_bounds,
 )
+from lightning_realloc.runtime.model.dry_run import ForwardFailed, dry_run
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.structure import copy_without_weights
 
@@ -104,10 +105,8 @@ def check_segments(model: nn.Module) -> None:
     token, ids = _in_packed_forward.set(True), torch.zeros(1, 2, dtype=torch.long, device="meta")
     segments = Segments((2,), torch.tensor([0, 2], dtype=torch.int32), (0,))
     try:
-        copy(input_ids=ids, position_ids=ids, use_cache=False, packed_segments=segments)
-    except ConfigError:
-        raise
-    except Exception as error:  # of any class: operations differ in how they fail there
+        dry_run(copy, input_ids=ids, position_ids=ids, packed_segments=segments)
+    except ForwardFailed as error:
         _log.debug("%s cannot run on the meta device: %s", type(model).__name__, error)
     finally:
         _in_packed_forward.reset(token)

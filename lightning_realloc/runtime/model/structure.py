@@ -94,12 +94,13 @@ def copy_model(model: nn.Module, replacements: Mapping[int, object] | None = Non
     return copy.deepcopy(model, {**hooks, **(replacements or {})})
 
 
-def copy_without_weights(model: nn.Module) -> nn.Module:
+def copy_without_weights(model: nn.Module, others: Mapping[int, object] | None = None) -> nn.Module:
     """Return a deep copy whose parameters have shapes but no storage; buffers are real copies, ties are kept.
 
-    4-bit weights that are pinned are shared with the copy.
+    4-bit weights that are pinned are shared with the copy. ``others`` maps the id of a further object to its
+    replacement in the copy.
     """
-    replacements = replacements_in_copy(model)
+    replacements = {**replacements_in_copy(model), **(others or {})}
     for parameter in model.parameters():
         if id(parameter) not in replacements:
             empty = torch.empty_like(parameter, device="meta")

@@ -6,6 +6,7 @@ A `ModelSpec` holds no tensors, and every plan and layout starts from one. Works
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -13,7 +14,11 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelSpec, ParamSpec
 from lightning_realloc.layout.model import Section
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
+from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
 from lightning_realloc.runtime.parallel.tp_plan import read_tp_plan
+
+_MAX_TENSOR_PARALLEL = 64
+"""Largest degree at which ranks are checked to work apart. Slices are smallest at the largest degree."""
 
 
 def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None) -> ModelSpec:
@@ -22,6 +27,8 @@ def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None
     ``tp_plan`` maps module names, with ``*`` for a layer number, to tensor-parallel styles. Its entries override those
     of the model's own plan. Parameters outside the blocks belong to the input if they lie in an embedding or are
     registered before the blocks, otherwise to the output. A tied parameter has the place of its first name.
+
+    ``tp_refusal`` also names a forward that mixes features of different ranks, which a dry run without weights finds.
 
     Raises LayoutError for a model without parameters, and for a ``tp_plan`` that names unknown modules.
     """
@@ -41,7 +48,10 @@ def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None
             section = "input" if embeds or index < first_in_block else "output"
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), plan.cuts.get(name), section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
-    return ModelSpec(tuple(params), len(blocks), aliases, plan.refusal)
+    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal)
+    most_ranks = spec.tensor_parallel_degrees(_MAX_TENSOR_PARALLEL)[-1]
+    mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
+    return replace(spec, tp_refusal=spec.tp_refusal or mixed)
 
 
 def _block_of(name: str, blocks: list[str]) -> int | None:

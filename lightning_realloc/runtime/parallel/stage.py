@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.layout.model import stage_blocks
+from lightning_realloc.runtime.model.dry_run import Placeholder
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 
@@ -68,25 +69,12 @@ class StageIO:
             )
 
 
-class _Placeholder(nn.Module):
-    """Replaces a module whose parameters lie on another stage; returns its first argument.
-
-    Keeps the module's numbers and strings as attributes, because models read them from their blocks.
-    """
-
-    io: StageIO
+class _Placeholder(Placeholder):
+    """Replaces a module whose parameters lie on another stage."""
 
     def __init__(self, replaced: nn.Module, io: StageIO) -> None:
-        super().__init__()
-        for name, value in vars(replaced).items():
-            if isinstance(value, str | int | float) and not name.startswith("_"):
-                setattr(self, name, value)
+        super().__init__(replaced)
         self.io = io
-        self.replaced = type(replaced).__name__
-        self.train(replaced.training)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()))
 
 
 class _InputPlaceholder(_Placeholder):

@@ -31,7 +31,6 @@ from lightning_realloc.runtime.forward.tp_group import (
 )
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
 from lightning_realloc.runtime.model.structure import replace_parameter, tied_names
-from lightning_realloc.runtime.parallel.tp_check import check_slices_stay_apart
 from lightning_realloc.runtime.parallel.tp_plan import (
     PARTIAL_GRADIENT,
     REPLICATE,
@@ -87,7 +86,6 @@ def install_tensor_parallel(
     plan = read_tp_plan(model, tp_plan)
     if plan.refusal is not None:
         raise LayoutError(f"tp={layout.dims.tp} is impossible for this model: {plan.refusal}; use tp=1")
-    check_slices_stay_apart(model, plan, layout.dims.tp)
     tensor_parallel = TensorParallelGroup(group, layout.group(rank, "tp"), rank)
     tensor_parallel.has_uneven_features = any(
         plan.styles[name] in ROWWISE and _is_uneven(model.get_submodule(name), plan.cuts[f"{name}.weight"], layout)
