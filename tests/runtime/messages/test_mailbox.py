@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import RankLost, ReallocError, RewardError
+from lightning_realloc.runtime.messages import failure_store
 from lightning_realloc.runtime.messages.failure_store import (
     await_watching,
     clear_failure,
     explain_broken_connection,
     is_broken_connection,
     peer_failures,
+    publish_failure,
     publish_loss,
 )
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
@@ -188,6 +190,27 @@ def _wait_for_a_lost_rank() -> str:
 
 def test_a_rank_that_waits_for_weights_ends_when_another_rank_is_lost(workers: WorkerPool) -> None:
     assert workers.run(_wait_for_a_lost_rank, world_size=1) == ["rank 1 was lost; this rank waited for newer weights"]
+
+
+class _CountingStore(dist.HashStore):
+    """A store that counts questions for keys."""
+
+    num_checks = 0
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether the keys exist."""
+        self.num_checks += 1
+        return super().check(keys)
+
+
+def test_a_waiting_rank_reads_the_keys_of_other_ranks_only_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _CountingStore()
+    monkeypatch.setattr(failure_store, "_store", lambda: store)
+    assert failure_store._cause_to_end(1000) is None and store.num_checks == 0
+    publish_loss(999)
+    assert failure_store._cause_to_end(1000) == "rank 999 was lost"
+    publish_failure(7, KeyError("x"))
+    assert failure_store._cause_to_end(1000) == "rank 7 failed with KeyError: 'x'"
 
 
 def _explained() -> list[str]:
