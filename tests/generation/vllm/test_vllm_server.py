@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -239,6 +240,18 @@ def test_answers_that_are_not_vllms_are_a_lost_engine(raw: tuple[bytes, ...], me
 def test_an_answer_is_read_up_to_a_size(server: StandIn) -> None:
     with pytest.raises(ValueError, match="more than 0 MiB"):
         fetch(server.address, "v1/models", None, timeout_s=10.0, most_bytes=20)
+
+
+def test_the_time_to_connect_counts(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.create_connection
+
+    def connect_late(*args: Any, **options: Any) -> socket.socket:
+        time.sleep(0.4)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(socket, "create_connection", connect_late)
+    with pytest.raises(TimeoutError, match="no whole answer within"):
+        fetch(server.address, "v1/models", None, timeout_s=0.2)
 
 
 def test_an_address_where_nothing_answers_is_named(tmp_path: Path) -> None:
