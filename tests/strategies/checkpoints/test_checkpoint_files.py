@@ -27,6 +27,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     write_description,
 )
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
+from lightning_realloc.strategies.checkpoints.hf_folder import import_model_class
 from lightning_realloc.strategies.checkpoints.stored_metadata import read_metadata
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import (
@@ -150,6 +151,8 @@ def test_an_export_imports_no_module_but_those_of_transformers_unless_it_may(
         description["roles"]["actor"]["class"] = f"{module}:Model"
         write_description(trap, description, description.pop("files"))
         assert f"if you trust {module}, set trust_model_class=True" in (_export(trap) or "")
+    with pytest.raises(CheckpointError, match="if you trust custom_code"):
+        import_model_class("custom_code:Model", "actor")
     assert not marker.exists()
     export_checkpoint(trap, tmp_path / "model", trust_model_class=True)
     assert marker.exists()
