@@ -20,28 +20,35 @@ _FOUND = re.compile(
     rf"|(?<![\w.])(?=[-+.\d]){_QUOTIENT}"
 )
 _MINUS_SIGNS = dict.fromkeys(map(ord, "\u2010\u2011\u2013\u2212\ufe63\uff0d"), "-")
-_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[~ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_SPACE = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")
+_SPACED = re.compile(r"(?:\A|=)[^\w=]*\d{1,3}(?: \d{3})+(?!\d)")
 _CURRENCY = re.compile(r"(?<=[-+])\s*\\?[$€£¥]\s*(?=[\d.])")
 _SPACED_SIGN = re.compile(r"(=\s*[-+])\s+(?=[\d.\\])")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}(?:\s*\^\s*\{?\d+\}?)?")
 _OPENING = re.compile(r"(?:[\s*$({\[]|\\[$(\[])*")
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_LIST_NUMBER = re.compile(r"[\s*]*\d+[.)][ \t]+\S")
+_BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 
 
 def final_number(text: str) -> Fraction | None:
     r"""Return the number in the last ``\boxed{}``, or after the last ``####``, or else the last number of the text.
 
     ``1,234.5``, ``1{,}234``, ``1 234``, ``-3e2``, ``-$5``, ``3/4``, ``\frac{3}{4}``, ``3\frac12`` and ``12%`` are
-    numbers; algebra is not supported. After ``####``, the number that follows directly counts, whatever is written
-    after it. None if there is no number.
+    numbers; algebra is not supported. Spaces join digits in a box, at the beginning of a text and after ``=``. After
+    ``####``, the number that follows directly counts, whatever is written after it, unless it numbers a heading. None
+    if there is no number.
     """
     text = text.translate(_MINUS_SIGNS)
     boxed = last_boxed(text)
     if boxed is not None:
-        return _last_value(_normalized(f"={boxed}"))  # a sign at the beginning of a box belongs to its number
+        answer = f"={boxed}"  # a sign at the beginning of a box belongs to its number
+        return _last_value(_normalized(_SPACE.sub(",", answer)))
     if "####" not in text:
         return _last_value(_normalized(text))
     answer = _normalized(text.rpartition("####")[2])
+    if _LIST_NUMBER.match(answer):
+        return _last_value(answer)
     opening = _OPENING.match(answer)
     first = _FOUND.match(answer, opening.end() if opening else 0)
     number = None if first is None else _value(first)
@@ -71,11 +78,12 @@ def _last_value(text: str) -> Fraction | None:
 def _normalized(text: str) -> str:
     """Return the text with commas between groups of three digits, and without units and spaces after a sign."""
     text = _SEPARATOR.sub(",", _UNIT.sub(" ", text))
+    text = _SPACED.sub(lambda found: _SPACE.sub(",", found[0]), text)
     return _SPACED_SIGN.sub(r"\1", _CURRENCY.sub("", text))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    if match["above"] or match["digit_above"]:
+    if match["above"] is not None or match["digit_above"]:
         above, below = _plain(match["above"] or match["digit_above"]), _plain(match["below"] or match["digit_below"])
         return _mixed(match["sign"], match["whole"] or "0", above, below)
     if match["mixed"]:
@@ -97,8 +105,8 @@ def _mixed(sign: str, whole: str, above: Fraction | None, below: Fraction | None
     return (-1 if sign == "-" else 1) * (before + above / below)
 
 
-def _plain(text: str) -> Fraction | None:
+def _plain(text: str | None) -> Fraction | None:
     try:
-        return Fraction(text.replace(",", ""))
-    except ValueError:  # only a sign or an exponent
+        return Fraction((text or "").replace(",", ""))
+    except ValueError:  # nothing, or only a sign or an exponent
         return None

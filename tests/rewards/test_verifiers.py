@@ -78,6 +78,18 @@ def judge(function: Any, *completions: str, **columns: Any) -> list[float | None
         ("#### **$1 234** because 3 is wrong", 1234),
         (r"#### \frac34 of 100", Fraction(3, 4)),
         ("#### that is 12", 12),
+        ("#### 3. Conclusion\nThe answer is 42", 42),
+        ("#### **2) Sum**\n3 + 4 = 7", 7),
+        ("#### 42.\nThis is 49 less 7.", 42),
+        ("#### (42) are left of 50", 42),
+        (r"\frac{}{2}", None),
+        (r"\frac{3}{}", None),
+        (r"\frac{}{}", None),
+        (r"so 4 or \frac3{}", 4),
+        (r"so \\boxed{42} of 50", 42),
+        ("On day 1 250 people came", 250),
+        (r"\boxed{x \approx 1 250}", 1250),
+        ("that is x = -$1 250 000", -1250000),
         ("3 " + "1" * 5000 + "/7", None),
     ],
 )
@@ -102,12 +114,13 @@ def test_boxes_may_hold_braces() -> None:
     assert last_boxed(r"\boxed{1} \boxed{2") == "1"
     assert last_boxed(r"\boxed{1 \boxed{2}} } {") == "2"
     assert last_boxed(r"\boxed{\{1, 2\}, \}}") == r"\{1, 2\}, \}"
+    assert last_boxed(r"\\boxed{1}") == "1"
     assert last_boxed("1") is None
 
 
 def test_numbers_are_found_in_linear_time() -> None:
     began = time.process_time()
-    for part in (r"\boxed{", "{", r"\text{", "1 ", "-$", " ", "= - ", r"\frac", "1/", "1 2/", "9"):
+    for part in (r"\boxed{", "{", r"\text{", "1 ", "-$", " ", "= - ", r"\frac", "1/", "1 2/", "9", "1 234 ", "= "):
         final_number(part * 5_000)
     assert time.process_time() - began < 5  # half a second; a quadratic search takes 25 s for the first part alone
 
