@@ -88,7 +88,7 @@ def _parsed(item: Any) -> list[Any]:
         for parse in (json.loads, ast.literal_eval):
             try:
                 found = parse(item.strip())
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all of them of literal_eval
                 continue
             return found if isinstance(found, list) else [found]
     return [item]

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
 _PYTHON = re.compile(r"(?:python|py)[\d.]*", re.IGNORECASE)
 SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD")
@@ -40,15 +40,17 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     Source: https://spec.commonmark.org/0.31.2/#fenced-code-blocks, with any indentation, as in lists.
     """
     opening: re.Match[str] | None = None
+    language = ""
     lines: list[str] = []
     for line in re.split(r"\r\n?|\n", text):
         fence = _FENCE.fullmatch(line)
+        info = fence[3].strip(" \t") if fence else ""
         if opening is None:
-            if fence is not None and "`" not in fence[3]:
-                opening, lines = fence, []
-        elif fence is not None and fence[2].startswith(opening[2]) and not fence[3]:
-            language = _LANGUAGE.match(opening[3])
-            yield language[1] if language else "", "".join(f"{line}\n" for line in lines)
+            if fence is not None and "`" not in info:
+                found = _LANGUAGE.match(info)
+                opening, language, lines = fence, found[1] if found else "", []
+        elif fence is not None and fence[2].startswith(opening[2]) and not info:
+            yield language, "".join(f"{line}\n" for line in lines)
             opening = None
         else:
             lines.append(_without_indentation(line, opening[1]))

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_the_code_is_the_last_block_of_python(text: str, code: str) -> None:
     assert extract_code(text) == code
 
 
+def test_blocks_are_found_in_linear_time() -> None:
+    began = time.process_time()
+    assert extract_code("```" + " " * 100_000 + "`\n```py" + " " * 100_000 + "x\nx = 1\n```") == "x = 1\n"
+    assert time.process_time() - began < 5  # a quadratic search takes minutes
+
+
 def test_programs_run_as_python_runs_them() -> None:
     code = """
 from __future__ import annotations
@@ -160,7 +167,8 @@ def test_texts_of_lists_are_tests_and_not_programs() -> None:
     for text in (json.dumps(checks), repr(checks)):
         assert program_tests(text, "tests") == tuple(checks)
     assert program_tests('[{"input": null, "output": 3}]', "tests") == (OutputTest("", "3"),)
-    assert program_tests("[x] == [1] or exit(1)", "tests") == ("[x] == [1] or exit(1)",)
+    for text in ("[x] == [1] or exit(1)", "{[1]: 2}", "[{}, {[]}]", "[" * 100_000, "[" + "-" * 100_000 + "1]"):
+        assert program_tests(text, "tests") == (text,)
 
 
 def test_conversations_are_rewarded_too() -> None:
