@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import threading
 from collections.abc import Collection, Sequence
@@ -13,6 +14,9 @@ from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.final_numbers import final_number
 from lightning_realloc.rewards.final_numbers import last_boxed as last_boxed
 from lightning_realloc.rewards.texts import completion_texts
+
+log = logging.getLogger(__name__)
+_GROUP = re.compile(r"\((?:[^()\\]|\\.)*\)")
 
 
 def exact_match(
@@ -114,9 +118,23 @@ class Regex:
             raise RewardError(f"pattern={pattern!r} is not a regular expression: {error}") from error
 
     def mentioned(self, texts: Collection[str]) -> list[str]:
-        """Return those of ``texts`` that occur in the pattern."""
-        pattern = self._pattern.pattern
-        return [text for text in texts if text in pattern or re.escape(text) in pattern]
+        """Return those of ``texts`` that every match needs: outside of groups, in a pattern without alternatives.
+
+        A warning names others that occur in the pattern; a group may be optional.
+        """
+        pattern = outside = self._pattern.pattern
+        while (shorter := _GROUP.sub("", outside)) != outside:
+            outside = shorter
+        has_alternatives = re.search(r"(?<!\\)\|", outside) is not None
+        found = [text for text in texts if text in pattern or re.escape(text) in pattern]
+        needed = [text for text in found if not has_alternatives and (text in outside or re.escape(text) in outside)]
+        if found and not needed:
+            log.warning(
+                "pattern=%r names %s, which completions are decoded without; set keep_special_tokens=True to find it",
+                pattern,
+                ", ".join(map(repr, found)),
+            )
+        return needed
 
     def __call__(self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: object) -> list[float]:
         """Return the rewards of B completions."""

@@ -157,6 +157,17 @@ def test_regular_expressions_are_searched_for() -> None:
         Regex("(")
 
 
+def test_a_pattern_mentions_texts_that_every_match_needs(caplog: pytest.LogCaptureFixture) -> None:
+    texts = ["<|im_end|>", "<think>"]
+    assert Regex(r"(?s)^<think>(a|b).*<\|im_end\|>$").mentioned(texts) == texts
+    assert Regex(r"</answer>$").mentioned(texts) == [] == caplog.messages
+    for pattern in (r"</answer>(<\|im_end\|>)?$", r"(?!.*<think>)a", r"\d+$|<\|im_end\|>", r"((a)<think>)*b"):
+        caplog.clear()
+        assert Regex(pattern).mentioned(texts) == []
+        assert "which completions are decoded without" in caplog.text
+    assert Format().mentioned(texts) == ["<think>"] == Format(["a", "think"]).mentioned(texts)
+
+
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
