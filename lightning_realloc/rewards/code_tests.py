@@ -55,9 +55,8 @@ class CodeTests:
     - The same with lists ``inputs`` and ``outputs``, as in APPS, also as JSON: a test for each pair.
 
     All processes of a program end with its test. A program gets none of this process's environment variables, but it
-    can read and write files with this user's rights; a program of root has those of nobody, if nobody may read the
-    interpreter. Tests share a process with the tested code: they detect mistakes,
-    not deliberate cheating.
+    can read and write files with this user's rights; a program of root has those of the user ``nobody``, if that user
+    can read the interpreter. Tests share a process with the tested code: they detect mistakes, not deliberate cheating.
 
     Args:
         column: Column of the data that holds the tests.

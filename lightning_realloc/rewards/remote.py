@@ -27,10 +27,12 @@ from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, Failur
 from lightning_realloc.rewards.invoke import finite_number
 from lightning_realloc.rewards.retries import RETRYABLE_STATUSES, Retries, retry_after_s
 from lightning_realloc.rewards.signatures import without_services
-from lightning_realloc.rewards.texts import HIDDEN, shortened, shown_address
+from lightning_realloc.rewards.texts import HIDDEN, SECRET_SUFFIXES, shortened, shown_address
 
 MAX_ANSWER_BYTES = 2**20
 """Largest answer that is read. Rewards of a thousand completions need 30 kB."""
+MIN_SECRET_CHARACTERS = 6
+"""Length of words in headers that messages hide whatever the header's name is. More shows short keys."""
 
 
 class RemoteReward:
@@ -243,7 +245,9 @@ class RemoteReward:
     def _redacted(self, text: str) -> str:
         """Return a text of the server or of aiohttp without the secrets that were sent."""
         secrets = {*self._url_secrets, os.environ.get(self._token_variable or "", "").strip()}
-        secrets |= {word for value in self._given_headers.values() for word in value.split()}
+        for name, value in self._given_headers.items():
+            is_secret = name.upper().endswith((*SECRET_SUFFIXES, "AUTHORIZATION", "COOKIE"))
+            secrets |= {word for word in value.split() if is_secret or len(word) >= MIN_SECRET_CHARACTERS}
         forms = {form for secret in secrets for form in (secret, quote(secret, safe=""), quote_plus(secret))}
         for form in sorted(forms - {""}, key=len, reverse=True):
             text = text.replace(form, HIDDEN)

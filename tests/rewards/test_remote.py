@@ -245,3 +245,11 @@ def test_secrets_that_an_answer_repeats_are_never_shown(answer: str, monkeypatch
     for error, sent in ((refused, secrets[2:]), (failed, [*secrets[:3], secrets[-1]])):
         assert f"{log.url}?***" in str(error.value)
         assert not [secret for secret in sent if secret in "".join(traceback.format_exception(error.value))]
+
+
+def test_short_values_of_other_headers_stay_in_messages() -> None:
+    headers = {"X-Version": "1", "X-Api-Key": "k3y", "Authorization": "Basic c2U=", "X-Team": "longer-name"}
+    answer = Answer(400, {"detail": "limit 1 of 10, k3y c2U= longer-name"})
+    rule = r"limit 1 of 10, \*{3} \*{3} \*{3}"
+    with reward_server(lambda number, asked: answer) as log, pytest.raises(RewardError, match=rule):
+        RemoteReward(log.url, headers=headers).start()

@@ -3,7 +3,7 @@
 The supervisor adopts the program's orphans, and sets the kernel's resource limits before the program starts. If the
 kernel allows namespaces to this user, the program has no network and sees only its own processes, also in ``/proc``.
 They all end with the first one. Without namespaces, the supervisor finds and kills them. A program of root runs as the
-user nobody, if nobody may read its interpreter and reach its folder.
+user ``nobody``, if that user can read its interpreter and reach its folder.
 
 Input: a job as JSON on standard input. Output: a :class:`ProgramResult` as JSON on standard output.
 """
