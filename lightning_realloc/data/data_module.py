@@ -351,9 +351,9 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             if self.bad_rows == "refuse":
                 raise
         kept, errors = usable_rows(rows, use)
+        rank_zero_warn(f"bad_rows='drop' left out {len(errors)} of {len(rows)} rows; the first error: {errors[0]}")
         if not kept:
             raise NoUsableRowsError(f"none of {len(rows)} rows can be used; the first error: {errors[0]}")
-        rank_zero_warn(f"bad_rows='drop' left out {len(errors)} of {len(rows)} rows; the first error: {errors[0]}")
         return use(tuple(kept))
 
     def _read_tables(self) -> None:
@@ -434,15 +434,9 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         self._stream_epoch()
         tokenizer = self.tokenizer
 
-        def tabulate(block: Sequence[Row]) -> Samples | None:
-            try:
-                return self._tabulated(self._shaped(block), tokenizer)
-            except NoUsableRowsError:
-                return None  # for this block; the loader raises if no row of the whole stream fits
-
         loader = StreamLoader(
             RowStream.open(self.data),
-            tabulate,
+            lambda block: self._tabulated(self._shaped(block), tokenizer),
             batch_size=self.batch_size,
             seed=self.seed,
             shuffle=shuffle,

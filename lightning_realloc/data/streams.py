@@ -18,14 +18,16 @@ import torch
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.row_streams import Mark, RowStream
-from lightning_realloc.data.rows import Row
+from lightning_realloc.data.rows import NoUsableRowsError, Row
 from lightning_realloc.data.stream_blocks import BlockReader
 from lightning_realloc.errors import CheckpointError, DataError
 
 _EARLIER = {"num_parts": 1}
 """Settings of checkpoints that do not name them, since earlier versions had no others."""
-Tabulate = Callable[[Sequence[Row]], Samples | None]
-"""Convert the rows of a block that fit to samples with ids 0, 1, ...; None if none of them fits."""
+_MAX_CHECKED_ROWS = 1000
+"""Rows after which a stream without a usable row is refused before training; more delay this error."""
+Tabulate = Callable[[Sequence[Row]], Samples]
+"""Convert the usable rows of a block to samples with ids 0, 1, ...; NoUsableRowsError if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class StreamLoader:
             reads_ahead=reads_ahead,
         )
         self._tabulate = tabulate
+        self._first_problem = ""
         self._place = StreamPosition()
         self._batches: Generator[tuple[Samples, StreamPosition], None, None] | None = None
 
@@ -120,16 +123,22 @@ class StreamLoader:
         return self.epoch_batches
 
     def check(self) -> None:
-        """Read and discard one block, to find errors that affect all rows before the first step.
+        """Read and discard the blocks up to the first usable row, to find errors of all rows before the first step.
 
         Raises:
             DataError: for such an error, and for a stream without rows.
         """
+        num_rows = 0
         with closing(self._reader.blocks(0, ())) as blocks:
-            block = next(blocks, None)
-        if block is None:
+            for block in blocks:
+                if self._table_of(block.rows) is not None:
+                    return
+                num_rows += len(block.rows)
+                if num_rows >= _MAX_CHECKED_ROWS:
+                    break
+        if num_rows == 0:
             raise DataError(f"{self.stream.name} holds no rows; it needs at least one")
-        self._tabulate(block.rows)
+        raise DataError(f"{self.stream.name} has no usable row among its first {num_rows}; {self._first_problem}")
 
     def __iter__(self) -> Iterator[Samples]:
         # A generator: Lightning makes an iterator before it resumes, which must not change the state.
@@ -159,6 +168,12 @@ class StreamLoader:
         """
         for name, value in self._identity().items():
             theirs = state.get(name, _EARLIER.get(name))
+            if theirs != value and name == "num_parts":
+                raise CheckpointError(
+                    f"resuming needs a stream that is divided as before; the checkpoint was written with {theirs} "
+                    f"parts, and the stream now has {value}: give the same shards, skip() and take() as before, or "
+                    f"start from the weights alone"
+                )
             if theirs != value:
                 raise CheckpointError(
                     f"resuming needs the same stream in the same order; the checkpoint has {name}={theirs} "
@@ -193,9 +208,10 @@ class StreamLoader:
                 has_batches = True
                 yield rest, place
             if is_whole_pass and not has_batches:
+                problem = self._first_problem and f"; about the others: {self._first_problem}"
                 raise DataError(
                     f"{self.stream.name} has fewer usable rows than batch_size={self.batch_size} needs, "
-                    f"{num_samples // self.group_size}; lower batch_size, add rows or set drop_last=False"
+                    f"{num_samples // self.group_size}; lower batch_size, add rows or set drop_last=False{problem}"
                 )
 
     def _blocks(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, Samples]]:
@@ -203,12 +219,20 @@ class StreamLoader:
         at = replace(place, position=0)
         epoch = place.epoch if self.shuffle or self.stream.is_shuffled else 0  # datasets reorders shards as well
         for block in self._reader.blocks(epoch, place.marks):
-            table = self._tabulate(block.rows)
+            table = self._table_of(block.rows)
             num_samples = 0 if table is None else len(table)
             if table is not None:
                 yield at, self._ordered(table, at)
             begin, num_before = at.block + len(block.rows), at.num_before + num_samples
             at = StreamPosition(place.epoch, begin, 0, num_before, block.marks)
+
+    def _table_of(self, rows: Sequence[Row]) -> Samples | None:
+        """Return the samples of a block; None if none of its rows can be used."""
+        try:
+            return self._tabulate(rows)
+        except NoUsableRowsError as error:
+            self._first_problem = self._first_problem or str(error)
+            return None
 
     def _ordered(self, table: Samples, at: StreamPosition) -> Samples:
         num_rows = len(table) // self.group_size

@@ -25,7 +25,7 @@ from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.row_streams import RowStream
-from lightning_realloc.data.rows import Row, RowSource
+from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.data.streams import StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
@@ -43,10 +43,10 @@ def stream(rows: Sequence[Mapping[str, Any]] = ROWS) -> IterableDataset:
 def loader(num_rows: int, *, dropped: int = 0, group_size: int = 1, **options: Any) -> StreamLoader:
     """Return batches of rows with consecutive numbers, without multiples of ``dropped``."""
 
-    def tabulate(rows: Sequence[Row]) -> Samples | None:
+    def tabulate(rows: Sequence[Row]) -> Samples:
         kept = [row.values["at"] for row in rows if not dropped or row.values["at"] % dropped]
         if not kept:
-            return None
+            raise NoUsableRowsError(f"{rows[0].values['at']} is dropped")
         samples = [number for number in kept for _ in range(group_size)]
         columns = {"at": tuple(samples), "prompt_ids": Ragged.from_list([[number] for number in samples])}
         return Samples(torch.arange(len(samples)), columns)
@@ -142,10 +142,13 @@ def test_a_position_in_another_order_is_refused() -> None:
 def test_errors_while_reading_a_stream_name_the_row() -> None:
     with pytest.raises(DataError, match=r"numbers has fewer usable rows than batch_size=9 needs, 8; lower batch_size"):
         next(iter(loader(8, batch_size=9, drop_last=True)))
-    with pytest.raises(DataError, match="numbers has fewer usable rows than batch_size=2 needs, 0"):
+    with pytest.raises(DataError, match=r"batch_size=2 needs, 0; .* about the others: 0 is dropped"):
         next(iter(loader(8, batch_size=2, dropped=1)))
     with pytest.raises(DataError, match="numbers holds no rows"):
         loader(0, batch_size=1).check()
+    with pytest.raises(DataError, match="numbers has no usable row among its first 1000; 0 is dropped"):
+        loader(1500, batch_size=2, shuffle=False, dropped=1).check()
+    loader(4, batch_size=1, shuffle=False, dropped=2).check()  # 0 is dropped, 1 is not
     with pytest.raises(DataError, match="shuffle_buffer=0 must be at least 1"):
         loader(8, batch_size=1, shuffle_buffer=0)
 
