@@ -182,7 +182,7 @@ def _tokens_and_assistant_mask(
             raise DataError(
                 f"{place}: the chat template ends an earlier answer without the tokenizer's end-of-sequence token "
                 f"{tokenizer.eos_token!r}, so its end cannot be located; set tokenizer.eos_token to the token that "
-                f"ends a turn, or learn='last'"
+                f"ends a turn, or in SFTDataModule learn='last'"
             )
         length = answer.index(end) + 1
         mask[first - begin : first - begin + length] = [True] * length

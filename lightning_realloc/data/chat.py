@@ -18,6 +18,8 @@ Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, and ``content`` or ``tool_calls``."""
 _RESERVED_SETTINGS = frozenset({"tools", "tokenize", "add_generation_prompt", "continue_final_message"})
 """Arguments of ``apply_chat_template`` that data modules set themselves."""
+_TEXT_ROLES = frozenset({"system", "developer", "user", "assistant"})
+"""Roles whose content is text. Templates write that of others, such as ``tool`` and ``ipython``, as JSON."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Types of the parts of a message's content that are text."""
 _MEDIA_COLUMNS = frozenset({"image", "images", "video", "videos", "audio", "audios"})
@@ -99,7 +101,7 @@ def readable_values(values: Mapping[str, Any], message_columns: Collection[str],
 def plain_messages(messages: Sequence[Message], place: str) -> list[Message]:
     """Return messages whose content is text. Of content in parts, the texts are joined.
 
-    A tool's content may be any value, which templates write as JSON.
+    The content of a tool, whose role has several names, may be any value, which templates write as JSON.
 
     Raises:
         DataError: for other content, such as an image; the message names ``place``.
@@ -281,7 +283,7 @@ def _is_message(value: object) -> bool:
 def _is_in_parts(message: Message) -> bool:
     """Return whether a message's content is something else than text."""
     content = message.get("content")
-    if message["role"] == "tool":
+    if message["role"] not in _TEXT_ROLES:
         return isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content)
     return not isinstance(content, str | None)
 

@@ -19,6 +19,7 @@ from lightning_realloc.data.assistant_spans import (
     rendered_responses,
 )
 from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.data.data_module import TokenLimit
 from lightning_realloc.data.responses import ResponseDataModule
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -74,17 +75,18 @@ class SFTDataModule(ResponseDataModule):
                 "the chat template changes earlier answers when a conversation continues, such as by dropping their "
                 "thoughts; such answers are sequences of their own, and batch_size counts sequences"
             )
+        limit = self.limit() if self.long_rows == "truncate" else None
         tokens = encoded(tokenizer, list(chain.from_iterable(texts)))
         kept: list[tuple[Row, TokensOfRow]] = []
         for row, found in zip(rows, texts, strict=True):
             first, *later = islice(tokens, len(found))
-            kept += [(row, first), *((row, one) for one in later if not self._is_cut_away(one))]
+            kept += [(row, first), *((row, one) for one in later if not _is_cut_away(one, limit))]
         return self.table_of_tokens([row for row, _ in kept], [one for _, one in kept])
 
-    def _is_cut_away(self, tokens: TokensOfRow) -> bool:
-        """Return whether a long conversation is cut before this answer."""
-        limit = self.limit()
-        return self.long_rows == "truncate" and limit is not None and len(tokens[0]) >= limit.tokens
+
+def _is_cut_away(tokens: TokensOfRow, limit: TokenLimit | None) -> bool:
+    """Return whether a conversation that is cut to ``limit`` ends before this answer."""
+    return limit is not None and len(tokens[0]) >= limit.tokens
 
 
 def _format(row: Row) -> tuple[str, ...]:

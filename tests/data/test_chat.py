@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,8 +70,8 @@ def test_prompts_and_their_reward_functions_get_the_text_of_parts() -> None:
 def test_the_result_of_a_tool_may_be_any_value() -> None:
     tokenizer = chat()
     tokenizer.chat_template = "{{ messages[-1].content | tojson }}"
-    for result in ({"sum": 2}, [1, 2], [{"sum": 2}]):
-        text = conversation_text(tokenizer, [{"role": "tool", "content": result}], "here", add_generation_prompt=False)
+    for role, result in product(("tool", "ipython", "function"), ({"sum": 2}, [1, 2], [{"sum": 2}])):
+        text = conversation_text(tokenizer, [{"role": role, "content": result}], "here", add_generation_prompt=False)
         assert text.text == str(result).replace("'", '"')
 
 
