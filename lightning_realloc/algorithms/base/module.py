@@ -399,11 +399,12 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         divides = self._trainer is not None and type(self).configure_model.__module__.startswith("lightning_realloc.")
         placed = self.dataflow.roles if divides else ()
         fits = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        for role in self.roles():
+        roles = self.roles()
+        for role in roles:
             if role.shares is None and not hasattr(self, role.name):
                 deferred = role.name in placed
                 model = role.build(
-                    seed=self.seed + random_stream(role, self.roles()),
+                    seed=self.seed + random_stream(role, roles),
                     allow_missing=self.loading.allow_missing,
                     deferred=deferred,
                 )
@@ -509,7 +510,9 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         """Return the state as transformers has it: the steps that the run will take, and a fraction of epochs."""
         trainer = self.trainer
         batches, done = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        part = done / batches if 0 < batches < math.inf else 0.0
+        # After fit, Lightning keeps the last epoch's progress and has counted this epoch.
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        part = done / batches if is_fitting and 0 < batches < math.inf else 0.0
         return TrainerState(
             global_step=trainer.global_step,
             max_steps=planned_iterations(trainer) or 0,

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from peft import LoraConfig, get_peft_model
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -320,6 +322,22 @@ def test_validation_without_evaluation_calls_is_refused() -> None:
     module: Any = Judge()
     with pytest.raises(ConfigError, match="Judge declares no evaluation_calls; leave the validation data out"):
         module.validation_step(next(iter(runs.Batches(1))), 0)
+
+
+def test_reward_functions_see_the_fraction_of_an_epoch_only_while_fitting() -> None:
+    module: Any = Judge()
+    module.trainer = trainer = L.Trainer(max_epochs=2, accelerator="cpu", barebones=True)
+    trainer.fit_loop.max_batches = 4
+    trainer.fit_loop.epoch_loop.batch_progress.current.completed = 2
+    trainer.fit_loop.epoch_progress.current.completed = 1
+    trainer.state.fn = TrainerFn.FITTING
+    assert module._trainer_state().epoch == 1.5  # one epoch, and 2 of 4 batches
+    # As after fit: two epochs are counted, and the second one's batches are still there.
+    trainer.fit_loop.epoch_loop.batch_progress.current.completed = 4
+    trainer.fit_loop.epoch_progress.current.completed = 2
+    for function in (TrainerFn.VALIDATING, TrainerFn.TESTING):
+        trainer.state.fn = function
+        assert module._trainer_state().epoch == 2.0
 
 
 def test_old_names_of_a_moving_average_still_work_and_warn() -> None:
