@@ -130,7 +130,7 @@ class Regex:
         needed = [text for text in found if not has_alternatives and (text in outside or re.escape(text) in outside)]
         if found and not needed:
             log.warning(
-                "pattern=%r names %s, which completions are decoded without; set keep_special_tokens=True to find it",
+                "pattern=%r names %s, which completions are decoded without; set keep_special_tokens=True to keep them",
                 pattern,
                 ", ".join(map(repr, found)),
             )
