@@ -72,7 +72,7 @@ def write_adapters(
         save_file(tensors, partial / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
         for file in description.iterdir():
             if file.is_file() and file.name not in _MODEL_FILES:
-                shutil.copy2(file, partial / file.name)
+                shutil.copyfile(file, partial / file.name)
 
 
 @contextmanager

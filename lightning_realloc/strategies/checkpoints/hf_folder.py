@@ -186,7 +186,7 @@ def write_model(
         model.save_pretrained(partial)
         for file in description.iterdir():
             if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE, ADAPTER_CONFIG_FILE):
-                shutil.copy2(file, partial / file.name)
+                shutil.copyfile(file, partial / file.name)
 
 
 def write_running_model(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import check_output, export_checkpoint
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
-from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
+from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype, write_running_model
 from tests.algorithms.test_loaded_weights import with_a_head_of_its_own
 from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
@@ -199,7 +201,7 @@ def _write_on_a_full_disk(folder: Path) -> tuple[str, list[str]]:
     def fail(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device", str(target))
 
-    before, shutil.copy2 = shutil.copy2, fail
+    before, shutil.copyfile = shutil.copyfile, fail
     try:
         runs.trainer(ReallocStrategy("static"), 1, max_steps=1, callbacks=[SaveHuggingFace(folder)]).fit(
             runs.sft(), runs.Batches(1, responses=True)
@@ -207,7 +209,7 @@ def _write_on_a_full_disk(folder: Path) -> tuple[str, list[str]]:
     except CheckpointError as error:
         return str(error), sorted(str(path.relative_to(folder.parent)) for path in folder.parent.rglob("*"))
     finally:
-        shutil.copy2 = before
+        shutil.copyfile = before
     return "", []
 
 
@@ -319,6 +321,19 @@ def test_a_padding_token_that_ends_responses_is_not_written(workers: WorkerPool,
     ((_, warned),) = workers.run(_train_unpadded_scorer, tmp_path, True, world_size=1, init_process_group=False)
     assert AutoConfig.from_pretrained(tmp_path / "run").pad_token_id is None
     assert len(warned) == 1 and "cannot score batches with padding: pad_token='<eos>' of the tokenizer" in warned[0]
+
+
+def test_models_are_written_where_modes_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    model = tiny_model("qwen3")
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    monkeypatch.setattr(os, "chmod", refuse)  # as on CIFS
+    write_running_model(model, weights, byte_tokenizer(), tmp_path / "model", role="actor")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in (tmp_path / "model").iterdir()
+    }
 
 
 def test_a_tilde_is_the_home_folder() -> None:
