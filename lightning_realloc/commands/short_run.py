@@ -161,7 +161,10 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
     short, settings = split_arguments(arguments)
     flags = short_parser(name).parse(short)
     _check(name, flags)
-    config = configuration(name, flags, data_setting(flags.data, flags.split, flags.config_name), precision())
+    # A link would point to a checkpoint that is still being written.
+    links_last = not any("async_checkpoints" in setting for setting in settings)
+    data = data_setting(flags.data, flags.split, flags.config_name)
+    config = configuration(name, flags, data, precision(), links_last=links_last)
     path = None if flags.save_config is None else Path(flags.save_config).expanduser()
     return ShortRun(("fit", "--config", json.dumps(config), *settings), path)
 
@@ -184,7 +187,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def configuration(
-    name: str, flags: argparse.Namespace, data: str | Mapping[str, str], precision: str | None
+    name: str,
+    flags: argparse.Namespace,
+    data: str | Mapping[str, str],
+    precision: str | None,
+    *,
+    links_last: bool = True,
 ) -> dict[str, Any]:
     """Return the nested settings of ``fit`` for a command's flags. Pure.
 
@@ -193,6 +201,7 @@ def configuration(
         flags: Flags of the command's parser.
         data: The data module's ``data``.
         precision: The Trainer's precision; None leaves it out.
+        links_last: Whether ``last.ckpt`` is a link to the newest checkpoint; otherwise it is a copy.
     """
     command = COMMANDS[name]
     generates = command.num_responses is not None
@@ -213,13 +222,13 @@ def configuration(
             "target_modules": "all-linear",
         }
     return {
-        "trainer": _trainer(flags, precision, generates=generates),
+        "trainer": _trainer(flags, precision, generates=generates, links_last=links_last),
         "model": {"class_path": command.algorithm, "init_args": model},
         "data": {"class_path": command.data_module, "init_args": rows},
     }
 
 
-def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: bool) -> dict[str, Any]:
+def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: bool, links_last: bool) -> dict[str, Any]:
     """Return the Trainer's settings: length, precision, log with a record, checkpoints, and the model at the end."""
     output = Path(os.path.expanduser(flags.output))
     table = {"every_n_steps": STEPS_PER_TABLE, "path": str(output / "rollouts.csv")}  # also without a logger
@@ -240,7 +249,7 @@ def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: boo
                 "init_args": {
                     "dirpath": str(output / "checkpoints"),
                     "every_n_train_steps": every,
-                    "save_last": "link",
+                    "save_last": "link" if links_last else True,
                     "save_on_exception": True,
                     "enable_version_counter": False,
                 },
