@@ -8,6 +8,7 @@ import pytest
 from datasets import IterableDataset
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.data.data_module import TokenLimit
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.errors import DataError
 from tests.data.test_preferences import texts
@@ -166,6 +167,28 @@ def test_every_answer_is_learnt_as_at_its_turn_where_the_template_drops_earlier_
 def test_a_long_conversation_is_cut_before_the_answers_that_do_not_fit() -> None:
     ((prompt, learnt),) = texts(_thoughts(max_tokens=33, long_rows="truncate"))  # the second prompt has 33 tokens
     assert (prompt, learnt) == (AT_ITS_TURN[0][0], AT_ITS_TURN[0][1][: len("<think>t1</think>call<eos>\nt:")])
+
+
+class _Counting(SFTDataModule):
+    """Counts how often the limit is looked up, for which algorithms make their roles."""
+
+    num_lookups = 0
+
+    def limit(self) -> TokenLimit | None:
+        """Count, and return the limit."""
+        self.num_lookups += 1
+        return super().limit()
+
+
+def test_the_limit_is_looked_up_once_per_table_however_many_answers_it_holds() -> None:
+    tokenizer = _chat()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    for num_rows in (1, 5):
+        rows = [{"messages": THOUGHTS}] * num_rows
+        for long_rows, num_lookups in (("refuse", 1), ("truncate", 2)):  # to cut answers, and to cut tokens
+            module = _Counting(rows, batch_size=1, tokenizer=tokenizer, max_tokens=500, long_rows=long_rows)
+            module.setup("fit")
+            assert module.num_lookups == num_lookups
 
 
 def test_messages_after_the_last_answer_are_not_read() -> None:
