@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from statistics import mean, median
-from typing import Any
+from typing import Any, TextIO
 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -181,9 +181,9 @@ def format_duration(seconds: float) -> str:
     return f"{minutes}m{int(seconds) % 60:02}s" if minutes else f"{int(seconds)}s"
 
 
-def can_draw_bars() -> bool:
-    """Return whether progress bars can be drawn: on a terminal, and in a notebook."""
-    return _IS_INTERACTIVE or sys.stdout.isatty()
+def can_draw_bars(stream: TextIO | None = None) -> bool:
+    """Return whether progress bars can be drawn on a stream, or on standard output: a terminal, and in a notebook."""
+    return _IS_INTERACTIVE or (stream or sys.stdout).isatty()
 
 
 def _results(metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from lightning_realloc.callbacks.run_log import can_draw_bars
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.adapter_layers import record_adapters
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
@@ -141,7 +141,7 @@ def loading_progress(where: str) -> Iterator[None]:
 
     Where no bar can be drawn, such as in a job's log, rank 0 logs a line.
     """
-    is_drawn = _IS_INTERACTIVE or sys.stderr.isatty()
+    is_drawn = can_draw_bars(sys.stderr)  # where transformers draws
     silences = is_progress_bar_enabled() and (getattr(rank_zero_only, "rank", 0) != 0 or not is_drawn)
     if not is_drawn:
         rank_zero_info(f"{where}: loading weights")
