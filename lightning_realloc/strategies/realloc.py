@@ -317,8 +317,8 @@ class ReallocStrategy(DataParallelStrategy):
         if self.dataflow is not None:
             self._checkpoints.check_callbacks()
             self._placed.decide_on_caches()
-            log_start(self, self._placed.builder())
             self._collection.start()
+        log_start(self, self._placed)
 
     def _record_failure(self, exception: BaseException) -> None:
         self._placed.write_record_after(exception)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,19 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import CheckpointError, ReallocError
 from lightning_realloc.remote_path import AnyPath, as_path
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, newest_complete
+from lightning_realloc.strategies.checkpoints.checkpoint_files import (
+    age_s,
+    checkpoint_files_in,
+    checkpoints_in,
+    newest_complete,
+)
 from lightning_realloc.strategies.largest_workload import largest_workload, rows_per_batch
 from lightning_realloc.strategies.pool.memory_check import with_callbacks
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 if TYPE_CHECKING:
+    from lightning_realloc.strategies.placed_roles import PlacedRoles
     from lightning_realloc.strategies.pool.builder import PoolBuilder
     from lightning_realloc.strategies.realloc import ReallocStrategy
 
@@ -41,10 +47,13 @@ TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 
 # ---- before the first step
-def log_start(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
-    """Log a summary, and warn of an earlier checkpoint that the run does not continue from."""
-    _log_summary(strategy, builder)
-    _warn_of_earlier_checkpoint(strategy.connected_module.trainer)
+def log_start(strategy: ReallocStrategy, placed: PlacedRoles) -> None:
+    """Log a summary of an algorithm, and warn of an earlier checkpoint that the run does not continue from."""
+    if strategy.dataflow is not None:
+        _log_summary(strategy, placed.builder())
+    # An algorithm's checkpoints are folders, those of another module are files.
+    found_in = checkpoint_files_in if strategy.dataflow is None else checkpoints_in
+    _warn_of_earlier_checkpoint(strategy.connected_module.trainer, found_in)
 
 
 def _log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
@@ -58,7 +67,7 @@ def _log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
         log.debug("no summary of this run: %s", error)
 
 
-def _warn_of_earlier_checkpoint(trainer: Trainer) -> None:
+def _warn_of_earlier_checkpoint(trainer: Trainer, found_in: Callable[[AnyPath], list[AnyPath]]) -> None:
     """Warn if training starts from nothing, though a checkpoint lies where this run writes its own.
 
     ``ckpt_path="last"`` finds only names of its own: no numbered checkpoint of a run that was killed before its first
@@ -67,7 +76,7 @@ def _warn_of_earlier_checkpoint(trainer: Trainer) -> None:
     if not trainer.is_global_zero or trainer.global_step or trainer.ckpt_path is not None:
         return
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
-    newest = newest_complete(as_path(folder) for folder in folders if folder)
+    newest = newest_complete(found_in(as_path(folder)) for folder in folders if folder)
     if newest is not None:
         rank_zero_warn(
             f"training starts from step 0, although {newest} is a complete checkpoint; to continue from it: "

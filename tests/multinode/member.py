@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_realloc.strategies.checkpoints.checkpoint_files import newest_complete
+from lightning_realloc.strategies.checkpoints.checkpoint_files import checkpoints_in, newest_complete
 from tests.chaos import victim
 
 
@@ -19,7 +19,7 @@ def main(file: Path) -> None:
     case = json.loads(file.read_text())
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         case.pop("fault", None)
-        newest = newest_complete([Path(case["folder"]) / "checkpoints"])
+        newest = newest_complete([checkpoints_in(Path(case["folder"]) / "checkpoints")])
         case["ckpt_path"] = None if newest is None else str(newest)
     victim.train(case)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import io
 import logging
 import random
+import socket
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.strategies.checkpoints import sharded_tensors
@@ -45,7 +47,6 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     name_read_errors,
     raise_on_all_ranks,
     read_description,
-    require_on_all_ranks,
 )
 from lightning_realloc.strategies.checkpoints.optimizer_settings import restore_settings, settings_by_role
 from lightning_realloc.strategies.checkpoints.sharded_state import (
@@ -62,6 +63,8 @@ log = logging.getLogger(__name__)
 
 RANDOM_STATES = "realloc_random_states"
 """Key of ``meta.pt`` for the random states of all ranks."""
+_SHOWN_RANKS = 4
+"""Ranks that an error about missing files names."""
 
 Broadcast = Callable[[Any], Any]
 """Function that returns the first rank's object on every rank. Collective."""
@@ -133,7 +136,7 @@ def read_checkpoint(
         CheckpointError: on every rank. If the checkpoint is of other models, names the first difference. If it is
             damaged, names the file and the newest intact checkpoint next to it.
     """
-    require_on_all_ranks(folder, rank=models.rank, world_size=models.world_size)
+    _require_on_all_ranks(folder, rank=models.rank, world_size=models.world_size)
     with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
         description = read_description(folder)
         check_roles(description, models, folder, resuming=resuming)
@@ -179,6 +182,27 @@ def _weights_from_averages(
     if not any(average in stored for average in averages.values()):
         log.warning("%s holds no averages of %r; evaluating its weights instead", folder, role)
     return {average if (average := averages[key]) in stored else key: tensor for key, tensor in weights.items()}
+
+
+def _require_on_all_ranks(path: AnyPath, *, rank: int, world_size: int) -> None:
+    """Require that a path that one rank has exists on all of them. Collective over all ranks if there are several.
+
+    Raises:
+        CheckpointError: on every rank, naming the ranks and hosts that lack it.
+    """
+    if world_size == 1:
+        return
+    with raise_on_all_ranks(path, rank=rank, world_size=world_size), name_read_errors(path):
+        exists = path.exists()
+    ranks = gather_objects((exists, socket.gethostname()))
+    missing = [(number, host) for number, (has_it, host) in enumerate(ranks) if not has_it]
+    if 0 < len(missing) < world_size:
+        shown = ", ".join(f"rank {number} ({host})" for number, host in missing[:_SHOWN_RANKS])
+        others = f" and {len(missing) - _SHOWN_RANKS} more ranks" if len(missing) > _SHOWN_RANKS else ""
+        raise CheckpointError(
+            f"{path} is missing on {shown}{others}, though other ranks have it; every rank reads it, so put it on a "
+            f"file system that all nodes share, or copy it to each node"
+        )
 
 
 def refuse_folder(path: AnyPath) -> None:

@@ -10,9 +10,9 @@ import json
 import logging
 import pickle
 import re
-import socket
+import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 ROLES_FILE = "realloc.json"
 META_FILE = "meta.pt"
 MODELS_FOLDER = "huggingface"
+FILE_SUFFIX = ".ckpt"
+"""End of the names of single-file checkpoints, which Lightning writes for modules without calls."""
 FORMAT = 1
 """Version of the checkpoint format."""
 
@@ -39,8 +41,6 @@ _READ_BYTES = 1 << 20
 """Bytes of a file read at a time: few enough to stay in the processor's cache between the copy and the checksum."""
 _READERS = 4
 """Files of a checkpoint that a rank verifies at the same time."""
-_SHOWN_RANKS = 4
-"""Ranks that an error about missing files names."""
 _REFUSED_CLASS = re.compile(r"GLOBAL (\S+)")
 """Class name in the error of torch's ``weights_only`` loader."""
 
@@ -99,27 +99,6 @@ def raise_on_all_ranks(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -
         raise CheckpointError(f"{first}; {way_out} next to it") from problem
     if first is not None:
         raise first
-
-
-def require_on_all_ranks(path: AnyPath, *, rank: int, world_size: int) -> None:
-    """Require that a path that one rank has exists on all of them. Collective over all ranks if there are several.
-
-    Raises:
-        CheckpointError: on every rank, naming the ranks and hosts that lack it.
-    """
-    if world_size == 1:
-        return
-    with raise_on_all_ranks(path, rank=rank, world_size=world_size), name_read_errors(path):
-        exists = path.exists()
-    ranks = gather_objects((exists, socket.gethostname()))
-    missing = [(number, host) for number, (has_it, host) in enumerate(ranks) if not has_it]
-    if 0 < len(missing) < world_size:
-        shown = ", ".join(f"rank {number} ({host})" for number, host in missing[:_SHOWN_RANKS])
-        others = f" and {len(missing) - _SHOWN_RANKS} more ranks" if len(missing) > _SHOWN_RANKS else ""
-        raise CheckpointError(
-            f"{path} is missing on {shown}{others}, though other ranks have it; every rank reads it, so put it on a "
-            f"file system that all nodes share, or copy it to each node"
-        )
 
 
 # ---- the description
@@ -309,12 +288,19 @@ def _kind(path: AnyPath) -> str:
     return "a link to nothing" if path.is_symlink() else "missing"
 
 
-def is_complete(folder: AnyPath) -> bool:
-    """Return whether a folder has all files of a checkpoint, in their sizes. Their contents are not read."""
+def is_complete(path: AnyPath) -> bool:
+    """Return whether a folder has all files of a checkpoint, in their sizes, or a file the end that torch writes last.
+
+    Contents are not read.
+    """
     try:
-        description = read_description(folder)
+        with name_read_errors(path):
+            if path.is_file():
+                with path.open("rb") as file:
+                    return zipfile.is_zipfile(file)
+        description = read_description(path)
         for name, record in description.get(_FILES, {}).items():
-            _check_size(folder / name, record)
+            _check_size(path / name, record)
     except CheckpointError:
         return False
     return True
@@ -346,17 +332,25 @@ def newest_intact(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -> Any
 
 def checkpoints_in(folder: AnyPath) -> list[AnyPath]:
     """Return the checkpoints in a folder, newest first; none if it cannot be read."""
+    return _newest_first(folder, lambda path: age_s(path / ROLES_FILE))
+
+
+def checkpoint_files_in(folder: AnyPath) -> list[AnyPath]:
+    """Return the single-file checkpoints in a folder, newest first; none if it cannot be read."""
+    return _newest_first(folder, lambda path: age_s(path) if path.suffix == FILE_SUFFIX and path.is_file() else None)
+
+
+def _newest_first(folder: AnyPath, age_of: Callable[[AnyPath], float | None]) -> list[AnyPath]:
     try:
-        found = {path: age_s(path / ROLES_FILE) for path in folder.iterdir()}
+        ages = {path: age for path in folder.iterdir() if (age := age_of(path)) is not None}
     except (OSError, CheckpointError):
         return []
-    ages = {path: age for path, age in found.items() if age is not None}
     return sorted(ages, key=ages.__getitem__, reverse=True)
 
 
-def newest_complete(folders: Iterable[AnyPath]) -> AnyPath | None:
-    """Return the newest complete checkpoint in any of the folders; None if there is none."""
-    complete = (next(filter(is_complete, checkpoints_in(folder)), None) for folder in folders)
+def newest_complete(found: Iterable[Iterable[AnyPath]]) -> AnyPath | None:
+    """Return the newest complete checkpoint of those found in several folders; None if there is none."""
+    complete = (next(filter(is_complete, paths), None) for paths in found)
     return max((path for path in complete if path is not None), key=lambda path: age_s(path) or 0.0, default=None)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_realloc.remote_path import AnyPath, as_path, is_remote
-from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, checkpoints_in
+from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, checkpoint_files_in, checkpoints_in
 
 
 class InProcessLauncher(_Launcher):
@@ -62,7 +62,7 @@ def resolve_last(trainer: Trainer, ckpt_path: str | None) -> str | None:
 
 
 def _last_checkpoints(trainer: Trainer) -> Iterator[AnyPath]:
-    """Yield the newest ``last`` checkpoint at the address of every callback that saves to one."""
+    """Yield the ``last`` checkpoints, folders and files, at the address of every callback that saves to one."""
     for callback in trainer.checkpoint_callbacks:
         name = callback.CHECKPOINT_NAME_LAST if isinstance(callback, ModelCheckpoint) else None
         folder = getattr(callback, "dirpath", None)
@@ -72,7 +72,8 @@ def _last_checkpoints(trainer: Trainer) -> Iterator[AnyPath]:
             continue
         if name is None:  # OnExceptionCheckpoint, which has one path
             name = as_path(getattr(callback, "ckpt_path", "")).name
-        yield from [path for path in checkpoints_in(as_path(folder)) if name and path.name.startswith(name)][:1]
+        found = (*checkpoints_in(as_path(folder)), *checkpoint_files_in(as_path(folder)))
+        yield from (path for path in found if name and path.name.startswith(name))
 
 
 __all__ = ["InProcessLauncher", "resolve_last", "with_last_resolved"]

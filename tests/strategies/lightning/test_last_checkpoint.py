@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import fsspec
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.last_checkpoint import resolve_last
 from tests.strategies import runs
+from tests.strategies.lightning.test_plain_module import Regression, rows
 
 
 def _trainer(*callbacks: Checkpoint, root: str | Path = ".") -> L.Trainer:
@@ -37,22 +39,28 @@ def test_the_last_checkpoint_of_a_store_is_found_by_its_address(tmp_path: Path) 
     assert resolve_last(unnamed, "last") == f"memory://{tmp_path.name}/checkpoints/last.ckpt"
 
 
-def test_fit_validate_and_a_second_fit_go_on_from_the_last_checkpoint_of_a_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["algorithm", "plain module"])
+def test_fit_validate_and_a_second_fit_go_on_from_the_last_checkpoint_of_a_store(tmp_path: Path, plain: bool) -> None:
     steps = []
-    for max_epochs in (1, 2):
-        checkpoint = ModelCheckpoint(f"memory://{tmp_path.name}/run", save_last=True, enable_version_counter=False)
-        fitted = runs.trainer(
-            ReallocStrategy("static"), 1, max_epochs=max_epochs, enable_checkpointing=True, callbacks=[checkpoint]
+    for max_steps in (2, 4):
+        checkpoint = ModelCheckpoint(
+            f"memory://{tmp_path.name}/run", every_n_train_steps=2, save_last=True, enable_version_counter=False
         )
         began: list[int] = []
-        fitted.callbacks.append(_StepsBefore(began))
-        if max_epochs == 1:
-            with pytest.warns(UserWarning, match="there is no last checkpoint available"):
-                fitted.fit(runs.sft(), runs.Batches(2, responses=True), ckpt_path="last")
-        else:
-            fitted.fit(runs.sft(), runs.Batches(2, responses=True), ckpt_path="last")
+        fitted = runs.trainer(
+            ReallocStrategy("static"), 1, max_epochs=2, max_steps=max_steps, enable_checkpointing=True,
+            callbacks=[checkpoint, _StepsBefore(began)],
+        )  # fmt: skip
+        new = Regression if plain else runs.sft
+        batches = rows(8) if plain else runs.Batches(2, responses=True)
+        with (
+            pytest.warns(UserWarning, match="there is no last checkpoint available")
+            if max_steps == 2
+            else nullcontext()
+        ):
+            fitted.fit(new(), batches, ckpt_path="last")
         steps.append((began[0], fitted.global_step))
-        fitted.validate(runs.sft(), runs.Batches(1, responses=True), ckpt_path="last", verbose=False)
+        fitted.validate(new(), batches, ckpt_path="last", verbose=False)
     assert steps == [(0, 2), (2, 4)]
 
 
