@@ -18,6 +18,7 @@ from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.program_tests import OutputTest, program_tests
 from lightning_realloc.rewards.sandbox.sandbox import run_limited
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
+from lightning_realloc.rewards.sandbox.surroundings import closed_to_nobody
 from lightning_realloc.rewards.texts import completion_texts, extract_code
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class CodeTests:
         return {self.column}
 
     def start(self) -> None:
-        """Check that programs can run, and log a warning if they are not isolated from the network.
+        """Check that programs can run, and log a warning of rights and network that they share with this run.
 
         Raises:
             RewardError: if the simplest program fails.
@@ -134,11 +135,20 @@ class CodeTests:
                 f"CodeTests cannot run {' '.join((*self.sandbox, self.interpreter))} within {self.limits}: {details}; "
                 f"raise the limits, or give another interpreter or sandbox"
             )
+        runs_as_root = os.getuid() == 0 and not result.is_nobody
+        if runs_as_root:
+            folder = tempfile.gettempdir()
+            closed = closed_to_nobody(self._command(Path(folder)), os.path.join(folder, "any"))
+            log.warning(
+                "code run by CodeTests has the rights of root%s; give CodeTests(interpreter=...) that all users can "
+                "run, such as /usr/bin/python3, or run training as another user",
+                "" if closed is None else f", since the user nobody cannot read {closed}",
+            )
         if not result.isolated:
             log.warning(
-                "this system does not allow namespaces: code run by CodeTests can use the network%s; give "
+                "this system does not allow namespaces: code run by CodeTests can use the network and sockets%s; give "
                 "CodeTests(sandbox=...) or run in a container",
-                "" if result.is_nobody else _SIGNALS if os.getuid() == 0 else f", read environment variables{_SIGNALS}",
+                "" if result.is_nobody else _SIGNALS if runs_as_root else f", read environment variables{_SIGNALS}",
             )
 
     def __call__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ import pytest
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards import CodeTests, RewardFunctions
 from lightning_realloc.rewards.program_tests import OutputTest, program_tests
+from lightning_realloc.rewards.sandbox.surroundings import closed_to_nobody
 from lightning_realloc.rewards.texts import extract_code
 
 SQUARE = "def square(x):\n    return x * x\n"
@@ -183,11 +185,27 @@ def test_conversations_are_rewarded_too() -> None:
 def test_start_reports_causes_that_would_fail_every_test(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING):
         CodeTests().start()
-    assert len(caplog.records) <= 1  # on systems without namespaces
+    assert len(caplog.records) <= 1 + (os.getuid() == 0)  # of systems without namespaces, and of root
     with pytest.raises(RewardError, match=r"CodeTests cannot run /no/python within .* another interpreter"):
         CodeTests(interpreter="/no/python").start()
     with pytest.raises(RewardError, match=r"(?s)CodeTests cannot run .*raise the limits"):
         CodeTests(memory_bytes=2**20).start()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="is about programs of root")
+def test_start_says_which_file_lets_programs_keep_the_rights_of_root(caplog: pytest.LogCaptureFixture) -> None:
+    public = "/usr/bin/python3"
+    if closed_to_nobody([public], "/tmp/any") is not None:
+        pytest.skip("this system lets only root read its Python")
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # only root reads it
+        private = Path(name) / "python"
+        private.write_text(f'#!/bin/sh\nexec {public} "$@"\n')
+        private.chmod(0o700)
+        for interpreter in (public, str(private)):
+            caplog.clear()
+            CodeTests(interpreter=interpreter).start()
+            said = [record.getMessage() for record in caplog.records if "rights of root" in record.getMessage()]
+            assert said == [] if interpreter == public else f"since the user nobody cannot read {name};" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Run an untrusted program under limits, in its own folder and without this process's environment.
 
 Files are not protected: the program reads and writes with this user's rights, or with those of nobody if this user is
-root. Without namespaces, a program of an ordinary user can also signal this run, and read its environment. If prompts
-may be hostile, give a sandbox of the system, or run training in a container.
+root. Without namespaces, a program also reaches sockets, and one of an ordinary user can signal this run and read its
+environment. If prompts may be hostile, give a sandbox of the system, or run training in a container.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ sys.path.insert(0, {_ROOT!r})
 from lightning_realloc.rewards.sandbox.supervisor import supervise
 supervise()
 """
+_SSH_AGENT = "SSH_AUTH_SOCK"
+"""Environment variable with the path of an agent's socket. In a container, its agent may run outside."""
 _SUPERVISOR_GRACE_S = 30.0
 """Extra seconds for the supervisor beyond its program's wall time."""
 
@@ -60,6 +62,7 @@ def run_limited(
         "input": standard_input,
         "with_errors": with_errors,
         "namespaces": namespaces,
+        "sockets": [os.environ[_SSH_AGENT]] if _SSH_AGENT in os.environ else [],
         "limits": asdict(limits),
         "parent": os.getpid(),
     }

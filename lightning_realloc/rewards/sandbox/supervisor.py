@@ -1,9 +1,9 @@
 """Supervisor process that runs one program under limits and kills all its descendants. Standard library only.
 
 The supervisor adopts the program's orphans, and sets the kernel's resource limits before the program starts. If the
-kernel allows namespaces to this user, the program has no network and sees only its own processes, also in ``/proc``.
-They all end with the first one. Without namespaces, the supervisor finds and kills them. A program of root runs as the
-user ``nobody``, if that user can read its interpreter and reach its folder.
+kernel allows namespaces to this user, the program has no network, sees only its own processes, also in ``/proc``, and
+no sockets of other programs. Its processes end with the first one. Without namespaces, the supervisor finds and kills
+them. A program of root runs as the user ``nobody``, if that user can read its interpreter and reach its folder.
 
 Input: a job as JSON on standard input. Output: a :class:`ProgramResult` as JSON on standard output.
 """
@@ -36,9 +36,10 @@ from lightning_realloc.rewards.sandbox.processes import (
 from lightning_realloc.rewards.sandbox.surroundings import (
     NOBODY,
     become_nobody,
+    bound_sockets,
+    closed_to_nobody,
     give_to_nobody,
-    is_open_to_nobody,
-    show_own_processes,
+    hide_surroundings,
     unshare,
 )
 
@@ -101,6 +102,7 @@ def supervise() -> None:
     die_with_parent(job["parent"])
     adopt_orphans()
     niceness = raise_priority()  # before a namespace removes the right; the program gets the old value back
+    job["sockets"] += bound_sockets()  # those of the network that a namespace leaves
     surroundings = _isolate(job)
     hide_from_user()  # once the maps of the namespace are written
     # Entering a namespace has cleared the parent-death signal.
@@ -115,7 +117,7 @@ def _isolate(job: dict[str, Any]) -> _Surroundings:
     if sys.platform != "linux":
         return _Surroundings(False, False)
     user, group, wanted = os.getuid(), os.getgid(), job["namespaces"]
-    is_nobody = user == 0 and is_open_to_nobody(job["command"], job["folder"])
+    is_nobody = user == 0 and closed_to_nobody(job["command"], job["folder"]) is None
     if is_nobody and (not wanted or unshare()):
         return _Surroundings(wanted, True)
     if not wanted or not unshare(new_user=True):
@@ -190,7 +192,7 @@ def _run_as_init(
     try:
         die_with_parent(os.getppid() if not around.isolated else 0)
         if around.isolated:
-            show_own_processes()
+            hide_surroundings(job["sockets"], (*job["command"], job["folder"]))
         adopt_orphans()
         os.setsid()  # a group that also holds the program, to kill where no subreaper or namespace exists
         program = os.fork()

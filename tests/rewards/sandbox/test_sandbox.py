@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import pytest
 
 from lightning_realloc.rewards.sandbox.sandbox import run_limited
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
-from lightning_realloc.rewards.sandbox.surroundings import is_open_to_nobody
+from lightning_realloc.rewards.sandbox.surroundings import closed_to_nobody
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_bytes=2**28, file_bytes=2**16, processes=6, output_bytes=2**12)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process may leave its group")
@@ -220,7 +221,7 @@ open("made", "w").write("by the program")
 @pytest.mark.skipif(os.getuid() != 0, reason="is about programs of root")
 def test_a_program_of_root_runs_as_nobody_and_sees_no_process_of_others() -> None:
     interpreter = "/usr/bin/python3"  # others may read it
-    if not is_open_to_nobody([interpreter], "/tmp/any"):
+    if closed_to_nobody([interpreter], "/tmp/any") is not None:
         pytest.skip("this system lets only root read its Python")
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name)
@@ -235,7 +236,51 @@ def test_a_program_of_root_runs_as_nobody_and_sees_no_process_of_others() -> Non
         assert (folder / "made").stat().st_uid == 65534
         forks = run_limited([interpreter, "-I", "-S", "-c", FORKS], folder=folder, limits=LIMITS)
         assert forks.reason == "it started more than 6 processes"
-    assert not is_open_to_nobody([interpreter], "/root/any")
+    assert closed_to_nobody([interpreter], "/root/any") == Path("/root")
+
+
+CONNECT = """
+import os, socket
+print(len(os.listdir("/run")))
+for path in {paths}:
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+        print("connected")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+@linux
+def test_separate_namespaces_hide_sockets_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Folders of pytest are closed to other users, and a program of root is one of nobody.
+    with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX) as service:
+        folder = Path(name)
+        folder.chmod(0o755)
+        monkeypatch.setenv("SSH_AUTH_SOCK", f"{name}/agent")
+        (folder / "agent").touch()  # of an agent outside of this container: in no list of sockets
+        service.bind(f"{name}/service")
+        service.listen()
+        (folder / "service").chmod(0o777)
+        (folder / "program").mkdir()
+        command = ["/usr/bin/python3", "-I", "-S", "-c", CONNECT.format(paths=[service.getsockname()])]
+        code = "import os; print(os.stat(os.sys.argv[1]).st_rdev)"
+
+        def outputs(*, namespaces: bool) -> list[str]:
+            kept = {"folder": folder / "program", "limits": LIMITS, "namespaces": namespaces}
+            agent = run_limited([*command[:4], code, f"{name}/agent"], **kept)
+            return [*run_limited(command, **kept).output.split(), agent.output.strip()]
+
+        if not run("", folder / "program").isolated or not may_mount():
+            pytest.skip("this system lets this user mount nothing")
+        assert outputs(namespaces=True) == ["0", "ConnectionRefusedError", str(os.stat(os.devnull).st_rdev)]
+        assert outputs(namespaces=False) == [str(len(os.listdir("/run"))), "connected", "0"]
+        # A program whose files lie below /run needs them.
+        if os.getuid() == 0:
+            with tempfile.TemporaryDirectory(dir="/run") as below:
+                kept = run_limited(command, folder=Path(below), limits=LIMITS)
+                assert kept.output.split() == [str(len(os.listdir("/run"))), "ConnectionRefusedError"]
 
 
 PEEK = """
