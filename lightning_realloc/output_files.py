@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lightning_realloc.remote_path import expand_home, is_remote
+
 PARTIAL = ".partial"
 """Folder of files that are being written, and suffix of such a file."""
 
@@ -19,9 +21,9 @@ def write_problem(folder: str | Path) -> str | None:
     A folder that does not exist yet is not made: the nearest folder above it counts. Room on the disk is not checked.
     Addresses such as ``s3://bucket/run`` are not checked either.
     """
-    if "://" in str(folder):
+    if is_remote(folder):
         return None
-    place = Path(os.path.expanduser(folder)).absolute()
+    place = expand_home(Path(folder)).absolute()
     while not os.path.lexists(place):
         place = place.parent
     try:
@@ -37,7 +39,7 @@ def write_text(path: str | Path, text: str) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    path = Path(os.path.expanduser(path))
+    path = expand_home(Path(path))
     if path.exists() and not path.is_file():  # such as /dev/stdout, which a rename would replace
         path.write_text(text, encoding="utf-8")
         return

@@ -216,13 +216,19 @@ class RemotePath:
 
 AnyPath = Path | RemotePath
 """Local path, or address in an object store."""
+LocalPath = TypeVar("LocalPath", bound=str | Path)
+
+
+def expand_home(path: LocalPath) -> LocalPath:
+    """Return a local path with the home folder in place of ``~``; names that are no paths stay as they are."""
+    return type(path)(os.path.expanduser(str(path)))
 
 
 def as_path(address: str | os.PathLike[str] | RemotePath) -> AnyPath:
     """Return a `RemotePath` for an address with a protocol, and otherwise a local path without ``~``."""
     if isinstance(address, RemotePath):
         return address
-    return RemotePath.parse(str(address)) if is_remote(address) else Path(os.path.expanduser(address))
+    return RemotePath.parse(str(address)) if is_remote(address) else expand_home(Path(address))
 
 
 def files_below(folder: AnyPath) -> dict[str, AnyPath]:
@@ -249,15 +255,14 @@ def local_path(path: str | os.PathLike[str], setting: str) -> Path:
     """
     if is_remote(path):
         raise ConfigError(
-            f"{setting}: {str(path)!r} is an address, but an object store cannot take files that grow; give a folder "
-            f"on a disk"
+            f"{setting}: {str(path)!r} is an address, but this file is written on a disk alone; give a folder on a disk"
         )
-    return Path(os.path.expanduser(path))
+    return expand_home(Path(path))
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
     """Return a folder for small files of a run: the folder itself, or the working directory for an address."""
-    return Path.cwd() if is_remote(path) else Path(os.path.expanduser(path))
+    return Path.cwd() if is_remote(path) else expand_home(Path(path))
 
 
 def _open_store(place: RemotePath) -> tuple[Any, str]:

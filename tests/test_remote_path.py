@@ -9,10 +9,14 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+import lightning_realloc
 from lightning_realloc import remote_path
-from lightning_realloc.callbacks import PredictionWriter, RolloutTable, SaveHuggingFace, Timeline
+from lightning_realloc.callbacks import AutoTuner, PredictionWriter, RolloutTable, SaveHuggingFace, Timeline
+from lightning_realloc.commands.chat_session import model_folder
+from lightning_realloc.commands.short_run import data_setting
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import as_path as path_of
 from lightning_realloc.remote_path import files_below, local_folder, local_path
@@ -30,11 +34,23 @@ def test_paths_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monk
         assert place == tmp_path / "x"
     assert PredictionWriter("~/x.jsonl").path == RolloutTable(path="~/x.jsonl").path == tmp_path / "x.jsonl"
     assert Timeline("~/x").folder == SaveHuggingFace("~/x").dirpath == tmp_path / "x"
+    (tmp_path / "x.jsonl").touch()
+    assert Path(data_setting("~/x.jsonl", None, None)) == tmp_path / "x.jsonl"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    assert model_folder("~/model") == str(tmp_path / "model")
+    assert AutoTuner(profile_cache="~/x")._cache == tmp_path / "x"
+    assert OwnedFolder("~").path.parent == tmp_path
     assert path_of("~no-such-user/x") == Path("~no-such-user/x") and path_of("a/~/x") == Path("a/~/x")
     plan = ExecutionPlan.from_mapping({"calls": {"actor.generate": "dp1@0", "actor.train": "dp1@0"}})
     plan.save("~/plan.yaml")
     assert ExecutionPlan.load("~/plan.yaml") == ExecutionPlan.load(tmp_path / "plan.yaml") == plan
     assert write_problem("~/plan.yaml/x") is not None
+
+
+def test_one_function_expands_the_home_folder() -> None:
+    package = Path(lightning_realloc.__file__).parent
+    assert [file.name for file in package.rglob("*.py") if "expanduser" in file.read_text()] == ["remote_path.py"]
 
 
 def test_small_files_of_a_run_go_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ user. Each rank has its own tuner with the same inputs, so all ranks act alike w
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from lightning_realloc.callbacks.tuning_report import Measured, comparison_table
 from lightning_realloc.callbacks.tuning_resume import plan_ranks, reason_not_to_resume, tuning_settings
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
-from lightning_realloc.remote_path import local_folder
+from lightning_realloc.remote_path import expand_home, local_folder
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.setting_hints import suggest_settings
 from lightning_realloc.tuning.candidates import PlanEvaluator, WorkUnit
@@ -253,7 +252,7 @@ class AutoTuner(Callback):
 
     @property
     def _cache(self) -> Path | None:
-        return None if self.profile_cache is None else Path(self.profile_cache).expanduser()
+        return None if self.profile_cache is None else expand_home(Path(self.profile_cache))
 
     def _num_iterations(self, trainer: Trainer) -> int | None:
         """Return the number of iterations since this tuner's first; None if the Trainer sets no end."""
@@ -374,7 +373,7 @@ class AutoTuner(Callback):
     def _save(self, trainer: Trainer) -> None:
         if self.save_to is None:
             return
-        path = local_folder(trainer.default_root_dir) / os.path.expanduser(self.save_to)
+        path = local_folder(trainer.default_root_dir) / expand_home(self.save_to)
         best, start, strategy = self.tuner.best, self.tuner.start, trainer.strategy
         device = strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

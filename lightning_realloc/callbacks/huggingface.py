@@ -17,7 +17,7 @@ from lightning_realloc.callbacks.model_card import CARD_FILE, make_model_card
 from lightning_realloc.callbacks.phase import realloc_strategy, trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.remote_output import folder_problem
-from lightning_realloc.remote_path import AnyPath, as_path
+from lightning_realloc.remote_path import AnyPath, as_path, expand_home
 
 _DEFAULT_ROLE = "actor"
 
@@ -187,7 +187,7 @@ class SaveHuggingFace(Callback):
     def _overwrites(self, folder: Path) -> bool:
         if not isinstance(self.dirpath, Path):  # models are loaded from folders and from the hub alone
             return False
-        mine, theirs = self.dirpath.resolve(), folder.expanduser().resolve()
+        mine, theirs = self.dirpath.resolve(), expand_home(folder).resolve()
         at_steps = self.every_n_steps is not None or self.every_n_epochs is not None
         is_of_step = theirs.parent == mine and theirs.name.startswith("step-")
         return (self.at_end and theirs == mine) or (at_steps and is_of_step)

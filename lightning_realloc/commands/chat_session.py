@@ -19,6 +19,7 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams, Specu
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.speculative.drafter import Draft, Drafter
 from lightning_realloc.generation.speculative.verify import Verification
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import ROLES_FILE
 
@@ -171,7 +172,7 @@ def model_folder(given: str) -> str:
         ConfigError: for a folder that does not exist or holds no model.
     """
     refuse_gguf(given)
-    path = Path(given).expanduser()
+    path = expand_home(Path(given))
     if not path.exists():
         if given.startswith((".", "/", "~")) or given.count("/") > 1:
             raise ConfigError(f"there is no folder {given!r} in {Path.cwd()}; give the folder of a model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import threading
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from lightning_realloc.commands.parsing import CommandParser
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.remote_path import is_remote
+from lightning_realloc.remote_path import expand_home, is_remote
 from lightning_realloc.report.live.live_runs import sources_of
 from lightning_realloc.report.live.server import DashboardServer, is_loopback
 
@@ -26,7 +25,7 @@ def _local_run(text: str) -> Path:
             f"{text} is an address, and the dashboard follows files on a disk; copy the run to one, or see it by "
             f"`lightning-realloc report {text}`"
         )
-    return Path(os.path.expanduser(text))
+    return expand_home(Path(text))
 
 
 def run_dashboard(arguments: Sequence[str], write: Callable[[str], object], stop: threading.Event | None = None) -> int:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_problem
+from lightning_realloc.remote_path import expand_home
 
 
 def check_outputs(trainer: Trainer, command: str, *, ckpt_path: str | None) -> None:
@@ -60,7 +61,7 @@ def _refuse_used(callback: ModelCheckpoint, ckpt_path: str | None) -> None:
     """
     if not callback.save_last or callback.dirpath is None or callback._enable_version_counter:
         return
-    folder, start = Path(callback.dirpath), None if ckpt_path is None else Path(os.path.expanduser(ckpt_path))
+    folder, start = Path(callback.dirpath), None if ckpt_path is None else expand_home(Path(ckpt_path))
     continues = start is not None and (not start.exists() or start.resolve().parent == folder.resolve())
     last = folder / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
     numbered = sorted(folder.glob(f"*{callback.FILE_EXTENSION}"), key=lambda path: path.lstat().st_mtime)

@@ -12,6 +12,7 @@ import torch
 from jsonargparse import Namespace
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.setting_hints import hint_for
 from lightning_realloc_autoload import STRATEGIES
 
@@ -66,7 +67,7 @@ def has_bf16() -> bool:
 
 def refuse_gguf(model: str) -> None:
     """Raise ConfigError for a GGUF file, a folder of such files, or a repository that is named after them."""
-    path = Path(model).expanduser()
+    path = expand_home(Path(model))
     if path.is_dir():
         files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
         if not files:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -14,7 +13,7 @@ from lightning_realloc.commands.parsing import CommandParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_text
 from lightning_realloc.remote_output import local_copy
-from lightning_realloc.remote_path import AnyPath, as_path, local_folder
+from lightning_realloc.remote_path import AnyPath, as_path, local_folder, local_path
 from lightning_realloc.report.runs.charts import Json
 from lightning_realloc.report.runs.page import page_data, render_page
 from lightning_realloc.report.runs.run_folder import RunFolder, read_run_folder
@@ -33,8 +32,9 @@ def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
         ConfigError: for a wrong flag, a folder without a run, and a file that cannot be written.
     """
     chosen = _parse(arguments)
-    form = chosen.format or _format_of(chosen.output)
-    output = chosen.output or local_folder(chosen.run) / f"report.{form}"
+    output = None if chosen.output is None else local_path(chosen.output, "--output")
+    form = chosen.format or _format_of(output)
+    output = output or local_folder(chosen.run) / f"report.{form}"
     data = _content(chosen.run, chosen.compare, chosen.price_per_gpu_hour)
     text = {"html": render_page, "md": markdown_report, "json": _as_json}[form](data)
     if str(output) in ("-", "/dev/stdout"):
@@ -52,17 +52,13 @@ def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("report", REPORT_HELP, epilog="Record runs with callbacks=[Timeline()].")
     parser.add_argument("run", type=as_path, help="folder or address of a run; the newest record in it or below counts")
-    parser.add_argument("--output", type=_file, help="file, or - for the terminal; default: report.html in the folder")
+    parser.add_argument("--output", help="file, or - for the terminal; default: report.html in the folder")
     parser.add_argument("--format", choices=("html", "md", "json"), help="default: by --output, else html")
     parser.add_argument("--compare", type=as_path, nargs="+", metavar="RUN", default=[], help="further runs")
     parser.add_argument(
         "--price-per-gpu-hour", type=float, metavar="PRICE", help="price of a device-hour, for the cost"
     )
     return parser.parse(arguments)
-
-
-def _file(text: str) -> Path:
-    return Path(os.path.expanduser(text))
 
 
 def _format_of(output: Path | None) -> str:

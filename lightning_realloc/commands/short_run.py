@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lightning_realloc.commands.parsing import CommandParser, refuse_gguf
 from lightning_realloc.commands.reward_names import describe_names, reward_setting
 from lightning_realloc.data.sources import data_suffix, is_saved, matching_files
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import expand_home
 
 SEQUENCES_PER_ITERATION = 128
 """Responses of an iteration, unless ``--batch-size`` is given. Larger: steadier gradients, slower iterations."""
@@ -165,7 +165,7 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
     links_last = not any("async_checkpoints" in setting for setting in settings)
     data = data_setting(flags.data, flags.split, flags.config_name)
     config = configuration(name, flags, data, precision(), links_last=links_last)
-    path = None if flags.save_config is None else Path(flags.save_config).expanduser()
+    path = None if flags.save_config is None else expand_home(Path(flags.save_config))
     return ShortRun(("fit", "--config", json.dumps(config), *settings), path)
 
 
@@ -230,7 +230,7 @@ def configuration(
 
 def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: bool, links_last: bool) -> dict[str, Any]:
     """Return the Trainer's settings: length, precision, log with a record, checkpoints, and the model at the end."""
-    output = Path(os.path.expanduser(flags.output))
+    output = expand_home(Path(flags.output))
     table = {"every_n_steps": STEPS_PER_TABLE, "path": str(output / "rollouts.csv")}  # also without a logger
     every = flags.checkpoint_every if flags.steps is None else min(flags.checkpoint_every, flags.steps)
     length = {"max_epochs": flags.epochs or 1} if flags.steps is None else {"max_steps": flags.steps}
@@ -267,7 +267,7 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
     Raises:
         ConfigError: for a file or folder that does not exist.
     """
-    path = Path(os.path.expanduser(data))
+    path = expand_home(Path(data))
     by_datasets, files = split is not None or config_name is not None, matching_files(path)
     if files:
         by_datasets |= data_suffix(path) in (".csv", ".json")

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.remote_path import expand_home
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, and ``content`` or ``tool_calls``."""
@@ -47,7 +48,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         ConfigError: if no tokenizer can be loaded from there, or it has only special tokens.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(os.path.expanduser(source))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(expand_home(source))
     except Exception as error:  # damaged files raise errors of any class
         raise ConfigError(
             f"no tokenizer could be loaded from {str(source)!r} ({describe_load_error(source, error)}); give "

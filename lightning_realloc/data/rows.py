@@ -20,6 +20,7 @@ from typing import IO, Any, TypeGuard, cast
 
 from lightning_realloc.data.sources import DatasetSource, data_suffix, is_saved, matching_files, parquet_rows
 from lightning_realloc.errors import DataError
+from lightning_realloc.remote_path import expand_home
 
 RowSource = str | Path | Sequence[str | Path] | DatasetSource | Iterable[Mapping[str, Any]]
 """A JSONL or Parquet file, a pattern (``data/*.jsonl.gz``) or a list of files, a folder written by ``save_to_disk`` of
@@ -49,7 +50,7 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
             rows; the message names file and line.
     """
     if isinstance(source, str | Path):
-        name, rows = str(source), tuple(_read_path(Path(os.path.expanduser(source))))
+        name, rows = str(source), tuple(_read_path(expand_home(Path(source))))
     elif _are_files(source):
         name, rows = "the files", tuple(row for one in source for row in read_rows(one))
     elif isinstance(source, DatasetSource):

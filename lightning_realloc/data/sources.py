@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_realloc.errors import DataError
+from lightning_realloc.remote_path import expand_home
 
 _ROWS_PER_BATCH = 1000
 """Rows of a Parquet file held in memory at a time."""
@@ -56,7 +57,7 @@ class DatasetSource:
         """
         datasets = _package("datasets", f"reading {self}")
         try:
-            path = Path(os.path.expanduser(self.path))
+            path = expand_home(Path(self.path))
             return self._saved(datasets, path) if is_saved(path) else self._loaded(datasets, path)
         except DataError:
             raise

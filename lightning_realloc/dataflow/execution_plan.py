@@ -6,7 +6,6 @@ A plan is a value that can be printed, compared and hashed. The strategy carries
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -21,6 +20,7 @@ from lightning_realloc.html_tables import html_table
 from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.output_files import write_text
+from lightning_realloc.remote_path import expand_home
 
 OPTIMIZER_SUFFIX = ".optimizer"
 """Suffix of a trained role's name in ``offload``; it stands for the state of the role's optimizer."""
@@ -164,7 +164,7 @@ class ExecutionPlan:
     def load(cls, path: str | Path) -> ExecutionPlan:
         """Read a YAML file; every error names the file."""
         try:
-            content = yaml.load(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
+            content = yaml.load(expand_home(Path(path)).read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
             return cls.from_mapping(content)
         except UnicodeDecodeError as error:
             raise PlanError(f"plan file {path} is not text; give a YAML file with the key 'calls'") from error

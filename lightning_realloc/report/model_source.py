@@ -26,6 +26,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, is_shape, parse_shape
@@ -76,7 +77,7 @@ def read_roles(
 
 
 def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
-    path = Path(source).expanduser()
+    path = expand_home(Path(source))
     if is_shape(source) and not path.exists():
         return _role_from_shape(role, parse_shape(source), peft)
     if path.exists():

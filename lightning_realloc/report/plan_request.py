@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.setting_hints import setting_defaults
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
@@ -121,7 +121,7 @@ def plan_parser() -> ArgumentParser:
     add("--micro-batch-tokens", type=int, default=None, help="For plans of --check or --compare that set none: 8192.")
     add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
     add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
-    add("--save", type=os.path.expanduser, default=None, metavar="PLAN.YAML", help="File for the best plan.")
+    add("--save", type=expand_home, default=None, metavar="PLAN.YAML", help="File for the best plan.")
     add("--price-per-gpu-hour", type=float, default=None, help="Price of a device per hour.")
     add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
     add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
@@ -324,7 +324,7 @@ def _adapters(text: str, dataflow: Dataflow) -> dict[str, AdapterSource]:
             given = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise PlanError(f"--peft={text} is not a valid mapping ({error}); {_PEFT_EXAMPLE}") from None
-    elif not Path(text).expanduser().is_dir():
+    elif not Path(expand_home(text)).is_dir():
         raise PlanError(f"--peft={text} is neither a mapping nor a folder of saved adapters; {_PEFT_EXAMPLE}")
     trained = dataflow.trained_roles
     if not (

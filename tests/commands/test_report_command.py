@@ -62,6 +62,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
         ([".", "--form", "md"], "there is no flag --form"),
         ([".", "--format", "pdf"], "pdf"),
         ([".", "--price-per-gpu-hour", "-1"], "--price-per-gpu-hour=-1.0 must be a number of at least 0"),
+        ([".", "--output", "s3://bucket/report.html"], "--output: 's3://bucket/report.html' is an address"),
         ([], "required"),
     ],
 )

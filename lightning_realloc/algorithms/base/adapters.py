@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -21,6 +20,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from lightning_realloc.algorithms.settings import check_share, check_type
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.model.adapter_layers import (
     ADAPTER,
     FILE_PREFIX,
@@ -78,7 +78,7 @@ class Adapters:
         peft = _import_peft(role)
         weights, origin = {}, None
         if isinstance(source, str | Path):
-            origin = os.path.expanduser(str(source))
+            origin = str(expand_home(source))
             try:
                 config = peft.PeftConfig.from_pretrained(origin)
                 loaded = peft.utils.load_peft_weights(origin, device="cpu")

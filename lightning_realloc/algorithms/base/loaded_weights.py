@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from lightning_realloc.callbacks.run_log import can_draw_bars
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.model.adapter_layers import record_adapters
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
 from lightning_realloc.runtime.model.structure import copy_without_weights
@@ -36,7 +37,7 @@ def is_model_source(source: object) -> TypeGuard[ModelSource]:
     Text with a colon, or with dots and no slash, is a function's import path, unless such a folder exists.
     """
     if isinstance(source, str):
-        is_path = os.path.exists(os.path.expanduser(source)) or "/" in source  # False for a name that is too long
+        is_path = os.path.exists(expand_home(source)) or "/" in source  # False for a name that is too long
         return is_path or not (":" in source or "." in source)
     return isinstance(source, nn.Module | PreTrainedConfig | Path)
 

@@ -56,6 +56,7 @@ from lightning_realloc.algorithms.base.quantization import (
 )
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.renamed_settings import rename_settings
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
@@ -142,8 +143,8 @@ class Role:
             )
         if not isinstance(self.source, str | Path):
             return
-        text = os.path.expanduser(self.source)  # transformers would look for a folder called ~
-        object.__setattr__(self, "source", type(self.source)(text))
+        object.__setattr__(self, "source", expand_home(self.source))  # transformers would look for a folder called ~
+        text = str(self.source)
         # A name on the hub has at most one slash. Anything else is a folder, so a missing one is reported here.
         is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
         if is_path and not os.path.exists(text):
@@ -349,9 +350,7 @@ class Role:
         if not isinstance(model, PreTrainedModel):
             return False
         kind = type(model.config)
-        others: list[Any] = [
-            classes[kind] for task, classes in _CLASSES.items() if task != self.task and kind in classes
-        ]
+        others: list[Any] = [made[kind] for task, made in _CLASSES.items() if task != self.task and kind in made]
         return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
 
     def _load(self, source: str | Path, adapters: Adapters | None, *, allow_missing: bool, deferred: bool) -> nn.Module:

@@ -79,7 +79,7 @@ def own_tokenizer(role: Role) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer next to a role's weights; None if there is none."""
     if not isinstance(role.source, str | Path):
         return None
-    folder = Path(role.source).expanduser()
+    folder = Path(role.source)
     if folder.is_dir():
         return load_tokenizer(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     try:

@@ -33,6 +33,7 @@ from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange
 from lightning_realloc.generation.speculative.verify import Verification
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.structure import find_blocks
 
@@ -333,7 +334,7 @@ def load_draft_model(source: str | Path) -> nn.Module:
 @contextmanager
 def _loading(source: str | Path) -> Iterator[str]:
     """Yield a name or folder for Transformers, which would look for a missing folder on the hub; word its errors."""
-    name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+    name = str(expand_home(source))
     # A name of the hub has one slash at most.
     if (name.startswith((".", "/")) or name.count("/") > 1) and not Path(name).is_dir():
         raise GenerationError(

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
+from lightning_realloc.remote_path import expand_home
+
 _PREFIX, _LOCK = "lightning-realloc-vllm-", "owner.lock"
 
 
@@ -20,7 +22,7 @@ class OwnedFolder:
     """
 
     def __init__(self, parent: str | Path | None = None) -> None:
-        parent = Path(gettempdir() if parent is None else parent)
+        parent = expand_home(Path(gettempdir() if parent is None else parent))
         _remove_leftovers(parent)
         self._folder = TemporaryDirectory(prefix=_PREFIX, dir=parent)
         self.path = Path(self._folder.name)

@@ -8,7 +8,6 @@ else depends on seeds, it makes the same batches.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.strategies.pool.weight_streams import ReplicaStream, WeightStreams
 
@@ -58,7 +58,7 @@ class VersionLog:
         self._name = f"rank_{rank}.jsonl"
         self._file: Path | None = None
         self._has_written = False
-        self._replayed = None if replayed is None else _read(Path(os.path.expanduser(replayed)) / self._name)
+        self._replayed = None if replayed is None else _read(expand_home(Path(replayed)) / self._name)
 
     @property
     def is_replayed(self) -> bool:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.callbacks.model_card import make_model_card
 from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.output_files import write_problem
+from lightning_realloc.remote_output import folder_problem
 from lightning_realloc.remote_path import RemotePath, as_path
 from lightning_realloc.runtime.messages.objects import gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
@@ -230,7 +230,7 @@ class RoleCheckpoints:
         folders = [path for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
         problem = None
         if self._strategy.is_global_zero:
-            problem = next(filter(None, map(_write_problem, folders)), None)
+            problem = next(filter(None, map(folder_problem, map(as_path, folders))), None)
         problem = self._strategy.broadcast(problem)
         if problem is not None:
             raise CheckpointError(f"ModelCheckpoint: {problem}")
@@ -348,12 +348,6 @@ class RoleCheckpoints:
             broadcast=strategy.broadcast,
             card_of=lambda role: make_model_card(module.trainer, module, role, title=role, is_adapter=False),
         )
-
-
-def _write_problem(folder: str | Path) -> str | None:
-    """Return why checkpoints cannot be written to a folder or an address, with the way out; None if they can."""
-    place = as_path(folder)
-    return place.write_problem() if isinstance(place, RemotePath) else write_problem(folder)
 
 
 def waiting_batches(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -23,6 +23,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -72,7 +73,7 @@ def read_plan_source(plan: PlanSource) -> NamedPlan:
         raise PlanError(f"plan={plan!r} is a {type(plan).__name__}; give a path, a mapping, or an ExecutionPlan")
     if plan == "heuristic" or plan == "static":
         return plan  # type: ignore[return-value]
-    if isinstance(plan, str) and not os.path.exists(os.path.expanduser(plan)) and not Path(plan).suffix:
+    if isinstance(plan, str) and not os.path.exists(expand_home(plan)) and not Path(plan).suffix:
         raise PlanError(f"plan={plan!r} is neither 'heuristic' nor 'static', and there is no such file in {Path.cwd()}")
     return ExecutionPlan.load(plan)
 
