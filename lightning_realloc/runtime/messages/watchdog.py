@@ -143,7 +143,7 @@ class Watchdog:
         return "; ".join(f"rank {rank} was lost{in_activity(self._last_state(rank))}" for rank in lost)
 
     def _last_state(self, rank: int) -> RankState | None:
-        return decode_state(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
+        return _decoded(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_S):
@@ -227,6 +227,7 @@ class Watchdog:
         self._store = _connect()
         self._answered = self._store.add(_ASKED, 0)
         self._publish(self._state(self._answered, looks_at_code=False))
+        self._store.compare_set(_key(0), "", "")  # `_answer` reads this key, for which a store would wait
 
     def _ask(self) -> dict[int, RankState | None]:
         """Return the state of every rank; None for one that does not answer in time."""
@@ -236,9 +237,8 @@ class Watchdog:
         give_up_at = time.monotonic() + ANSWER_S
         while None in states.values() and time.monotonic() < give_up_at:
             for rank in (rank for rank, state in states.items() if state is None):
-                if self._store.check([_key(rank)]):
-                    state = decode_state(self._store.get(_key(rank)))
-                    states[rank] = state if state.answers >= question or state.has_ended else None
+                state = self._last_state(rank)
+                states[rank] = state if state and (state.answers >= question or state.has_ended) else None
             time.sleep(0.05)
         return states
 
@@ -251,17 +251,17 @@ class Watchdog:
     def _answer(self) -> None:
         """Publish this rank's state if a rank asked for it, or it has changed.
 
-        A rank that works when it is asked also writes its flight record.
+        A rank that works when it is asked also writes its flight record. The store serves all ranks every second, so it
+        is read in one round trip.
         """
-        asked = self._store.add(_ASKED, 0)
+        question, host = self._store.multi_get([_ASKED, _key(0)])
+        asked, self._host_state = int(question), _decoded(host)
         is_asked = asked > self._answered
         state = self._state(asked, looks_at_code=is_asked)
         if is_asked or state.activity != self._published:
             self._publish(state)
         if is_asked and state.waits_for is None:
             write_flight_record(self.record, self._folder, self._rank)
-        if self._rank:
-            self._host_state = self._last_state(0)
         self._answered, self._published = asked, state.activity
 
     def _publish(self, state: RankState, *, has_ended: bool = False) -> None:
@@ -325,6 +325,11 @@ def _connect() -> Any:
 
 def _key(rank: int) -> str:
     return f"watchdog/state/{rank}"
+
+
+def _decoded(content: bytes) -> RankState | None:
+    """Return a published state; None for the empty one of a rank that has published none yet."""
+    return decode_state(content) if content else None
 
 
 def _is_in_torch_distributed(frame: FrameType | None) -> bool:

@@ -97,21 +97,26 @@ def test_a_store_that_never_answers_is_reported_and_holds_nothing_up(
 
 
 class _LostStore:
-    """A store that answers until a rank begins to ask, and then is lost some time later."""
+    """A store that answers a rank that introduces itself, and is lost some time after its first question."""
 
     def __init__(self) -> None:
-        self.is_asked, self.is_over = threading.Event(), threading.Event()
+        self.is_over = threading.Event()
 
     def add(self, name: str, amount: int) -> int:
-        """Return 0 for the first question of a rank that introduces itself."""
-        if self.is_asked.is_set():
-            self.is_over.wait()
-            raise dist.DistNetworkError("the connection was closed")
-        self.is_asked.set()
+        """Return the number of questions."""
         return 0
+
+    def multi_get(self, names: list[str]) -> list[bytes]:
+        """Wait, and lose the connection."""
+        self.is_over.wait()
+        raise dist.DistNetworkError("the connection was closed")
 
     def set(self, name: str, value: str) -> None:
         """Keep nothing."""
+
+    def compare_set(self, name: str, expected: str, desired: str) -> bytes:
+        """Keep nothing."""
+        return b""
 
 
 def test_the_lost_store_of_an_earlier_process_group_does_not_end_the_next_run(
