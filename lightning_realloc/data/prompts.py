@@ -68,12 +68,14 @@ class PromptDataModule(RowDataModule):
         self.message_columns = (prompt_column,)
         self.text_prompts = text_prompts
         self.max_prompt_tokens = max_prompt_tokens
-        self.asks = False
-        """Whether prompts that are text become a user message; known once rows are read."""
 
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
         return self.prompt_column
+
+    def makes_messages(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Return whether prompts that are text become a user message."""
+        return self.text_prompts == "user" or (self.text_prompts == "auto" and tokenizer.chat_template is not None)
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``prompt`` and the other columns of the rows that fit."""
@@ -93,8 +95,8 @@ class PromptDataModule(RowDataModule):
         limit = self.token_limit(self.max_prompt_tokens, "max_prompt_tokens", reserved=1)
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        self.asks = self.text_prompts == "user" or (self.text_prompts == "auto" and tokenizer.chat_template is not None)
-        given = [_as_message(row.values[self.prompt_column], self.asks) for row in rows]
+        makes_messages = self.makes_messages(tokenizer)
+        given = [_as_message(row.values[self.prompt_column], makes_messages) for row in rows]
         texts = [
             _opening(tokenizer, prompt, row.place, self.template_of(row))
             for prompt, row in zip(given, rows, strict=True)
@@ -110,9 +112,9 @@ class PromptDataModule(RowDataModule):
         return make_samples({"prompt_ids": Ragged.from_list(prompts)}, len(kept), "prompt", data)
 
 
-def _as_message(prompt: Any, asks: bool) -> Any:
-    """Return a prompt, or the user message that it becomes if it is text and ``asks``."""
-    return [{"role": "user", "content": prompt}] if asks and isinstance(prompt, str) else prompt
+def _as_message(prompt: Any, makes_messages: bool) -> Any:
+    """Return a prompt, or the user message that it becomes if it is text and ``makes_messages``."""
+    return [{"role": "user", "content": prompt}] if makes_messages and isinstance(prompt, str) else prompt
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, prompt: Any, place: str, template: Mapping[str, Any]) -> Text:

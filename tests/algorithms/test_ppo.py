@@ -279,7 +279,7 @@ def test_messages_are_rendered_by_the_reward_models_own_template() -> None:
 
     rendered = ["[u]1+1<eos>[a]0<eos>", "[u]1+1<eos>[a]It is 1<eos>", "1[u]1+1<eos>[a]2<eos>"]
     assert read(theirs) == [*rendered, "1+1?3"]
-    assert read(theirs, asks=True) == [*rendered, "[u]1+1<eos>[a]3<eos>"]
+    assert read(theirs, makes_messages=True) == [*rendered, "[u]1+1<eos>[a]3<eos>"]
     assert read(byte_tokenizer()) == [f"1+1?{n}" for n in range(4)]  # without a template, the actor's text
     module = runs.ppo(reward=tiny_scorer("llama", vocab_size=259), reward_tokenizer=theirs)
     module.configure_model()

@@ -100,7 +100,11 @@ def required_tokenizer(role: Role) -> PreTrainedTokenizerBase:
 
 
 def retokenized(
-    batch: PackedBatch, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, asks: bool = False
+    batch: PackedBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    *,
+    makes_messages: bool = False,
 ) -> PackedBatch:
     """Encode the same texts, prompt and response together, with ``other`` and its special tokens.
 
@@ -109,12 +113,12 @@ def retokenized(
     them.
 
     Args:
-        asks: Whether prompts that are text were given to the model as a user message.
+        makes_messages: Whether prompts that are text were given to the model as a user message.
     """
     prompts = batch.data.get("prompt", (None,) * len(batch))
     encoded: list[list[int]] = []
     for row, (prompt, ids) in enumerate(zip(prompts, _sequences(batch), strict=True)):
-        messages = [{"role": "user", "content": prompt}] if asks and isinstance(prompt, str) else prompt
+        messages = [{"role": "user", "content": prompt}] if makes_messages and isinstance(prompt, str) else prompt
         if other.chat_template is None or not is_conversation(messages):
             encoded.append(list(other(str(tokenizer.decode(ids, skip_special_tokens=True)))["input_ids"]))
             continue

@@ -179,17 +179,23 @@ class RewardSources:
                 self._tokenizers[role.name] = own
 
     def score(
-        self, role: str, model: nn.Module, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase, *, asks: bool = False
+        self,
+        role: str,
+        model: nn.Module,
+        batch: PackedBatch,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        makes_messages: bool = False,
     ) -> Tensor:
         """Return the (B,) scores of a reward model, for sequences of the actor's ``tokenizer``.
 
-        ``asks`` says whether the actor read prompts that are text as a user message.
+        ``makes_messages`` says whether the actor read prompts that are text as a user message.
 
         Raises:
             RewardError: for a score that is not finite; the message names role, sample and response.
         """
         own = self._tokenizers.get(role)
-        read = batch if own is None else retokenized(batch, tokenizer, own, asks=asks)
+        read = batch if own is None else retokenized(batch, tokenizer, own, makes_messages=makes_messages)
         scores = sequence_scores(model, read).float()
         bad = ~scores.isfinite()
         if bool(bad.any()):

@@ -30,6 +30,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
 from lightning_realloc.algorithms.settings import Unpack, check_positive, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
@@ -168,7 +169,8 @@ class RewardedModule(PolicyModule):
 
     def _score(self, role: str, reward: nn.Module, batch: PackedBatch) -> Tensor:
         data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
-        return self._judges.score(role, reward, batch, self.tokenizer, asks=getattr(data, "asks", False))
+        makes_messages = isinstance(data, PromptDataModule) and data.makes_messages(data.tokenizer)
+        return self._judges.score(role, reward, batch, self.tokenizer, makes_messages=makes_messages)
 
     @compute(needs=("rollout", "reward_scores"), produces="rewards")
     def judge(self, samples: Samples) -> Mapping[str, Column]:
