@@ -163,7 +163,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
 
 
 def micro_batches(
-    lengths: Sequence[int], max_tokens: int, *, item_name: str = "sequence", call: str | None = None
+    lengths: Sequence[int], max_tokens: int, *, call: str, item_name: str = "sequence"
 ) -> list[tuple[int, ...]]:
     """Divide positions into few packs of at most ``max_tokens`` tokens by first-fit decreasing.
 
@@ -171,20 +171,15 @@ def micro_batches(
     first positions. Source: Johnson et al., SIAM J. Comput. 3 (1974).
 
     Args:
-        item_name: Name of one item in error messages.
         call: Call whose ``micro_batch_tokens`` is the limit, for error messages.
+        item_name: Name of one item in error messages.
 
     Raises:
         DataError: if one item alone is longer than ``max_tokens``.
     """
-    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-    if longest is not None and lengths[longest] > max_tokens:
-        if call is not None:
-            raise DataError(too_long_for(call, max_tokens, lengths[longest], item_name=item_name))
-        raise DataError(
-            f"a {item_name} must fit one micro-batch; {item_name} {longest} has {lengths[longest]} tokens and "
-            f"max_tokens={max_tokens}, raise it to at least {lengths[longest]} or shorten prompts and responses"
-        )
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise DataError(too_long_for(call, max_tokens, longest, item_name=item_name))
     packs: list[list[int]] = []
     room: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):

@@ -190,8 +190,8 @@ def micro_batch_plan(
     *,
     max_tokens: int,
     equal_counts: bool,
+    call: str,
     group_size: int = 1,
-    call: str | None = None,
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Return the micro-batches of every data-parallel rank: its balanced share of the positions, packed.
 
@@ -257,8 +257,8 @@ def train_steps(
     max_tokens: int,
     equal_counts: bool,
     order_seeds: Sequence[int],
+    call: str,
     group_size: int = 1,
-    call: str | None = None,
 ) -> tuple[TrainStep, ...]:
     """Return the optimizer steps of a training call, one per mini-batch and epoch, the same on every rank.
 

@@ -31,7 +31,7 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 def test_micro_batches_hold_every_sample_once(
     lengths: list[int], num_shares: int, max_tokens: int, equal_counts: bool
 ) -> None:
-    plans = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=equal_counts)
+    plans = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=equal_counts, call="actor.train")
     assert len(plans) == num_shares
     counted = [position for plan in plans for micro in plan if micro.counts for position in micro.positions]
     assert sorted(counted) == list(range(len(lengths)))
@@ -45,8 +45,8 @@ def test_micro_batches_hold_every_sample_once(
 
 @given(lengths=LENGTHS, num_shares=st.integers(1, 5), max_tokens=st.integers(30, 90))
 def test_repetitions_come_last_and_change_nothing_else(lengths: list[int], num_shares: int, max_tokens: int) -> None:
-    equal = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=True)
-    ragged = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=False)
+    equal = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=True, call="actor.train")
+    ragged = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=False, call="actor.train")
     for ours, theirs in zip(equal, ragged, strict=True):
         assert [micro for micro in ours if micro.counts] == [micro for micro in theirs if micro.counts]
         counts = [micro.counts for micro in ours]
@@ -57,8 +57,8 @@ def test_repetitions_come_last_and_change_nothing_else(lengths: list[int], num_s
 
 
 def test_a_sequence_that_fits_no_micro_batch_is_named() -> None:
-    with pytest.raises(DataError, match=r"sequence 1 has 12 tokens and max_tokens=8, raise it to at least 12"):
-        micro_batch_plan([4, 12], 1, max_tokens=8, equal_counts=False)
+    with pytest.raises(DataError, match=r"a sequence must fit one micro-batch of actor.train; one has 12 tokens"):
+        micro_batch_plan([4, 12], 1, max_tokens=8, equal_counts=False, call="actor.train")
 
 
 @given(
@@ -73,7 +73,7 @@ def test_groups_are_never_split(
     options = TrainOptions(num_epochs=2, num_minibatches=min(num_minibatches, len(groups)))
     steps = train_steps(
         lengths, options, num_shares, max_tokens=40, equal_counts=equal_counts, order_seeds=(1, 2),
-        group_size=group_size,
+        group_size=group_size, call="actor.train",
     )  # fmt: skip
     assert len(steps) == 2 * options.num_minibatches
     for epoch in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
@@ -105,18 +105,20 @@ def test_pairs_are_planned_like_single_samples_of_their_total_length(
     lengths: list[int], num_shares: int, max_tokens: int, equal_counts: bool
 ) -> None:
     halves = [part for length in lengths for part in (length // 2, length - length // 2)]
-    pairs = micro_batch_plan(halves, num_shares, max_tokens=max_tokens, equal_counts=equal_counts, group_size=2)
-    single = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=equal_counts)
+    pairs = micro_batch_plan(
+        halves, num_shares, max_tokens=max_tokens, equal_counts=equal_counts, call="actor.train", group_size=2
+    )
+    single = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=equal_counts, call="actor.train")
     assert [[(tuple(p // 2 for p in m.positions[::2]), m.counts) for m in plan] for plan in pairs] == [
         [(m.positions, m.counts) for m in plan] for plan in single
     ]
 
 
 def test_errors_name_pairs_where_samples_come_in_pairs() -> None:
-    with pytest.raises(DataError, match=r"a pair must fit one micro-batch; pair 1 has 12 tokens and max_tokens=8"):
-        micro_batch_plan([2, 2, 6, 6], 1, max_tokens=8, equal_counts=False, group_size=2)
+    with pytest.raises(DataError, match=r"a pair must fit one micro-batch of actor.train; one has 12 tokens"):
+        micro_batch_plan([2, 2, 6, 6], 1, max_tokens=8, equal_counts=False, call="actor.train", group_size=2)
     with pytest.raises(DataError, match=r"come in groups of 2, and there are 3"):
-        micro_batch_plan([2, 2, 6], 1, max_tokens=8, equal_counts=False, group_size=2)
+        micro_batch_plan([2, 2, 6], 1, max_tokens=8, equal_counts=False, call="actor.train", group_size=2)
     with pytest.raises(ConfigError, match=r"num_minibatches=3 needs as many pairs in an iteration, there are 2"):
         minibatch_positions(4, 3, seed=0, group_size=2)
     assert Totals(num_sequences=6, num_tokens=9, group_size=2).num_groups == 3
