@@ -162,11 +162,18 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
     flags = short_parser(name).parse(short)
     _check(name, flags)
     # A link would point to a checkpoint that is still being written.
-    links_last = not any("async_checkpoints" in setting for setting in settings)
+    links_last = not any(_names(setting, "async_checkpoints") for setting in settings)
     data = data_setting(flags.data, flags.split, flags.config_name)
     config = configuration(name, flags, data, precision(), links_last=links_last)
     path = None if flags.save_config is None else expand_home(Path(flags.save_config))
     return ShortRun(("fit", "--config", json.dumps(config), *settings), path)
+
+
+def _names(argument: str, setting: str) -> bool:
+    """Return whether an argument of ``fit``, or the YAML file that it gives, names a setting."""
+    file = expand_home(Path(argument.rpartition("=")[2]))
+    is_file = file.suffix in (".yaml", ".yml") and file.is_file()
+    return setting in (file.read_text(encoding="utf-8", errors="replace") if is_file else argument)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
