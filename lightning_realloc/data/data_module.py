@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,11 +19,19 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import check_template_settings, load_tokenizer, readable_values, template_input
-from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
+from lightning_realloc.data.loader import BatchLoader, EvaluationLoader, epoch_batches
 from lightning_realloc.data.row_streams import RowStream
-from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource, read_rows, split_by_hash, usable_rows
+from lightning_realloc.data.rows import (
+    NoUsableRowsError,
+    Row,
+    RowSource,
+    lasting,
+    read_rows,
+    split_by_hash,
+    usable_rows,
+)
 from lightning_realloc.data.sources import is_stream
-from lightning_realloc.data.streams import StreamLoader
+from lightning_realloc.data.streams import StreamLoader, stream_epoch_batches
 from lightning_realloc.errors import DataError
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings
@@ -199,10 +206,10 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
                 bucket_batches=self.bucket_batches,
             )
         if isinstance(loader, StreamLoader):
-            loader.epoch_batches = self._stream_epoch()
+            loader.epoch_batches = stream_epoch_batches(self.trainer)
         else:
             loader.shuffle = self.shuffle and not self._overfits
-            loader.epoch_batches = self._epoch_batches(len(loader))
+            loader.epoch_batches = epoch_batches(self.trainer, len(loader))
         return loader
 
     def teardown(self, stage: str | None = None) -> None:
@@ -359,7 +366,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     def _read_tables(self) -> None:
         tokenizer = self.tokenizer
         self._tables, self._read_for = {}, ()
-        self.data, self.val_data = _lasting(self.data), _lasting(self.val_data)
+        self.data, self.val_data = lasting(self.data), lasting(self.val_data)
         rows = () if is_stream(self.data) else self.read(self.data)
         held_out: tuple[Row, ...] = ()
         if self.val_data is not None:
@@ -404,13 +411,6 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         """Whether every epoch has the same batches. Lightning then expects unshuffled loaders."""
         return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
 
-    def _epoch_batches(self, num_batches: int) -> int:
-        """Return the number of batches in Lightning's epoch."""
-        limit = None if self.trainer is None else self.trainer.limit_train_batches
-        if limit is None:
-            return num_batches
-        return min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
-
     def _first_batches(self) -> BatchLoader:
         """Return the first ``overfit_batches`` batches of a stream."""
         count = getattr(self.trainer, "overfit_batches", None)
@@ -431,7 +431,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     def _stream_loader(self, shuffle: bool) -> StreamLoader:
         """Return the loader of a stream, after a check of its first rows."""
-        self._stream_epoch()
+        stream_epoch_batches(self.trainer)
         tokenizer = self.tokenizer
 
         loader = StreamLoader(
@@ -450,29 +450,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         loader.check()
         return loader
 
-    def _stream_epoch(self) -> int:
-        """Return the number of stream batches in Lightning's epoch."""
-        trainer = self.trainer
-        if trainer is None:
-            return sys.maxsize
-        limit, steps = trainer.limit_train_batches, trainer.max_steps
-        if isinstance(limit, int):
-            return limit
-        if limit not in (None, 1.0) or steps < 1:
-            raise DataError(
-                f"a stream has no length that could define an epoch: limit_train_batches={limit} and "
-                f"max_steps={steps}; give Trainer(max_steps=...), or limit_train_batches as a whole number of batches "
-                f"per epoch"
-            )
-        return steps
-
     def _module(self) -> object:
         return None if self.trainer is None else self.trainer.lightning_module
-
-
-def _lasting(source: RowSource | None) -> Any:
-    """Return the rows of an iterator, which can be read only once, as a list."""
-    return list(source) if isinstance(source, Iterator) else source
 
 
 def make_samples(

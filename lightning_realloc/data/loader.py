@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import CheckpointError, DataError
@@ -205,3 +206,11 @@ def _row_lengths(table: Samples, group_size: int) -> list[int]:
 def _samples_of(rows: list[int], group_size: int) -> list[int]:
     """Return the positions of the samples that belong to these rows."""
     return [row * group_size + place for row in rows for place in range(group_size)]
+
+
+def epoch_batches(trainer: Trainer | None, num_batches: int) -> int:
+    """Return how many of a loader's batches the Trainer's epoch has."""
+    limit = None if trainer is None else trainer.limit_train_batches
+    if limit is None:
+        return num_batches
+    return min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)

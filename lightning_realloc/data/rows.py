@@ -64,6 +64,11 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
     return rows
 
 
+def lasting(source: RowSource | None) -> Any:
+    """Return the rows of an iterator, which can be read only once, as a list."""
+    return list(source) if isinstance(source, Iterator) else source
+
+
 def _are_files(source: object) -> TypeGuard[Sequence[str | Path]]:
     return isinstance(source, list | tuple) and bool(source) and all(isinstance(one, str | Path) for one in source)
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.row_streams import Mark, RowStream
@@ -244,6 +245,25 @@ class StreamLoader:
         rows = (order[:, None] * self.group_size + torch.arange(self.group_size)).flatten().tolist()
         chosen = table.select(rows)
         return chosen.with_ids(chosen.ids + at.num_before)
+
+
+def stream_epoch_batches(trainer: Trainer | None) -> int:
+    """Return the number of a stream's batches in the Trainer's epoch.
+
+    Raises:
+        DataError: if the Trainer's settings give none.
+    """
+    if trainer is None:
+        return sys.maxsize
+    limit, steps = trainer.limit_train_batches, trainer.max_steps
+    if isinstance(limit, int):
+        return limit
+    if limit not in (None, 1.0) or steps < 1:
+        raise DataError(
+            f"a stream has no length that could define an epoch: limit_train_batches={limit} and max_steps={steps}; "
+            f"give Trainer(max_steps=...), or limit_train_batches as a whole number of batches per epoch"
+        )
+    return steps
 
 
 class _BatchCutter:
