@@ -222,6 +222,12 @@ def _columns_equal(ours: Column, theirs: Column, atol: float) -> bool:
     return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and tensors_equal(ours, theirs, atol)
 
 
+def all_samples(parts: Sequence[Samples]) -> Samples:
+    """Return the samples of all parts with new ids 0, 1, ..., because parts may have equal ones."""
+    ids = torch.split(torch.arange(sum(map(len, parts))), [len(part) for part in parts])
+    return Samples.concatenate([part.with_ids(own) for own, part in zip(ids, parts, strict=True)])
+
+
 def samples_state(samples: Samples) -> dict[str, Any]:
     """Return plain data for a checkpoint."""
 

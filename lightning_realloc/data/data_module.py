@@ -7,17 +7,17 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.samples import Column, Samples, all_samples
 from lightning_realloc.data.chat import check_template_settings, load_tokenizer, readable_values, template_input
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader, epoch_batches
 from lightning_realloc.data.row_streams import RowStream
@@ -28,7 +28,7 @@ from lightning_realloc.data.rows import (
     lasting,
     read_rows,
     split_by_hash,
-    usable_rows,
+    use_good_rows,
 )
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.streams import StreamLoader, stream_epoch_batches
@@ -343,25 +343,16 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             values = [readable_values(row.values, self.message_columns, row.place) for row in some]
             return self.shaped(tuple(Row(row.place, own) for row, own in zip(some, values, strict=True)))
 
-        return self._without_bad_rows(tuple(rows), shape)
+        return self._without_bad_rows(tuple(rows), shape, lambda parts: tuple(chain.from_iterable(parts)))
 
     def _tabulated(self, rows: tuple[Row, ...], tokenizer: PreTrainedTokenizerBase) -> Samples:
-        return self._without_bad_rows(rows, lambda some: self.tabulate(some, tokenizer))
+        return self._without_bad_rows(rows, lambda some: self.tabulate(some, tokenizer), all_samples)
 
-    def _without_bad_rows(self, rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made]) -> Made:
+    def _without_bad_rows(
+        self, rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made], join: Callable[[Sequence[Made]], Made]
+    ) -> Made:
         """Return ``use(rows)``, without the rows that it refuses if bad rows are to be dropped."""
-        try:
-            return use(rows)
-        except NoUsableRowsError:
-            raise
-        except DataError:
-            if self.bad_rows == "refuse":
-                raise
-        kept, errors = usable_rows(rows, use)
-        rank_zero_warn(f"bad_rows='drop' left out {len(errors)} of {len(rows)} rows; the first error: {errors[0]}")
-        if not kept:
-            raise NoUsableRowsError(f"none of {len(rows)} rows can be used; the first error: {errors[0]}")
-        return use(tuple(kept))
+        return use(rows) if self.bad_rows == "refuse" else use_good_rows(rows, use, join)
 
     def _read_tables(self) -> None:
         tokenizer = self.tokenizer

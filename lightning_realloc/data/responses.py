@@ -74,9 +74,9 @@ class ResponseDataModule(RowDataModule):
     def mask_columns(self, learnt: Sequence[Sequence[bool]]) -> dict[str, Column]:
         """Return the mask of response tokens to learn and their number, unless all are learnt.
 
-        Blocks of a stream always have both, because a batch may hold rows of two blocks.
+        Blocks of a stream, and parts between bad rows, always have both: a batch may hold rows of two of them.
         """
-        if all(map(all, learnt)) and not is_stream(self.data):
+        if all(map(all, learnt)) and not is_stream(self.data) and self.bad_rows == "refuse":
             return {}
         counts = torch.tensor([sum(mask) for mask in learnt])
         return {"model_mask": Ragged.from_list(learnt, dtype=torch.bool), "num_model_tokens": counts}

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, TypeGuard, cast
+from typing import IO, Any, TypeGuard, TypeVar, cast
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_realloc.data.sources import DatasetSource, data_suffix, is_saved, matching_files, parquet_rows
 from lightning_realloc.errors import DataError
@@ -26,6 +28,8 @@ RowSource = str | Path | Sequence[str | Path] | DatasetSource | Iterable[Mapping
 """A JSONL or Parquet file, a pattern (``data/*.jsonl.gz``) or a list of files, a folder written by ``save_to_disk`` of
 ``datasets``, a :class:`DatasetSource`, a list of dictionaries, or another iterable of dictionaries, such as a
 ``datasets.Dataset``."""
+
+Made = TypeVar("Made")
 
 
 class NoUsableRowsError(DataError):
@@ -117,23 +121,37 @@ def split_by_hash(
     return tuple(rest), tuple(chosen)
 
 
-def usable_rows(rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], object]) -> tuple[list[Row], list[DataError]]:
-    """Return the rows that ``use`` takes, and the errors of the others, found by halving.
+def use_good_rows(
+    rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made], join: Callable[[Sequence[Made]], Made]
+) -> Made:
+    """Return ``use(rows)`` without the rows that it refuses, joined from the parts between them, and warn.
 
-    Rows that are all too long to be used count as taken: another setting says what becomes of them.
+    Raises:
+        NoUsableRowsError: if no row is left.
+    """
+    parts, errors = _use_in_parts(rows, use)
+    bad = [error for error in errors if not isinstance(error, NoUsableRowsError)]
+    if bad:
+        rank_zero_warn(f"bad_rows='drop' left out {len(bad)} of {len(rows)} rows; the first error: {bad[0]}")
+    if not parts:
+        raise NoUsableRowsError(f"none of {len(rows)} rows can be used; the first error: {errors[0]}")
+    return parts[0] if len(parts) == 1 else join(parts)
+
+
+def _use_in_parts(rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made]) -> tuple[list[Made], list[DataError]]:
+    """Return ``use`` of the parts between the rows that it refuses, found by halving, and the errors of those rows.
+
+    Errors include the `NoUsableRowsError` of parts whose rows are all left out because of another setting.
     """
     try:
-        use(rows)
-    except NoUsableRowsError:
-        pass
+        return [use(rows)], []
     except DataError as error:
-        if len(rows) == 1:
+        if len(rows) == 1 or isinstance(error, NoUsableRowsError):
             return [], [error]
         middle = len(rows) // 2
-        first, errors = usable_rows(rows[:middle], use)
-        second, others = usable_rows(rows[middle:], use)
+        first, errors = _use_in_parts(rows[:middle], use)
+        second, others = _use_in_parts(rows[middle:], use)
         return first + second, errors + others
-    return list(rows), []
 
 
 def check_same_columns(row: Row, first: Row) -> None:

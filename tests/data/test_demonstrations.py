@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from datasets import IterableDataset
+from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.data_module import TokenLimit
 from lightning_realloc.data.demonstrations import SFTDataModule
+from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
 from tests.data.test_preferences import texts
 from tests.data.test_prompts import CHAT_TEMPLATE
@@ -178,6 +181,30 @@ class _Counting(SFTDataModule):
         """Count, and return the limit."""
         self.num_lookups += 1
         return super().limit()
+
+
+class _CountingRows(SFTDataModule):
+    """Counts the rows of which it makes samples."""
+
+    num_rows = 0
+
+    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        """Make samples, and count their rows."""
+        made = super().tabulate(rows, tokenizer)
+        self.num_rows += len(rows)
+        return made
+
+
+def test_rows_next_to_a_bad_one_are_tokenized_once() -> None:
+    good = [{"messages": [{"role": "user", "content": str(n)}, TURNS[1]]} for n in range(6)]
+    good[4] = {"messages": TALK}  # with a mask, which the other parts do not need
+    module = _CountingRows([*good[:3], {"messages": TURNS[:1]}, *good[3:]], batch_size=6, tokenizer=_chat(),
+                           shuffle=False, bad_rows="drop")  # fmt: skip
+    with pytest.warns(UserWarning, match="left out 1 of 7 rows"):
+        module.setup("fit")
+    (batch,) = module.train_dataloader()
+    assert module.num_rows == 6 and batch.ids.tolist() == list(range(6))
+    assert batch.objects("messages") == tuple(row["messages"] for row in good)
 
 
 def test_the_limit_is_looked_up_once_per_table_however_many_answers_it_holds() -> None:

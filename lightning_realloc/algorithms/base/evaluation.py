@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Samples, all_samples
 from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import ConfigError, DataError
 
@@ -162,9 +162,3 @@ class EvaluatedModule(L.LightningModule):
                 f"this Trainer has {type(strategy).__name__}"
             )
         return strategy
-
-
-def all_samples(batches: list[Samples]) -> Samples:
-    """Return the samples of all batches with new ids, because batches may have equal ones."""
-    ids = torch.split(torch.arange(sum(map(len, batches))), [len(batch) for batch in batches])
-    return Samples.concatenate([batch.with_ids(own) for own, batch in zip(ids, batches, strict=True)])
