@@ -1,13 +1,14 @@
 """Render prompts with their responses, and find the tokens of the assistant's answers in them.
 
 Prompt and response are tokenized as one text. Of a conversation, the chat template renders the part up to each answer,
-with and without it.
+with and without it. A thought that the generation prompt opens, and the template then drops, is put back.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_realloc.errors import DataError
 
 TokensOfRow = tuple[list[int], list[int], list[bool]]
 """Token ids of a prompt and of its response, and the mask of response tokens to learn."""
+_OPENED_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +131,43 @@ def answers(
     for turn in turns[-1:] if only_last else turns:
         opening, whole = rendered(turn, True), rendered(turn + 1, False)
         if not whole.text.startswith(opening.text):
-            raise DataError(
-                f"{place}: the chat template must render a prompt the same way whether or not an answer follows, so "
-                f"that the answer's tokens can be located; use a prefix-preserving template"
-            )
+            opening, whole = _with_thought(opening, whole, messages[turn])
         # Some templates end the last message with a line break that they leave out between messages.
         if found and whole.text.startswith(found[-1][1].text.rstrip()):
             found[-1] = ([*found[-1][0], opening], whole)
         else:
             found.append(([opening], whole))
     return [ResponseText(prompt, whole, is_rendered=True, later=tuple(later)) for (prompt, *later), whole in found]
+
+
+def _with_thought(opening: Text, whole: Text, answer: Message) -> tuple[Text, Text]:
+    """Return the prompt and the whole text as generation makes them, where the template drops an opened thought.
+
+    The generation prompts of DeepSeek-R1's distillations and of QwQ end with ``<think>``, and their templates render an
+    answer without its thought. An answer that never had one follows the prompt without ``<think>``.
+
+    Raises:
+        DataError: if the texts differ in something else.
+    """
+    before = _OPENED_THOUGHT.sub("", opening.text)
+    if not whole.text.startswith(before):
+        raise DataError(
+            f"{whole.place}: the chat template must render a prompt the same way whether or not an answer follows, so "
+            f"that the answer's tokens can be located; use a prefix-preserving template"
+        )
+    opened, rendered = opening.text[len(before) :], whole.text[len(before) :]
+    content = answer.get("content") or ""
+    if answer.get("reasoning_content"):
+        content = f"{answer['reasoning_content'].strip()}\n</think>\n\n{content.lstrip()}"
+    if rendered.startswith("<think>"):  # followed by other white space than in the generation prompt
+        return opening, replace(whole, text=opening.text + rendered.removeprefix("<think>").lstrip())
+    if "</think>" not in content:
+        return replace(opening, text=before), whole
+    thought, _, after = content.rpartition("</think>")
+    thought = thought.removeprefix(opened) if thought.startswith(opened) else thought.removeprefix("<think>").lstrip()
+    rest = rendered.removeprefix("</think>")
+    gap = "" if rest[:1].isspace() else after[: len(after) - len(after.lstrip())]
+    return opening, replace(whole, text=f"{opening.text}{thought}</think>{gap}{rest}")
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[ResponseText]) -> Iterator[TokensOfRow]:

@@ -167,6 +167,48 @@ def test_every_answer_is_learnt_as_at_its_turn_where_the_template_drops_earlier_
     assert texts(_thoughts(data=as_completion)) == AT_ITS_TURN
 
 
+OPENED = CHAT_TEMPLATE.replace("a:", "a:<think>\n")
+"""Template whose generation prompt opens a thought, while it renders contents as they are."""
+DROPPED = OPENED.replace("message.content", "message.content.split('</think>')[-1]")
+"""Template that renders every answer without its thought, as those of DeepSeek-R1's distillations do."""
+TRIMMED = DROPPED.replace("[-1]", "[-1].lstrip()")
+"""Template that also drops the line breaks after a thought, as QwQ's does."""
+CLOSED = DROPPED.replace("<think>\n", "<think>").replace("}}:", "}}:{{ '</think>' if message.role == 'assistant' }}")
+"""Template that closes a thought before each answer, as DeepSeek-V3.1's does."""
+
+
+@pytest.mark.parametrize("template", [OPENED, DROPPED, TRIMMED, CLOSED])
+def test_an_answer_follows_the_thought_that_its_generation_prompt_opens(template: str) -> None:
+    tokenizer, opened = _chat(), "<think>" if template == CLOSED else "<think>\n"
+    tokenizer.chat_template = template
+
+    def learnt(*answers: dict[str, str], **settings: Any) -> list[tuple[str, str]]:
+        turns = [
+            turn
+            for number, answer in enumerate(answers, start=1)
+            for turn in ({"role": "user", "content": f"q{number}"}, {"role": "assistant", **answer})
+        ]
+        rows = [{"messages": turns}]
+        module = SFTDataModule(rows, batch_size=9, tokenizer=tokenizer, shuffle=False, drop_last=False, **settings)
+        module.setup()
+        return texts(next(iter(module.train_dataloader())))
+
+    first = ("u:q1<eos>\na:" + opened, "t1\n</think>\n\na1<eos>\n")
+    thoughts = [{"content": f"{opened}t{number}\n</think>\n\na{number}"} for number in (1, 2)]
+    assert learnt(thoughts[0]) == [first]
+    assert learnt({"content": "a1", "reasoning_content": "t1"}) == [first]
+    # The template drops earlier thoughts, so each answer is a sequence of its own.
+    if template in (DROPPED, TRIMMED):
+        earlier = "\n\na1" if template == DROPPED else "a1"
+        second = (f"u:q1<eos>\na:{earlier}<eos>\nu:q2<eos>\na:{opened}", "t2\n</think>\n\na2<eos>\n")
+        assert learnt(*thoughts) == [first, second] and learnt(*thoughts, learn="last") == [second]
+        assert learnt({"content": "<think>t1\n</think>\n\na1"}) == [first]  # without the line break
+    # Without a thought, answers follow the prompt as the template renders them, and share a sequence.
+    end = "</think>" if template == CLOSED else ""
+    plain = ("u:q1<eos>\na:", f"{end}a1<eos>\nu:q2<eos>\na:{end}a2<eos>\n")
+    assert learnt({"content": "a1"}, {"content": "a2"}) == [plain]
+
+
 def test_a_long_conversation_is_cut_before_the_answers_that_do_not_fit() -> None:
     ((prompt, learnt),) = texts(_thoughts(max_tokens=33, long_rows="truncate"))  # the second prompt has 33 tokens
     assert (prompt, learnt) == (AT_ITS_TURN[0][0], AT_ITS_TURN[0][1][: len("<think>t1</think>call<eos>\nt:")])
