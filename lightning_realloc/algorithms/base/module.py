@@ -399,7 +399,7 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         divides = self._trainer is not None and type(self).configure_model.__module__.startswith("lightning_realloc.")
         placed = self.dataflow.roles if divides else ()
         fits = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        roles = self.roles()
+        roles, packing = self.roles(), []
         for role in roles:
             if role.shares is None and not hasattr(self, role.name):
                 deferred = role.name in placed
@@ -412,7 +412,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)
                 if fits and self._packs(role.name):
-                    check_segments(model)
+                    packing.append(model)
+        check_segments(packing)
         self.sources.update({role: without_weights(source) for role, source in self.sources.items()})
 
     def _unregister_sources(self) -> None:

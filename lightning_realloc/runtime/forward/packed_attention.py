@@ -12,7 +12,7 @@ import inspect
 import itertools
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -89,15 +89,24 @@ def check_packable(model: nn.Module) -> None:
         _refuse_unpackable(hf_model)
 
 
-def check_segments(model: nn.Module) -> None:
+def check_segments(models: Iterable[nn.Module]) -> None:
     """Raise ConfigError for a model, not divided yet, whose attention does not get the segments of a pack.
 
-    Runs a pack through a copy without weights on the meta device. Models that cannot run there, as some with experts,
-    raise when they run their first pack.
+    Runs a pack through a copy without weights on the meta device, once for models of one class and configuration.
+    Models that cannot run there, as some with experts, raise when they run their first pack.
     """
-    is_known = any(isinstance(module, PreTrainedModel) for module in model.modules())
-    if not is_known or quantized_layers(model):  # a copy shares quantized layers
-        return
+    checked: list[tuple[type, PreTrainedConfig]] = []
+    for model in models:
+        known = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if known is None or quantized_layers(model):  # a copy shares quantized layers
+            continue
+        kind = (type(model), known.config)
+        if kind not in checked:
+            checked.append(kind)
+            _check_segments(model)
+
+
+def _check_segments(model: nn.Module) -> None:
     copy = copy_without_weights(model).to("meta")
     install_packed_attention(copy)
     hf_model = transformers_model(copy)

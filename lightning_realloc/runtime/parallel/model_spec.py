@@ -17,18 +17,24 @@ from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
 from lightning_realloc.runtime.parallel.tp_plan import read_tp_plan
 
-_MAX_TENSOR_PARALLEL = 64
+MAX_TENSOR_PARALLEL = 64
 """Largest degree at which ranks are checked to work apart. Slices are smallest at the largest degree."""
 
 
-def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None) -> ModelSpec:
+def describe_model(
+    model: nn.Module, *, tp_plan: Mapping[str, str] | None = None, max_tp: int = MAX_TENSOR_PARALLEL
+) -> ModelSpec:
     """Return the description of a model that holds full (or meta) weights.
 
-    ``tp_plan`` maps module names, with ``*`` for a layer number, to tensor-parallel styles. Its entries override those
-    of the model's own plan. Parameters outside the blocks belong to the input if they lie in an embedding or are
-    registered before the blocks, otherwise to the output. A tied parameter has the place of its first name.
+    Parameters outside the blocks belong to the input if they lie in an embedding or are registered before the blocks,
+    otherwise to the output. A tied parameter has the place of its first name.
 
-    ``tp_refusal`` also names a forward that mixes features of different ranks, which a dry run without weights finds.
+    Args:
+        model: Stays as it is.
+        tp_plan: Module names, with ``*`` for a layer number, to tensor-parallel styles. Its entries override those of
+            the model's own plan.
+        max_tp: Largest tensor-parallel degree of any layout of the model. Above 1, a dry run without weights looks for
+            a forward that mixes features of different ranks; ``tp_refusal`` then names it.
 
     Raises LayoutError for a model without parameters, and for a ``tp_plan`` that names unknown modules.
     """
@@ -49,7 +55,7 @@ def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), plan.cuts.get(name), section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
     spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal)
-    most_ranks = spec.tensor_parallel_degrees(_MAX_TENSOR_PARALLEL)[-1]
+    most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]
     mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
     return replace(spec, tp_refusal=spec.tp_refusal or mixed)
 

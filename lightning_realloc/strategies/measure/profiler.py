@@ -321,7 +321,7 @@ class Profiler:
     def _divide(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
         machine, options = self._machine, self._options
         model = model.to(options.copy_dtype).requires_grad_(False)
-        target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
+        target = _layout_of(subject, model, layout)
         if needs_fsdp(model, layout):
             return parallelize(model, target, machine.meshes, tp_plan=subject.tp_plan)
         if tensor_parallelize(model, layout, machine.meshes, tp_plan=subject.tp_plan):
@@ -331,7 +331,7 @@ class Profiler:
     def _divide_for_training(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
         machine, options = self._machine, self._options
         policy = options.mixed_precision if needs_fsdp(model, layout) else None
-        target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
+        target = _layout_of(subject, model, layout)
         return parallelize(model, target, machine.meshes, mixed_precision=policy, tp_plan=subject.tp_plan)
 
     # ---- reallocations and steps
@@ -340,14 +340,13 @@ class Profiler:
     ) -> tuple[str, float, float]:
         machine, options = self._machine, self._options
         model = copy.deepcopy(self._full_model(subject, depth)).requires_grad_(False)
-        spec = describe_model(model, tp_plan=subject.tp_plan)
-        home, copied = ModelLayout(spec, source), ModelLayout(spec, target)
+        home, copied = (_layout_of(subject, model, layout) for layout in (source, target))
         if options.world_size > 1:
             parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
         reallocation = options.reallocation(home, local_tensors(model), copied, transport=transport)
         reallocation.run()
         took = min(reallocation.run().seconds for _ in range(NUM_REALLOCATIONS))
-        size = spec.num_elements * options.copy_dtype.itemsize
+        size = home.model.num_elements * options.copy_dtype.itemsize
         reallocation.release()
         by_push = reallocation.transport == "push"  # every rank writes only its shard, and others read it
         busiest_bytes = size / options.world_size if by_push else size
@@ -377,6 +376,10 @@ class Profiler:
             optimizer.zero_grad(set_to_none=True)
 
         return run
+
+
+def _layout_of(subject: Subject, model: nn.Module, layout: Layout) -> ModelLayout:
+    return ModelLayout(describe_model(model, tp_plan=subject.tp_plan, max_tp=layout.dims.tp), layout)
 
 
 def _repeat(work: Callable[[], object], count: int) -> None:

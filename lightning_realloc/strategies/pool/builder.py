@@ -187,7 +187,7 @@ class PoolBuilder:
         plan = self.plan(source, {name: role.model for name, role in roles.items()})
         settings = self.memory_settings()
         plan, settings = with_callbacks(callbacks, self.dataflow, plan, settings)
-        adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans)
+        adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans, max_tp=self.world_size)
         budget = self.memory_budget
         refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=budget, adapted=adapted)
         if running is not None and self.device.type != "cpu":
@@ -229,7 +229,7 @@ class PoolBuilder:
         kept: dict[str, RoleMemory] | None = vars(self.module).get(_ROLES_ATTRIBUTE)
         if kept is not None and kept.keys() >= set(self.dataflow.roles):
             return kept
-        roles = describe_roles(self.module.roles(), self.tp_plans)
+        roles = describe_roles(self.module.roles(), self.tp_plans, max_tp=self.world_size)
         if _POOL_ATTRIBUTE in vars(self.module):
             setattr(self.module, _ROLES_ATTRIBUTE, roles)
         return roles
@@ -289,7 +289,8 @@ class PoolBuilder:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
         if earlier is not None:  # a sharded model no longer shows its own shapes
             return earlier.specs
-        specs = {role: describe_model(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
+        describe = partial(describe_model, max_tp=self.world_size)
+        specs = {role: describe(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
         return specs | {role: specs[owner] for role, owner in sharers.items() if role in self.dataflow.roles}
 
     def _check_sharers(self, models: Mapping[str, nn.Module]) -> None:

@@ -27,7 +27,7 @@ from lightning_realloc.generation.forward.packed_linear import packs
 from lightning_realloc.generation.speculative.draft_model import describe_draft_model
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.quantized import quantized_bytes
-from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.model_spec import MAX_TENSOR_PARALLEL, describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
@@ -40,12 +40,15 @@ from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 log = logging.getLogger(__name__)
 
 
-def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]) -> dict[str, RoleMemory]:
+def describe_roles(
+    roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]], *, max_tp: int = MAX_TENSOR_PARALLEL
+) -> dict[str, RoleMemory]:
     """Return role -> its description for memory forecasts. Loads nothing but configurations.
 
     Args:
         roles: The algorithm's ``roles()``.
         tp_plans: Role -> tensor-parallel styles, for models without a plan of their own.
+        max_tp: Largest tensor-parallel degree of any layout: a run's number of ranks.
     """
     described: dict[str, RoleMemory] = {}
     for role in sorted(
@@ -55,7 +58,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
             described[role.name] = replace(described[role.shares], frozen_params=frozenset(), shares=role.shares)
             continue
         model = role.describe()
-        spec = describe_model(model, tp_plan=tp_plans.get(role.name))
+        spec = describe_model(model, tp_plan=tp_plans.get(role.name), max_tp=max_tp)
         config = getattr(model, "config", None)
         shape = None
         if hasattr(config, "get_text_config"):
@@ -72,7 +75,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
 
 
 def describe_with_adapters(
-    roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]
+    roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]], *, max_tp: int
 ) -> dict[str, RoleMemory] | None:
     """Return the description of the roles with LoRA adapters in all trained ones; None if they cannot have any.
 
@@ -87,7 +90,7 @@ def describe_with_adapters(
         peft = dict(SUGGESTED_ADAPTERS) if role.trained else role.peft
         changed.append(replace(role, peft=peft, shares="actor" if is_base else role.shares))
     try:
-        return describe_roles(changed, tp_plans)
+        return describe_roles(changed, tp_plans, max_tp=max_tp)
     except ReallocError:  # a model that adapters do not fit
         return None
 
@@ -130,7 +133,7 @@ def _describe_named_draft(source: str | Path) -> RoleMemory:
 
 def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
     model: Any = describe_draft_model(source)
-    spec = describe_model(model)
+    spec = describe_model(model, max_tp=1)
     return RoleMemory(model=spec, shape=ModelShape.from_config(model.config, spec))
 
 

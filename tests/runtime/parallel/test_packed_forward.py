@@ -180,16 +180,34 @@ def test_models_that_cannot_keep_sequences_apart_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="Linear is none and contains none"):
         packed_logits(torch.nn.Linear(2, 2), _packed())
     nemotron = _model("nemotron", **{name: SIZES[name] for name in SIZES if name != "vocab_size"})
-    for check in (check_segments, lambda model: packed_logits(model, _packed())):  # without a forward, and with one
+    without_forward, with_forward = lambda: check_segments([nemotron]), lambda: packed_logits(nemotron, _packed())
+    for check in (without_forward, with_forward):
         with pytest.raises(ConfigError, match="NemotronAttention got packed sequences without their segments"):
-            check(nemotron)
+            check()
+
+
+def test_models_of_one_class_and_configuration_are_checked_once() -> None:
+    class Counting(torch.nn.SiLU):
+        num_calls = 0
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            Counting.num_calls += 1
+            return super().forward(features)
+
+    models = [tiny_model("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1)]
+    for model in (*models, other := tiny_model("llama", num_hidden_layers=1, rms_norm_eps=1e-4)):
+        model.model.layers[0].mlp.act_fn = Counting()
+    check_segments(models)
+    assert Counting.num_calls == 1
+    check_segments([*models, other])
+    assert Counting.num_calls == 3
 
 
 def test_a_family_with_recurrent_layers_packs_where_a_config_has_none() -> None:
     settings = {**SIZES, "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0}
     config = AutoConfig.for_model("granitemoehybrid", **settings)
     model, packed = AutoModelForCausalLM.from_config(config).eval(), _packed()
-    check_segments(model)
+    check_segments([model])
     torch.testing.assert_close(packed_logits(model, packed), _one_by_one(model, packed)[0], atol=1e-5, rtol=1e-5)
 
 
