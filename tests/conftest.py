@@ -87,7 +87,9 @@ def no_process_group_left() -> Iterator[None]:
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        dist.destroy_process_group()
+        from lightning_realloc.strategies.lightning.process_group import end_process_group
+
+        end_process_group()
         os.environ.pop("MASTER_PORT", None)
 
 

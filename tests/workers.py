@@ -281,12 +281,14 @@ def _answer(message: bytes) -> bytes:
 def _call(request: Request) -> Any:
     import torch.distributed as dist
 
+    from lightning_realloc.strategies.lightning.process_group import end_process_group
+
     if request.init_process_group:
         dist.init_process_group("gloo", timeout=timedelta(seconds=request.timeout_s))
     result = request.function(*request.args)
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
+        end_process_group()  # else a Trainer's groups live on in cycles, and each one's threads wake 100 times a second
     return result
 
 
