@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-emulated-gpu test-multinode test-ray clean
+.PHONY: test test-all lint lint-types lint-rest docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-emulated-gpu test-multinode test-ray clean
 
 PYTEST = $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -28,10 +28,16 @@ test-all: lint
 	$(RUN) tests.resume
 	$(RUN) tests.bad_input --cases 2000
 
+# mypy takes as long as all others: they run at the same time.
 lint: $(VENV)/.ready
+	@$(MAKE) --no-print-directory --jobs 2 lint-types lint-rest
+
+lint-types:
+	$(RUN) mypy
+
+lint-rest:
 	$(RUN) ruff check
 	$(RUN) ruff format --check
-	$(RUN) mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) mkdocs build --quiet
 	$(RUN) benchmarks.shape --check
