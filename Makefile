@@ -90,11 +90,11 @@ soak: $(VENV)/.ready
 
 # Tests marked `gpu`, on one CUDA device, in under five minutes; without one they are skipped.
 test-gpu: $(VENV)/.ready
-	$(RUN) pytest -m gpu --timeout 120
+	$(RUN) pytest -m gpu --all --timeout 120
 
 # The same on a CUDA device that is emulated in the host's memory: mistakes of devices, captures and memory. Two minutes.
 test-emulated-gpu: $(VENV)/.ready
-	$(RUN) tests.emulated_cuda -m pytest -m gpu
+	$(RUN) tests.emulated_cuda -m pytest -m gpu --all
 
 # Runs over two and four hosts, which are network namespaces: five minutes on two cores. Linux and root.
 test-multinode: $(VENV)/.ready

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ def matrix(cases: Iterable[Any], *boundaries: Any) -> list[Any]:
     unknown = [case for case in boundaries if case not in listed]
     assert not unknown, f"no cases of the matrix: {unknown}"
     return [case if case in boundaries else _exhaustive(case) for case in listed]
+
+
+def crossed(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations of one value of each axis; the boundaries have each value of each axis at least once."""
+    boundaries = [tuple(axis[index % len(axis)] for axis in axes) for index in range(max(map(len, axes)))]
+    return matrix(itertools.product(*axes), *boundaries)
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:

@@ -39,7 +39,7 @@ def trained_model(hidden_size: int, num_layers: int, *, steps: int, seed: int = 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     for step in range(steps):
-        text = markov_text(32, 40, seed=step + 1)
+        text = markov_text(16, 40, seed=step + 1)
         loss = model(text, labels=text, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -50,9 +50,9 @@ def trained_model(hidden_size: int, num_layers: int, *, steps: int, seed: int = 
 
 def target() -> PreTrainedModel:
     """Return the model that tests generate from."""
-    return trained_model(64, 2, steps=150)
+    return trained_model(64, 2, steps=100)
 
 
 def drafter_model() -> PreTrainedModel:
     """Return a smaller model trained on the same text."""
-    return trained_model(32, 1, steps=150, seed=1)
+    return trained_model(32, 1, steps=100, seed=1)

@@ -69,7 +69,7 @@ def test_greedy_output_is_that_of_generate_with_the_logprobs_of_a_full_forward(
     family: str, overrides: dict[str, Any]
 ) -> None:
     model = tiny_model(family, **overrides)
-    prompts = draw_prompts(7)
+    prompts = draw_prompts(4)
     completions = GenerationEngine(model, max_slots=3).generate(prompts, GREEDY)
     for prompt, completion in zip(prompts, completions, strict=True):
         assert list(completion.token_ids) == reference_greedy(model, prompt)
@@ -83,7 +83,7 @@ def test_models_with_soft_caps_or_sinks_match_generate_and_a_full_forward(family
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(40.0)  # scores that a cap of 0.5 changes
-    prompts = [[*draw_prompts(1, seed=3)[0], *range(3, 123)][:100], *draw_prompts(5)]
+    prompts = [[*draw_prompts(1, seed=3)[0], *range(3, 123)][:100], *draw_prompts(2)]
     settings: list[dict[str, Any]] = [
         {"max_slots": 3, "max_prefill_tokens": 30},
         {"max_cache_bytes": 400_000, "speculation": Speculation(drafter="ngram", num_draft_tokens=3)},

@@ -27,6 +27,7 @@ from tests.generation.dialogues import (
     expected,
     tool,
 )
+from tests.matrices import crossed
 from tests.models import byte_tokenizer, tiny_model
 
 FREE = SamplingParams(max_new_tokens=24, n=2, seed=3, ignore_eos=True)
@@ -52,8 +53,7 @@ def bare(completions: Sequence[Completion]) -> list[Completion]:
     return [replace(one, logprobs=(), versions=()) for one in completions]
 
 
-@pytest.mark.parametrize("speculates", [False, True])
-@pytest.mark.parametrize("num_slots", [2, 5, 16])
+@pytest.mark.parametrize(("num_slots", "speculates"), crossed([16, 2, 5], [False, True]))
 def test_rollouts_in_pieces_equal_those_in_one_piece(num_slots: int, speculates: bool) -> None:
     whole = engine_of(exact_model()).generate(PROMPTS, FREE)
     engine = engine_of(exact_model(), speculates=speculates, max_slots=num_slots, max_prefill_tokens=9)
@@ -63,9 +63,7 @@ def test_rollouts_in_pieces_equal_those_in_one_piece(num_slots: int, speculates:
         torch.testing.assert_close(torch.tensor(piece.logprobs), torch.tensor(one.logprobs), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("speculates", [False, True])
-@pytest.mark.parametrize("num_slots", [2, 16])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize(("params", "num_slots", "speculates"), crossed([GREEDY, SAMPLED], [16, 2], [False, True]))
 def test_conversations_in_pieces_equal_those_in_one_piece(
     params: SamplingParams, num_slots: int, speculates: bool
 ) -> None:

@@ -18,13 +18,14 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from tests.generation.forward.test_packed_linear import require_packing
-from tests.generation.test_engine import GREEDY, reference_greedy
+from tests.generation.test_engine import reference_greedy
 from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS, tiny_model
 from tests.workers import WorkerPool
 
 PROMPTS = [[5, 9, 17, 3], [8] * 11, [40], [7, 7, 90, 4, 4, 4], [101, 33]]
 PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=11)
+FEW_GREEDY = SamplingParams(max_new_tokens=10, temperature=0)
 
 
 def _generate(family: str, text: str) -> list[Completion]:
@@ -81,7 +82,7 @@ def _greedy_with_uneven_heads(max_cache_bytes: int | None) -> list[tuple[list[tu
         model = tiny_model(family, **UNEVEN_HEADS[heads])
         model = parallelize(model, ModelLayout(describe_model(model), layout), meshes)
         engine = GenerationEngine(model, max_slots=3, max_cache_bytes=max_cache_bytes)
-        tokens = [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
+        tokens = [completion.token_ids for completion in engine.generate(PROMPTS, FEW_GREEDY)]
         found.append((tokens, engine.stats.num_preemptions))
     return found
 
@@ -93,7 +94,7 @@ def test_ranks_with_different_numbers_of_heads_generate_the_tokens_of_transforme
     results = workers.run(_greedy_with_uneven_heads, max_cache_bytes)
     for case, (family, text, heads) in enumerate(UNEVEN_CASES):
         model = tiny_model(family, **UNEVEN_HEADS[heads])
-        expected = [tuple(reference_greedy(model, prompt)) for prompt in PROMPTS]
+        expected = [tuple(reference_greedy(model, prompt, max_new_tokens=10)) for prompt in PROMPTS]
         answers = [result[case] for result in results if result[case] is not None]
         assert len(answers) == Layout.parse(text).dims.size
         assert all(tokens == expected for tokens, _ in answers)
@@ -161,7 +162,7 @@ def _generate_by_own_clocks() -> list[list[Completion]]:
     engine = GenerationEngine(
         model, max_slots=6, speculation=Speculation(), agree=first_ones, clock=lambda: next(ticks)
     )
-    params = SamplingParams(max_new_tokens=60, n=2, temperature=0.3, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=30, n=2, temperature=0.3, ignore_eos=True)
     return [engine.generate(PROMPTS, params, sample_ids=range(10)) for _ in range(4)]
 
 

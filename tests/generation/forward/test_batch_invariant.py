@@ -18,6 +18,7 @@ from lightning_realloc.generation.forward.batch_invariant import TileGraphs, fit
 from tests.devices import DEVICES
 from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.generation.test_engine import reference_greedy, reference_logprobs
+from tests.matrices import crossed
 from tests.models import tiny_model
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
@@ -42,8 +43,7 @@ def generate(model: PreTrainedModel, numbers: Sequence[int], params: SamplingPar
     return bits_of(engine.generate([prompts[number] for number in numbers], params, sample_ids=list(numbers)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), crossed(FAMILIES, [torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("device", DEVICES)
 def test_results_are_equal_to_the_bit_in_any_batch_and_with_drafts(
     family: str, dtype: torch.dtype, device: str
@@ -69,16 +69,16 @@ def test_other_forwards_round_otherwise() -> None:
 def test_tokens_are_those_of_the_models_own_generate(family: str) -> None:
     model = tiny_model(family, sliding_window=6) if family == "mistral" else tiny_model(family)
     model = model.double()
-    greedy = SamplingParams(max_new_tokens=20, temperature=0.0)
-    for number, (tokens, logprobs) in generate(model, range(4), greedy).items():
+    greedy = SamplingParams(max_new_tokens=12, temperature=0.0)
+    for number, (tokens, logprobs) in generate(model, range(2), greedy).items():
         prompt = prompts_of(64)[number]
-        assert list(tokens) == reference_greedy(model, prompt)
+        assert list(tokens) == reference_greedy(model, prompt, max_new_tokens=12)
         torch.testing.assert_close(torch.tensor(logprobs).double(), reference_logprobs(model, prompt, tokens))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_replayed_tiles_give_the_same_bits_by_few_graphs(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    model, long = tiny_model(family), replace(PARAMS, max_new_tokens=90)
+    model, long = tiny_model(family), replace(PARAMS, max_new_tokens=46)
     expected = generate(model, range(20), long)
     recorder = Recorder()
     graphs = partial(TileGraphs, make_record=lambda: recorder, device_type="cpu")
@@ -111,7 +111,8 @@ def test_more_threads_than_divide_the_values_evenly_change_no_bit(width: int) ->
     model, threads = tiny_model("llama", intermediate_size=width), torch.get_num_threads()
     try:
         torch.set_num_threads(4 if width == 4864 else 8)
-        assert generate(model, range(6), max_slots=3) == generate(model, range(6))
+        few = replace(PARAMS, max_new_tokens=2)
+        assert generate(model, range(6), few, max_slots=3) == generate(model, range(6), few)
     finally:
         torch.set_num_threads(threads)
 

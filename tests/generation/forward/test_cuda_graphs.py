@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import pytest
@@ -23,10 +23,13 @@ from lightning_realloc.generation.forward.step_shapes import StepShape, filled_u
 from lightning_realloc.generation.schedule.scheduler import PrefillBatching
 from lightning_realloc.generation.speculative import draft_model as draft_model_module
 from tests.generation.test_engine import draw_prompts, tokens_of
+from tests.matrices import crossed
 from tests.models import tiny_model
 
 SAMPLED = SamplingParams(max_new_tokens=40, n=2, seed=3, ignore_eos=True)
 LIMITS = [3, 40, 11, 25, 7, 32, 18]
+FEW_LIMITS = [2, 14, 5, 9, 4]
+"""Limits of runs that only have to capture, replay or fail."""
 
 
 class Recorder:
@@ -55,8 +58,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-def generate(engine: GenerationEngine, params: SamplingParams = SAMPLED) -> list[Completion]:
-    return engine.generate(draw_prompts(len(LIMITS)), params, token_limits=LIMITS)
+def generate(engine: GenerationEngine, limits: list[int] = LIMITS) -> list[Completion]:
+    return engine.generate(draw_prompts(len(limits)), SAMPLED, token_limits=limits)
+
+
+@cache
+def plain(family: str) -> list[Completion]:
+    """Return the completions of the family's tiny model without graphs."""
+    return generate(GenerationEngine(tiny_model(family), max_slots=5, cuda_graphs=False))
 
 
 @given(number=st.integers(1, 5000), per_octave=st.sampled_from([1, 2, 4]))
@@ -103,20 +112,20 @@ def test_padding_of_a_shape_is_written_to_positions_of_no_sample(
             assert (token, position, place) == (0, 0, (slot + 1) * capacity - 1)
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "history", "model", "blocks"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "drafter"), crossed(["llama", "gpt2"], [None, "ngram", "history", "model", "blocks"])
+)
 def test_replayed_steps_draw_the_same_tokens(recorder: Recorder, family: str, drafter: str | None) -> None:
     model = tiny_model(family)
     speculation = None
     if drafter is not None:
         own = {"model": {"draft_model": tiny_model(family)}, "blocks": {"draft_blocks": 1}}.get(drafter, {})
         speculation = Speculation(drafter=drafter, num_draft_tokens=3, **own)  # type: ignore[arg-type]
-    plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
     engine = GenerationEngine(model, max_slots=5, speculation=speculation)
     for _ in range(2):
         completions = generate(engine)
-        assert tokens_of(completions) == tokens_of(plain)
-        for one, other in zip(completions, plain, strict=True):
+        assert tokens_of(completions) == tokens_of(plain(family))
+        for one, other in zip(completions, plain(family), strict=True):
             torch.testing.assert_close(
                 torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0, check_dtype=False
             )
@@ -124,18 +133,16 @@ def test_replayed_steps_draw_the_same_tokens(recorder: Recorder, family: str, dr
     assert recorder.num_captured < recorder.num_replayed / 2
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "blocks"])
-@pytest.mark.parametrize("max_cache_bytes", [40_000, 200_000])
+@pytest.mark.parametrize(("max_cache_bytes", "drafter"), crossed([40_000, 200_000], [None, "ngram", "blocks"]))
 def test_replayed_steps_read_pages_that_change(
     recorder: Recorder, drafter: Literal["ngram", "blocks"] | None, max_cache_bytes: int
 ) -> None:
     model = tiny_model("llama")
     blocks = 1 if drafter == "blocks" else None
     speculation = None if drafter is None else Speculation(drafter=drafter, draft_blocks=blocks, num_draft_tokens=3)
-    plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
     engine = GenerationEngine(model, max_slots=5, speculation=speculation, max_cache_bytes=max_cache_bytes)
-    for _ in range(3):
-        assert tokens_of(generate(engine)) == tokens_of(plain)
+    for _ in range(2):
+        assert tokens_of(generate(engine)) == tokens_of(plain("llama"))
         assert engine.stats.cache_bytes <= max_cache_bytes
     assert recorder.num_replayed > engine.stats.num_steps
     assert engine._runners.step_graphs is not None
@@ -152,19 +159,18 @@ def test_replayed_steps_read_pages_that_change(
 def test_compiled_steps_draw_the_same_tokens_with_few_programs(recorder: Recorder, family: str, backend: str) -> None:
     torch._dynamo.reset()
     model = tiny_model(family)
-    plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
     engine = GenerationEngine(model, max_slots=5, compile=backend)
     programs = []
     for _ in range(2):
-        assert tokens_of(generate(engine)) == tokens_of(plain)
+        assert tokens_of(generate(engine)) == tokens_of(plain(family))
         programs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < programs[0] == programs[1] <= 12, "one program serves all layers, sizes and generations"
     assert recorder.num_replayed > engine.stats.num_steps / 2
     with torch.no_grad():  # other weights in the same place need no new program
         for parameter in model.parameters():
             parameter.mul_(0.9)
-    plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
-    assert tokens_of(generate(engine)) == tokens_of(plain)
+    changed = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
+    assert tokens_of(generate(engine)) == tokens_of(changed)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs[0]
 
 
@@ -176,18 +182,17 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is_and_is_named_once(
 
     torch._dynamo.reset()
     model = tiny_model("llama")
-    plain = generate(GenerationEngine(model, cuda_graphs=False))
     with caplog.at_level(logging.WARNING):
-        made = generate(GenerationEngine(model, compile=broken))  # type: ignore[arg-type]
-    assert tokens_of(made) == tokens_of(plain) and recorder.num_replayed
+        made = generate(GenerationEngine(model, max_slots=5, compile=broken))  # type: ignore[arg-type]
+    assert tokens_of(made) == tokens_of(plain("llama")) and recorder.num_replayed
     said = [record.getMessage() for record in caplog.records if "cannot be compiled" in record.getMessage()]
     assert len(said) == 1 and "no compiler here" in said[0]
 
 
 def test_models_with_a_sliding_window_in_their_mask_are_captured_within_it(recorder: Recorder) -> None:
     model = tiny_model("mistral", sliding_window=48)
-    plain = generate(GenerationEngine(model, cuda_graphs=False))
-    assert tokens_of(generate(GenerationEngine(model))) == tokens_of(plain)
+    uncaptured = generate(GenerationEngine(model, cuda_graphs=False))
+    assert tokens_of(generate(GenerationEngine(model))) == tokens_of(uncaptured)
     assert recorder.num_replayed
 
 
@@ -195,34 +200,34 @@ def test_samples_that_end_at_the_end_of_the_context_keep_their_last_position(rec
     model = tiny_model("gpt2")  # it has 128 positions
     params = SamplingParams(max_new_tokens=200, seed=1, ignore_eos=True)
     prompts = [[5] * 30, [7] * 100]
-    plain = GenerationEngine(model, cuda_graphs=False).generate(prompts, params)
+    uncaptured = GenerationEngine(model, cuda_graphs=False).generate(prompts, params)
     replayed = GenerationEngine(model, speculation=Speculation(drafter="ngram", num_draft_tokens=4)).generate(
         prompts, params
     )
-    assert [len(completion.token_ids) for completion in plain] == [98, 28]
-    assert tokens_of(replayed) == tokens_of(plain)
+    assert [len(completion.token_ids) for completion in uncaptured] == [98, 28]
+    assert tokens_of(replayed) == tokens_of(uncaptured)
 
 
 def test_graphs_outlive_a_generation_and_moved_memory_is_captured_again(recorder: Recorder) -> None:
     model = tiny_model("llama")
     engine = GenerationEngine(model, max_slots=4)
-    generate(engine)
+    generate(engine, FEW_LIMITS)
     assert engine.stats.capture_s > 0
     for _ in range(2):  # which capture shapes that came once before
-        generate(engine)
+        generate(engine, FEW_LIMITS)
     settled = recorder.num_captured
-    generate(engine)
+    generate(engine, FEW_LIMITS)
     assert recorder.num_captured == settled
     assert engine.stats.capture_s == 0
 
     engine.release()  # the cache gets new memory
-    generate(engine)
+    generate(engine, FEW_LIMITS)
     assert recorder.num_captured > settled
 
     settled = recorder.num_captured
     norm = model.get_submodule("model.norm")
     norm.weight.data = norm.weight.data.clone()
-    generate(engine)
+    generate(engine, FEW_LIMITS)
     assert recorder.num_captured > settled
 
 
@@ -259,8 +264,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     engine = GenerationEngine(model)
     with caplog.at_level(logging.WARNING):
         completions = [generate(engine) for _ in range(2)]
-    plain = generate(GenerationEngine(model, cuda_graphs=False))
-    assert all(tokens_of(each) == tokens_of(plain) for each in completions)
+    assert all(tokens_of(each) == tokens_of(plain("llama")) for each in completions)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "LlamaForCausalLM cannot be captured as a CUDA graph" in warning
     assert warning.endswith("not permitted when stream is capturing")
@@ -283,13 +287,13 @@ def test_a_capture_without_memory_is_tried_again_in_the_next_generation(
 
     monkeypatch.setattr(engine_parts, "StepGraphs", partial(StepGraphs, make_record=lambda: record, device_type="cpu"))
     model = tiny_model("llama")
-    engine, plain = GenerationEngine(model), generate(GenerationEngine(model, cuda_graphs=False))
+    engine = GenerationEngine(model)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert tokens_of(generate(engine)) == tokens_of(plain)
+            assert tokens_of(generate(engine)) == tokens_of(plain("llama"))
         is_full = False
         assert recorder.num_replayed == 0
-        assert tokens_of(generate(engine)) == tokens_of(plain)
+        assert tokens_of(generate(engine)) == tokens_of(plain("llama"))
     assert recorder.num_replayed > 0
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "memory ran out while a decoding step of LlamaForCausalLM was captured" in warning
@@ -352,10 +356,10 @@ def test_nothing_is_captured_where_graphs_are_off_or_unsupported(recorder: Recor
         tiny_model("llama"), speculation=Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), **settings
     )
     for _ in range(2):
-        generate(engine)
-        generate(drafting)
+        generate(engine, FEW_LIMITS)
+        generate(drafting, FEW_LIMITS)
     with torch.autocast("cpu", torch.bfloat16):
-        generate(GenerationEngine(tiny_model("llama")))
+        generate(GenerationEngine(tiny_model("llama")), FEW_LIMITS)
     assert not recorder.num_captured
 
 
@@ -376,9 +380,9 @@ def test_cuda_graphs_draw_the_same_tokens_and_follow_the_weights(
                     weight.mul_(0.9)
                 elif change == "elsewhere":
                     weight.data = weight.data.clone().mul_(1.2)
-        plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
+        uncaptured = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
         for _ in range(2):
-            assert tokens_of(generate(engine)) == tokens_of(plain), change
+            assert tokens_of(generate(engine)) == tokens_of(uncaptured), change
     assert engine._runners.step_graphs is not None
     assert engine._runners.step_graphs._graphs
 

@@ -30,6 +30,7 @@ from tests.workers import WorkerPool
 
 PARAMS = SamplingParams(max_new_tokens=48, n=2, seed=5, temperature=1.2)
 NUM_PROMPTS = 9
+BLOCKS = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
 
 
 def _prompts() -> list[list[int]]:
@@ -99,11 +100,11 @@ def alone() -> dict[int, Completion]:
     ("speculation", "max_slots", "max_cache_bytes", "world_size"),
     [
         (None, 4, None, 2),
-        (None, 16, None, 3),
+        pytest.param(None, 16, None, 3, marks=pytest.mark.exhaustive),
         (Speculation(drafter="history", num_draft_tokens=3), 5, None, 2),
-        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, None, 2),
-        (None, 16, 90_000, 2),
-        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, 130_000, 3),
+        pytest.param(BLOCKS, 8, None, 2, marks=pytest.mark.exhaustive),
+        pytest.param(None, 16, 90_000, 2, marks=pytest.mark.exhaustive),
+        (BLOCKS, 8, 130_000, 3),
     ],
     ids=["few slots", "three ranks", "look-ups", "draft model", "few pages", "draft model in few pages"],
 )
@@ -163,7 +164,9 @@ def _gather(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "max_cache_bytes"), [(2, None), (3, 130_000)], ids=["two ranks", "three ranks, few pages"]
+    ("world_size", "max_cache_bytes"),
+    matrix([(2, None), (3, 130_000)], (3, 130_000)),
+    ids=["two ranks", "three ranks, few pages"],
 )
 def test_ranks_without_samples_do_other_work_and_get_the_tokens_of_one_rank(
     workers: WorkerPool, alone: dict[int, Completion], world_size: int, max_cache_bytes: int | None
@@ -230,7 +233,7 @@ def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], Migration
         peers, rank = _peers(), dist.get_rank()
         engine = GenerationEngine(tiny_model("llama"), max_slots=6, peers=peers, max_cache_bytes=max_cache_bytes)
         mine = range(rank, NUM_PROMPTS, dist.get_world_size())
-        for _ in range(4):
+        for _ in range(2):
             made = engine.generate(
                 [_prompts()[i] for i in mine], TALK, sample_ids=[2 * i + k for i in mine for k in range(2)],
                 environment=_answer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from lightning_realloc.generation.speculative.controller import (
     MeasuredStep,
     first_depth,
 )
+from tests.matrices import crossed
 
 MAX_DEPTH = 8
 CURVES: dict[str, Callable[[int], float]] = {
@@ -77,13 +78,13 @@ class Simulation:
         return next((place for place in range(depth) if rng.random() >= self.chance), depth)
 
 
-@pytest.mark.parametrize("curve", sorted(CURVES))
-@pytest.mark.parametrize("num_rows", [1, 4, 32])
-@pytest.mark.parametrize("chance", [0.1, 0.6, 0.95])
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("setting", "noise"), crossed(list(product(sorted(CURVES), [1, 4, 32], [0.1, 0.6, 0.95])), [0.0, 0.05])
+)
 def test_the_depth_is_nearly_as_fast_as_that_of_a_brute_force_search(
-    curve: str, num_rows: int, chance: float, noise: float
+    setting: tuple[str, int, float], noise: float
 ) -> None:
+    curve, num_rows, chance = setting
     simulation = Simulation(CURVES[curve], chance, num_rows, noise=noise)
     simulation.run(1500)
     best = max(map(simulation.speed, range(MAX_DEPTH + 1)))

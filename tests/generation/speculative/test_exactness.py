@@ -24,6 +24,7 @@ from lightning_realloc.generation.speculative.drafter import Draft
 from lightning_realloc.generation.speculative.verify import Rejection
 from tests.generation.markov import VOCABULARY, target
 from tests.generation.speculative.drafters import DRAFTERS, prompts_of, speculating, tokens_of
+from tests.matrices import crossed, matrix
 from tests.models import byte_tokenizer, tiny_model
 
 SAMPLED = {
@@ -37,7 +38,7 @@ SAMPLED = {
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_tokens_are_those_of_generate_with_any_drafter(drafter: str) -> None:
     model, prompts = target(), prompts_of(6)
-    params = SamplingParams(max_new_tokens=20, temperature=0)
+    params = SamplingParams(max_new_tokens=14, temperature=0)
     for depth in (0, 1, 8, None):
         engine = speculating(model, drafter, depth)
         for _ in range(2):  # the second time with a history
@@ -50,16 +51,20 @@ def greedy_by_generate() -> list[tuple[int, ...]]:
     responses = []
     for prompt in prompts_of(6):
         ids = torch.tensor([prompt])
-        output = target().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+        output = target().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=14)
         responses.append(tuple(output[0, len(prompt) :].tolist()))
     return responses
 
 
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
 @pytest.mark.parametrize(
-    ("verification", "params"), [*(("match", params) for params in SAMPLED), ("gumbel", "plain"), ("gumbel", "cut")]
+    ("drafter", "rule"),
+    crossed(
+        [name for name in DRAFTERS if name != "none"],
+        [*(("match", params) for params in SAMPLED), ("gumbel", "plain"), ("gumbel", "cut")],
+    ),
 )
-def test_sampled_tokens_are_the_same_with_and_without_drafts(drafter: str, verification: str, params: str) -> None:
+def test_sampled_tokens_are_the_same_with_and_without_drafts(drafter: str, rule: tuple[str, str]) -> None:
+    verification, params = rule
     model, prompts = copy.deepcopy(target()).double(), prompts_of(4)
     expected = tokens_without_drafts(verification, params)
     for depth in (3, None):
@@ -163,7 +168,10 @@ def test_responses_follow_the_distribution_of_the_target(verification: str, draf
     assert probability_of_counts(drawn(verification, drafter, 0, prompt), law) > 1e-3
 
 
-@pytest.mark.parametrize(("verification", "drafter"), [("match", "model"), ("reject", "model"), ("reject", "random")])
+@pytest.mark.parametrize(
+    ("verification", "drafter"),
+    matrix([("match", "model"), ("reject", "model"), ("reject", "random")], ("match", "model"), ("reject", "random")),
+)
 def test_a_repetition_penalty_counts_earlier_drafted_tokens(verification: str, drafter: str) -> None:
     prompt = prompts_of(1, seed=1)[0]
     law = penalized_law(target(), prompt, 2.0)
@@ -241,8 +249,9 @@ def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> N
 
 
 # ---- log-probabilities, slots and stops
-@pytest.mark.parametrize("verification", ["match", "gumbel", "reject"])
-@pytest.mark.parametrize("drafter", ["random", "history", "model"])
+@pytest.mark.parametrize(
+    ("verification", "drafter"), crossed(["match", "gumbel", "reject"], ["random", "history", "model"])
+)
 def test_logprobs_are_those_of_a_full_forward(verification: str, drafter: str) -> None:
     prompts, temperature = prompts_of(5), 0.8
     engine = speculating(target(), drafter, 5, verification)
@@ -257,13 +266,19 @@ def test_logprobs_are_those_of_a_full_forward(verification: str, drafter: str) -
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
+@cache
+def one_by_one() -> tuple[SamplingParams, list[int], dict[int, tuple[int, ...]]]:
+    """Return settings and limits of nine prompts, and the tokens by sample id of plain generation in one slot."""
+    params, limits = SamplingParams(max_new_tokens=14, n=2, seed=7), [3, 14, 9, 1, 12, 6, 14, 2, 11]
+    plain = GenerationEngine(copy.deepcopy(target()).double(), max_slots=1)
+    made = plain.generate(prompts_of(9), params, token_limits=limits)
+    return params, limits, {completion.sample_id: completion.token_ids for completion in made}
+
+
 @pytest.mark.parametrize("drafter", ["random", "history", "model", "blocks"])
 def test_samples_do_not_depend_on_slots_order_or_other_samples(drafter: str) -> None:
     model, prompts = copy.deepcopy(target()).double(), prompts_of(9)
-    params = SamplingParams(max_new_tokens=20, n=2, seed=7)
-    limits = [3, 20, 9, 1, 14, 6, 20, 2, 11]
-    plain = GenerationEngine(model, max_slots=1).generate(prompts, params, token_limits=limits)
-    expected = {completion.sample_id: completion.token_ids for completion in plain}
+    params, limits, expected = one_by_one()
     order = random.Random(1).sample(range(9), 9)
     ids = [2 * index + copy_ for index in order for copy_ in range(2)]
     for slots in (1, 3, 64):
