@@ -36,6 +36,17 @@ BROKEN = QUIET + (
     "except RuntimeError as error:\n"
     "    print(error)\n"
 )
+OTHER_LIGHTNING = (
+    "try:\n"
+    "    import pytorch_lightning as pl\n"
+    "except ModuleNotFoundError:\n"
+    "    sys.exit()\n"
+    "from lightning_realloc import ReallocError\n"
+    "try:\n"
+    "    pl.Trainer(strategy='realloc', logger=False, enable_checkpointing=False)\n"
+    "except ReallocError as error:\n"
+    "    print(error)\n"
+)
 # Importing torch and Lightning takes seconds: each script runs in a fork of one interpreter that imported only them.
 FORKS = (
     "import json, os, sys, torch, lightning as L\n"
@@ -76,7 +87,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Output of each script that imports torch and Lightning."""
     folder = tmp_path_factory.mktemp("packages")
     stand_in, broken = _package(folder / "a", ""), _package(folder / "b", "raise RuntimeError('broken on purpose')")
-    scripts = {TRAINERS: stand_in, IMPORTED: [], BROKEN: broken}
+    scripts = {TRAINERS: stand_in, IMPORTED: [], BROKEN: broken, OTHER_LIGHTNING: []}
 
     finished = _python(FORKS, asked=json.dumps(list(scripts.items())))
 
@@ -161,17 +172,6 @@ def test_lightning_imports_even_if_its_registry_has_changed(tmp_path: Path) -> N
     assert "strategy='realloc' could not be registered with lightning.pytorch.strategies" in finished.stderr
 
 
-def test_a_trainer_of_pytorch_lightning_is_refused_with_the_import_to_use() -> None:
+def test_a_trainer_of_pytorch_lightning_is_refused_with_the_import_to_use(said: dict[str, str]) -> None:
     pytest.importorskip("pytorch_lightning")
-    script = (
-        "import pytorch_lightning as pl\n"
-        "from lightning_realloc import ReallocError\n"
-        "try:\n"
-        "    pl.Trainer(strategy='realloc', logger=False, enable_checkpointing=False)\n"
-        "except ReallocError as error:\n"
-        "    print(error)\n"
-    )
-
-    finished = _python(script)
-
-    assert "write `import lightning as L`" in finished.stdout, finished.stderr
+    assert "write `import lightning as L`" in said[OTHER_LIGHTNING]

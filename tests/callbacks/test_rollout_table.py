@@ -68,7 +68,7 @@ def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[s
     [
         (1, {}, "grpo"),
         (2, {"plan": "static"}, "grpo"),
-        (2, {"max_staleness": 1}, "grpo"),
+        pytest.param(2, {"max_staleness": 1}, "grpo", marks=pytest.mark.exhaustive),
         (2, {"overlap": "none"}, "ppo"),
         (2, {"plan": "static"}, "best_of_n"),
         (2, {"plan": APART, "overlap": "iterations", "max_staleness": 1}, "grpo"),

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.demo import Settings
 from tests.scripts import Script
+from tests.workers import rank_environments
 
 ROOT = Path(__file__).parents[2]
 SMALL_RUN = """
@@ -30,12 +31,17 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_small_run_writes_metrics_checkpoint_and_model(tmp_path: Path) -> None:
-    script, log = tmp_path / "small.py", tmp_path / "log"
-    script.write_text(SMALL_RUN)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    code = Script([str(script)], tmp_path, environment, log).wait(timeout=170)
-    printed = log.read_text()
-    assert code == 0, printed
+    (tmp_path / "small.py").write_text(SMALL_RUN)
+    # Both ranks are forked, as torchrun would start them: one that the script starts would import everything again.
+    logs = [tmp_path / f"log-{rank}" for rank in range(2)]
+    ranks = [
+        Script([str(tmp_path / "small.py")], tmp_path, os.environ | {"PYTHONPATH": str(ROOT)} | environment, log)
+        for log, environment in zip(logs, rank_environments(2), strict=True)
+    ]
+    codes = [rank.wait(timeout=170) for rank in ranks]
+    printed, of_second = (log.read_text() for log in logs)
+    assert codes == [0, 0], printed + of_second
+    assert not of_second
     assert "Held-out prompts answered right" in printed
     # Apart from results only lines of iterations: no bar in a file, no warning with Lightning's prefix or Python's.
     assert "step 2/2  reward " in printed and "it/s" not in printed

@@ -130,7 +130,7 @@ def is_running() -> bool:
 
 def slow_reward(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
     """Take long enough for some updates."""
-    time.sleep(0.3)
+    time.sleep(0.15)
     return runs.low_tokens(completion_ids)
 
 
@@ -150,7 +150,7 @@ def fit(stream: io.StringIO, world_size: int, *bars: Callback, fails: bool = Fal
     module = runs.grpo(reward=slow_reward, sampling=SamplingParams(n=4, max_new_tokens=40, ignore_eos=True))
     with output(stream), suppress(KeyError):
         trainer = runs.trainer(
-            "realloc", world_size, max_steps=2, callbacks=[*bars, watcher, CallProgress(0.01)],
+            "realloc", world_size, max_steps=2, callbacks=[*bars, watcher, CallProgress(0.03)],
             **{"enable_progress_bar": True, **options},
         )  # fmt: skip
         trainer.fit(module, Batches(2), Batches(1, size=2))
@@ -178,7 +178,7 @@ def displays() -> Mapping[str, dict[str, Any]]:
         "off": fit(Terminal(), size, enable_progress_bar=False),
     }
     with output(Terminal()) as stream:
-        trainer = runs.trainer("realloc", size, enable_progress_bar=True, callbacks=[CallProgress(0.01)])
+        trainer = runs.trainer("realloc", size, enable_progress_bar=True, callbacks=[CallProgress(0.03)])
         trainer.validate(runs.grpo(reward=slow_reward), Batches(2), verbose=False)
     drawn = stream.getvalue().replace("\r", "\n").splitlines()
     return {**found, "validate": {"drawn": drawn, "runs": is_running(), "ran": False}}

@@ -28,6 +28,7 @@ from lightning_realloc.tuning.memory.generation_memory import draft_bytes, packe
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from tests.matrices import crossed
 from tests.models import tiny_model
 
 SLOTS = 8
@@ -85,14 +86,15 @@ class Measured(GenerationEngine):
         self.peak_bytes = meter.take_peak() - before
 
 
-@pytest.mark.parametrize("bound", [60_000, 150_000, 1_000_000])
-@pytest.mark.parametrize("drafts", [False, True], ids=["alone", "with drafts"])
+@pytest.mark.parametrize(("bound", "drafts"), crossed([60_000, 150_000, 1_000_000], [False, True]))
 def test_a_bounded_cache_takes_the_forecast_pages_and_buffer(bound: int, *, drafts: bool) -> None:
     blocks = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
-    counted = call_of(target(), EngineMemory(max_cache_bytes=bound))  # the blocks drafter uses the target's own cache
+    load = replace(LOAD, num_sequences=10)
+    # The blocks drafter uses the target's own cache.
+    counted = call_of(target(), EngineMemory(max_cache_bytes=bound), load)
     cache = counted.cache
     assert cache is not None
-    measured = Measured(target(), max_cache_bytes=bound, speculation=blocks if drafts else None)
+    measured = Measured(target(), load, max_cache_bytes=bound, speculation=blocks if drafts else None)
     assert cache.final_bytes == measured.stats.cache_bytes <= bound
     assert counted.peak("generate").total >= 0.85 * measured.peak_bytes
 

@@ -19,6 +19,7 @@ from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import search_plan
 from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer
 from lightning_realloc.tuning.shapes.known_models import parse_shape
+from tests.matrices import matrix
 from tests.tuning.examples import PPO_FLOW
 from tests.tuning.timeline.test_simulator import plan_of
 
@@ -47,7 +48,7 @@ def plan() -> ExecutionPlan:
     return plan_of({"actor.generate": "dp8", "critic.infer": "dp4@4-7", **HOMES})
 
 
-@pytest.mark.parametrize("budget", [80 << 30, 4 << 30, 3 << 30])
+@pytest.mark.parametrize("budget", matrix([80 << 30, 4 << 30, 3 << 30], 80 << 30, 3 << 30))
 def test_the_chosen_options_are_the_fastest_of_all_that_fit(budget: int) -> None:
     bench = pricer(budget)
     chosen = bench.price(bench.with_best_options(plan()))
