@@ -236,6 +236,7 @@ class ReallocCLI(LightningCLI):
             "parser_class": Parser,
         }
         given = list(args) if args is not None else None
+        self._first_argument = next(iter(sys.argv[1:] if given is None else given), None)
         super().__init__(LightningModule, LightningDataModule, args=given, **defaults | options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -292,6 +293,13 @@ class ReallocCLI(LightningCLI):
             self.parser.add_instantiator(_Instantiator(cli=self, key="model"), LightningModule, subclasses=True)
             self.parser.add_instantiator(_Instantiator(cli=self, key="data"), LightningDataModule, subclasses=True)
             self.parser.add_instantiator(_construct, object, subclasses=True)  # last: strategies, options, callbacks
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Return a parser; without its options, which take a while to add, if another subcommand was named first."""
+        if self._first_argument in self.subcommands() and subcommand != self._first_argument:
+            self._subcommand_method_arguments[subcommand] = []
+            return self.init_parser(**kwargs)
+        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)

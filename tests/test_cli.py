@@ -18,6 +18,7 @@ import yaml
 from lightning.pytorch import Callback
 from transformers import AutoModelForCausalLM
 
+from lightning_realloc import cli
 from tests.command_lines import run_lines as _run
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.scripts import Script
@@ -371,6 +372,25 @@ def test_errors_of_rewards_are_reported_without_a_traceback(workers: WorkerPool,
     assert "unit" in wrongly.errors
     assert "error: url='localhost' must be an address like http://localhost:8000/judge" in malformed.errors
     assert all("Traceback" not in outcome.errors for outcome in (down, wrongly, malformed))
+
+
+def test_only_the_subcommand_that_is_named_first_gets_its_options() -> None:
+    """Options of all four take most of the start of a command line."""
+    found: dict[str, int] = {}
+
+    class Prepared(cli.ReallocCLI):
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            found.update({name: len(each._actions) for name, each in self._subcommand_parsers.items()})
+            sys.exit()
+
+    for arguments, complete in (
+        (["test", "--ckpt_path", "x"], {"test"}),
+        (["--help"], {"fit", "validate", "test", "predict"}),
+    ):
+        with pytest.raises(SystemExit):
+            Prepared(arguments)
+        assert {name for name, count in found.items() if count > 20} == complete
+        assert found.keys() == {"fit", "validate", "test", "predict"}
 
 
 def test_help_names_every_command_and_stays_short(workers: WorkerPool, folder: Path) -> None:
