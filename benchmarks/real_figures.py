@@ -202,18 +202,32 @@ def fit() -> Efficiency:
 
     wanted = -sum(cell.baseline for cell in column.cells)
     for _ in range(2):  # the two constants hardly depend on each other
-        launch = _bisect(slope, long.baseline - short.baseline, 0.0, 1e-2)
+        launch = _solve(slope, long.baseline - short.baseline, 0.0, 1e-2)
         efficiency = replace(efficiency, collective_launch_s=launch)
-        efficiency = replace(efficiency, matmul_share=_bisect(level, wanted, 0.05, 1.0))
+        efficiency = replace(efficiency, matmul_share=_solve(level, wanted, 0.05, 1.0))
     return efficiency
 
 
-def _bisect(function: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Return the argument at which a growing function has a value, or the nearer end."""
+def _solve(function: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Return the argument at which a growing function has a value, or the nearer end.
+
+    Regula falsi: the end that stays twice counts half (Illinois), so that a bent function takes few evaluations, too.
+    """
+    below, above = function(low) - wanted, function(high) - wanted
+    if below >= 0 or above <= 0:
+        return low if below >= 0 else high
+    middle, last = low, 0.0
     for _ in range(25):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) < wanted else (low, middle)
-    return (low + high) / 2
+        middle = low + (high - low) * below / (below - above)
+        value = function(middle) - wanted
+        if abs(value) < 1e-7 * abs(wanted):
+            break
+        if value < 0:
+            low, below, above = middle, value, above / 2 if last < 0 else above
+        else:
+            high, above, below = middle, value, below / 2 if last > 0 else below
+        last = value
+    return middle
 
 
 def find_plan(column: Column, response_tokens: int, efficiency: Efficiency, evaluations: int) -> SearchResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.what_fits import MEMORY, NUM_DEVICES, README, ROWS, SIZES, fits, read_table
+from tests.matrices import matrix
 
 SHOWN = read_table(README.read_text())
 SMALL = [("GRPO", "80", 1), ("GRPO", "80", 8), ("PPO", "24", 2), ("PPO", "141", 8), ("DPO, LoRA", "24", 1)]
@@ -16,12 +17,12 @@ def test_every_row_and_column_is_shown() -> None:
     assert set(SHOWN.values()) <= {*SIZES, "–"}
 
 
-@pytest.mark.parametrize("cell", SMALL)
-def test_the_shown_model_fits_and_the_next_larger_one_does_not(cell: tuple[str, str, int]) -> None:
-    size = SHOWN[cell]
-    assert fits(*cell, size)
+@pytest.mark.parametrize(("row", "memory", "number"), matrix(SMALL, *SMALL[:3], SMALL[-1]))
+def test_the_shown_model_fits_and_the_next_larger_one_does_not(row: str, memory: str, number: int) -> None:
+    size = SHOWN[row, memory, number]
+    assert fits(row, memory, number, size)
     if size != SIZES[0]:
-        assert not fits(*cell, SIZES[SIZES.index(size) - 1])
+        assert not fits(row, memory, number, SIZES[SIZES.index(size) - 1])
 
 
 @pytest.mark.parametrize("row", ROWS)

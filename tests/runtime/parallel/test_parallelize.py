@@ -30,7 +30,7 @@ def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
 def test_training_under_tensor_parallelism_equals_one_process(workers: WorkerPool, layout: str) -> None:
     cases = [Case(family, layout) for family in TENSOR_PARALLEL_FAMILIES]
 
-    _assert_nothing_differs(workers.run(train_beside_the_reference, cases, 3))
+    _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
 def test_training_under_data_parallelism_equals_one_process(workers: WorkerPool) -> None:

@@ -15,6 +15,7 @@ from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout import ClusterSpec, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
 from lightning_realloc.runtime.transfer import shared_memory, transport
 from lightning_realloc.runtime.transfer.executor import Reallocation
+from tests.matrices import crossed, matrix
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
 from tests.workers import WorkerPool
 
@@ -79,14 +80,13 @@ def _go_and_come_back(source_text: str, targets: Sequence[str], pack_below_bytes
             assert all(back.target_tensors[name].data_ptr() == home[name].data_ptr() for name in home)
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("source", matrix(LAYOUTS, *LAYOUTS[::2]))
 def test_every_layout_reaches_every_other_and_comes_back_bit_by_bit(workers: WorkerPool, source: str) -> None:
     small = 100 if LAYOUTS.index(source) % 2 else 1 << 16
     workers.run(_go_and_come_back, source, _half(source, LAYOUTS), small, 1, deadline_s=120.0)
 
 
-@pytest.mark.parametrize("num_nodes", [2, 4])
-@pytest.mark.parametrize("source", OVER_NODES)
+@pytest.mark.parametrize(("source", "num_nodes"), crossed(OVER_NODES, [2, 4]))
 def test_layouts_over_several_nodes_reach_every_other_bit_by_bit(
     workers: WorkerPool, source: str, num_nodes: int
 ) -> None:

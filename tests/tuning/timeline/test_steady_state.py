@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from lightning_realloc.tuning.search.problem import Problem
 from lightning_realloc.tuning.search.space import CallOptions, rank_sets
 from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
 from lightning_realloc.tuning.timeline.steady_state import WaitGraph, seconds_per_iteration
+from tests.matrices import matrix
 from tests.tuning.search.test_heuristic import PPO_FLOW
 
 NOTHING: tuple[()] = ()
@@ -94,13 +96,15 @@ def test_less_overlap_and_longer_tasks_are_never_faster(
     assert seconds_per_iteration(durations, waits, "iterations") >= most - 1e-9
 
 
-@pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("cores", [None, 1], ids=["a core each", "shared cores"])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_the_search_and_the_simulator_agree_on_whole_plans(
-    overlap: Overlap, seed: int, cores: int | None, parts: int
-) -> None:
+SETTINGS: list[tuple[Overlap, int | None, int]] = list(product(["iterations", "calls", "none"], [None, 1], [1, 3]))
+"""Overlap, cores of a node and generation chunks."""
+BOUNDARIES = [(setting, number + more) for number, setting in enumerate(SETTINGS) for more in (0, 7)]
+"""Every setting with an even seed and with an odd one."""
+
+
+@pytest.mark.parametrize(("setting", "seed"), matrix(product(SETTINGS, range(20)), *BOUNDARIES))
+def test_the_search_and_the_simulator_agree_on_whole_plans(setting: tuple[Overlap, int | None, int], seed: int) -> None:
+    overlap, cores, parts = setting
     cluster = replace(ClusterSpec.local(2), num_nodes=3)
     sharers = {"reference": "actor"} if seed % 2 and cores is None else {}  # its base moves in the first iteration
     estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed, cores_per_node=cores, sharers=sharers)
