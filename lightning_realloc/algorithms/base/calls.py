@@ -1,15 +1,18 @@
-"""Declare the model function calls of an algorithm: four decorators for its methods."""
+"""Declare the model function calls of an algorithm: four decorators for its methods, and a base class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
 from lightning_realloc.errors import PlanError
+
+if TYPE_CHECKING:
+    from lightning_realloc.algorithms.base.role import Role
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _DECLARATION = "_model_function_call"
@@ -110,3 +113,57 @@ def dataflow_of_calls(
     absent = {name for call in calls for name in call.produces} - made
     needs = [tuple(name for name in call.needs if name not in absent) for call in kept]
     return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))
+
+
+class DeclaredCalls:
+    """Part of an algorithm's module that names its models and calls, and derives the dataflow of an iteration."""
+
+    optional_roles: tuple[str, ...] = ()
+    """Roles that :meth:`roles` may leave out; their calls are then left out, too."""
+    answered_ahead: tuple[str, ...] = ()
+    """Calls that no longer run, because the batch brings their results."""
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the algorithm's models."""
+        raise NotImplementedError(f"{type(self).__name__} must return its models from roles()")
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls for the current settings; by default all that the class declares."""
+        return declared_calls(type(self))
+
+    def runs(self, call: str, iteration: int) -> bool:
+        """Return whether a call runs in an iteration, counted from 0; the same on every rank.
+
+        Calls that need the results of a call that does not run must not run either.
+        """
+        return True
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """The calls of one iteration.
+
+        Calls of absent optional roles are left out, and with them the results that only they produce.
+
+        Raises:
+            PlanError: for a call of any other role that :meth:`roles` does not return, and for calls that contradict
+                each other.
+        """
+        present = tuple(role.name for role in self.roles())
+        return dataflow_of_calls(self.calls(), present, self.optional_roles)
+
+    @classmethod
+    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls of the class for these roles; by default all that it declares."""
+        return declared_calls(cls)
+
+    @classmethod
+    def dataflow_of(cls, roles: Iterable[str]) -> Dataflow:
+        """Return the calls of one iteration for these roles.
+
+        A computation is left out if a model produces the same result, as a reward model does for reward functions.
+        """
+        present = tuple(roles)
+        calls = cls.calls_for(present)
+        made = {name for call in calls if call.role in present for name in call.produces}
+        fitting = tuple(call for call in calls if call.role is not None or made.isdisjoint(call.produces))
+        return dataflow_of_calls(fitting, present, tuple(call.role for call in calls if call.role is not None))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -26,7 +26,7 @@ from lightning_realloc.algorithms.base.adapters import (
     roles_with_adapters,
     starts_at_base,
 )
-from lightning_realloc.algorithms.base.calls import dataflow_of_calls, declared_calls
+from lightning_realloc.algorithms.base.calls import DeclaredCalls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, random_stream, without_weights
@@ -50,7 +50,6 @@ from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
-from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
@@ -86,7 +85,7 @@ class ModuleSettings(TypedDict, total=False):
     tokenizer: PreTrainedTokenizerBase | str | Path | None
 
 
-class MultiModelModule(SuggestsSettings, EvaluatedModule):
+class MultiModelModule(SuggestsSettings, DeclaredCalls, EvaluatedModule):
     """A LightningModule of several models that declares its calls and leaves running them to ``strategy="realloc"``.
 
     A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
@@ -124,8 +123,6 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
 
     names_elsewhere = HintTable("algorithm", generation=GenerationOptions, train_options=TrainOptions)
     _tokenizer: PreTrainedTokenizerBase | None
-    optional_roles: tuple[str, ...] = ()
-    """Roles that :meth:`roles` may leave out; their calls are then left out, too."""
     share_prompts: bool = False
     """Whether adjacent samples of a pack may share one copy of their prompt. Models must be causal, and methods find a
     token's predecessor by ``PackedBatch.predecessors``, as ``token_logprobs`` does."""
@@ -135,8 +132,6 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     totals_of: tuple[str, ...] = ()
     """Columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``: those of
     the batch or, if responses are generated, of the generating call. Other calls' are not known on all ranks."""
-    answered_ahead: tuple[str, ...] = ()
-    """Calls that no longer run, because the batch brings their results."""
     default_learning_rate: float = 1e-6
     """Learning rate for whole weights, if none is given."""
     supports_rollout_budget: bool = False
@@ -225,21 +220,6 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         return seed_of_run(self._trainer) if self._seed is None else self._seed
 
     # ---- for subclasses
-    def roles(self) -> tuple[Role, ...]:
-        """Return the algorithm's models."""
-        raise NotImplementedError(f"{type(self).__name__} must return its models from roles()")
-
-    def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls for the current settings; by default all that the class declares."""
-        return declared_calls(type(self))
-
-    def runs(self, call: str, iteration: int) -> bool:
-        """Return whether a call runs in an iteration, counted from 0; the same on every rank.
-
-        Calls that need the results of a call that does not run must not run either.
-        """
-        return True
-
     def train_options_of(self, role: str) -> TrainOptions:
         """Return the training options of a role."""
         return self.train_options
@@ -318,37 +298,6 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         """
 
     # ---- derived
-    @property
-    def dataflow(self) -> Dataflow:
-        """The calls of one iteration.
-
-        Calls of absent optional roles are left out, and with them the results that only they produce.
-
-        Raises:
-            PlanError: for a call of any other role that :meth:`roles` does not return, and for calls that contradict
-                each
-                other.
-        """
-        present = tuple(role.name for role in self.roles())
-        return dataflow_of_calls(self.calls(), present, self.optional_roles)
-
-    @classmethod
-    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls of the class for these roles; by default all that it declares."""
-        return declared_calls(cls)
-
-    @classmethod
-    def dataflow_of(cls, roles: Iterable[str]) -> Dataflow:
-        """Return the calls of one iteration for these roles.
-
-        A computation is left out if a model produces the same result, as a reward model does for reward functions.
-        """
-        present = tuple(roles)
-        calls = cls.calls_for(present)
-        made = {name for call in calls if call.role in present for name in call.produces}
-        fitting = tuple(call for call in calls if call.role is not None or made.isdisjoint(call.produces))
-        return dataflow_of_calls(fitting, present, tuple(call.role for call in calls if call.role is not None))
-
     def models(self) -> dict[str, nn.Module]:
         """Return role name -> model, for the models that are built."""
         return {role.name: getattr(self, role.name) for role in self.roles() if hasattr(self, role.name)}
