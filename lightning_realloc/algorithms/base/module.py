@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,17 +24,14 @@ from lightning_realloc.algorithms.base.adapters import (
     roles_with_adapters,
     starts_at_base,
 )
-from lightning_realloc.algorithms.base.calls import DeclaredCalls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, random_stream, without_weights
 from lightning_realloc.algorithms.base.optimizers import (
     NoDecay,
-    Parameters,
+    OptimizedRoles,
     RoleOptimizer,
     check_learning_rate,
-    chosen_for,
-    state_bytes,
 )
 from lightning_realloc.algorithms.base.quantization import LoadingOptions
 from lightning_realloc.algorithms.base.role import Role, Task
@@ -57,9 +52,6 @@ from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.packed_attention import check_packable, check_segments
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings
-
-_ADAPTERS_LEARN_FASTER = 10.0
-"""Best learning rate of adapters over that of whole weights. Source: Schulman et al., "LoRA without regret", 2025."""
 
 
 class ModuleSettings(TypedDict, total=False):
@@ -85,7 +77,7 @@ class ModuleSettings(TypedDict, total=False):
     tokenizer: PreTrainedTokenizerBase | str | Path | None
 
 
-class MultiModelModule(SuggestsSettings, DeclaredCalls, EvaluatedModule):
+class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
     """A LightningModule of several models that declares its calls and leaves running them to ``strategy="realloc"``.
 
     A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
@@ -132,8 +124,6 @@ class MultiModelModule(SuggestsSettings, DeclaredCalls, EvaluatedModule):
     totals_of: tuple[str, ...] = ()
     """Columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``: those of
     the batch or, if responses are generated, of the generating call. Other calls' are not known on all ranks."""
-    default_learning_rate: float = 1e-6
-    """Learning rate for whole weights, if none is given."""
     supports_rollout_budget: bool = False
     """Whether unfinished responses can continue in the next iteration, as a ``rollout_budget`` needs."""
     dropout: bool = False
@@ -223,21 +213,6 @@ class MultiModelModule(SuggestsSettings, DeclaredCalls, EvaluatedModule):
     def train_options_of(self, role: str) -> TrainOptions:
         """Return the training options of a role."""
         return self.train_options
-
-    def optimizer_of(self, role: str) -> RoleOptimizer:
-        """Return the optimizer settings of a trained role."""
-        default = RoleOptimizer(learning_rate=self._learning_rate_of(role))
-        return chosen_for(role, self.role_optimizers, self.optimizer_settings.over(default))
-
-    def _learning_rate_of(self, role: str) -> float:
-        if self.learning_rate is not None:
-            return self.learning_rate
-        adapted = any(known.name == role and known.has_adapters for known in self.roles())
-        return self.default_learning_rate * (_ADAPTERS_LEARN_FASTER if adapted else 1.0)
-
-    def new_optimizer(self, role: str, parameters: Parameters) -> torch.optim.Optimizer:
-        """Return a new optimizer for the parameters, or parameter groups, of a trained role."""
-        return self.optimizer_of(role).make(parameters)
 
     def peft_of(self, role: str, *, trained: bool = True) -> AdapterSource | None:
         """Return the adapters that ``peft_config`` gives a role. A role that is not trained gets them only by name."""
@@ -390,14 +365,6 @@ class MultiModelModule(SuggestsSettings, DeclaredCalls, EvaluatedModule):
                 f"write trained role: settings"
             )
 
-    def configure_optimizers(self) -> Any:
-        """Return one optimizer per trained role; its first parameter group has the name of the role."""
-        made = []
-        for role in self.dataflow.trained_roles:
-            settings = self.optimizer_of(role)
-            made.append(settings.configure(self.new_optimizer(role, settings.parameters(getattr(self, role))), role))
-        return made if made else None
-
     def on_fit_start(self) -> None:
         """Check models and known rows, and silence Lightning's warnings about what calls set themselves."""
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
@@ -444,14 +411,6 @@ class MultiModelModule(SuggestsSettings, DeclaredCalls, EvaluatedModule):
     def sample_rows(self, samples: Samples) -> list[dict[str, object]]:
         """Return samples as rows for tables and files: prompt, response, rewards, the data's columns."""
         return sample_rows(samples, self.tokenizer)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Largest optimizer state in bytes per fp32 weight, measured on a small weight; 0 if unknown."""
-        written_by_hand = type(self).configure_optimizers is not MultiModelModule.configure_optimizers
-        if written_by_hand or not self.dataflow.trained_roles:
-            return 0
-        return max(state_bytes(partial(self.new_optimizer, role)) for role in self.dataflow.trained_roles)
 
     def _reward_functions_kept(self) -> list[RewardFunctions]:
         return [kept for kept in vars(self).values() if isinstance(kept, RewardFunctions)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_realloc.algorithms.base.calls import DeclaredCalls
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
 from lightning_realloc.errors import ConfigError
 
@@ -19,6 +21,8 @@ to them."""
 _NO_DECAY: tuple[NoDecay, ...] = ("norms", "biases")
 Parameters = list[nn.Parameter] | list[dict[str, Any]]
 """Argument of an optimizer: parameters, or groups of them with their own settings."""
+_ADAPTERS_LEARN_FASTER = 10.0
+"""Best learning rate of adapters over that of whole weights. Source: Schulman et al., "LoRA without regret", 2025."""
 GROUP_SEPARATOR = "/"
 """Separator of role and number in the names of an optimizer's further groups."""
 
@@ -124,6 +128,49 @@ class RoleOptimizer:
             # LearningRateMonitor appends the group's name: lr/actor, and lr/actor/1 without decay.
             entry["lr_scheduler"] = {"scheduler": schedule, "interval": "step", "name": "lr"}
         return entry
+
+
+class OptimizedRoles(DeclaredCalls):
+    """Part of an algorithm's module that makes the optimizers of its trained roles."""
+
+    learning_rate: float | None
+    optimizer_settings: RoleOptimizer
+    """Settings of all roles."""
+    role_optimizers: dict[str, RoleOptimizer]
+    """Trained role -> settings that differ for it."""
+    default_learning_rate: float = 1e-6
+    """Learning rate for whole weights, if none is given."""
+
+    def optimizer_of(self, role: str) -> RoleOptimizer:
+        """Return the optimizer settings of a trained role."""
+        default = RoleOptimizer(learning_rate=self._learning_rate_of(role))
+        return chosen_for(role, self.role_optimizers, self.optimizer_settings.over(default))
+
+    def _learning_rate_of(self, role: str) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        adapted = any(known.name == role and known.has_adapters for known in self.roles())
+        return self.default_learning_rate * (_ADAPTERS_LEARN_FASTER if adapted else 1.0)
+
+    def new_optimizer(self, role: str, parameters: Parameters) -> torch.optim.Optimizer:
+        """Return a new optimizer for the parameters, or parameter groups, of a trained role."""
+        return self.optimizer_of(role).make(parameters)
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer per trained role; its first parameter group has the name of the role."""
+        made = []
+        for role in self.dataflow.trained_roles:
+            settings = self.optimizer_of(role)
+            made.append(settings.configure(self.new_optimizer(role, settings.parameters(getattr(self, role))), role))
+        return made if made else None
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Largest optimizer state in bytes per fp32 weight, measured on a small weight; 0 if unknown."""
+        written_by_hand = type(self).configure_optimizers is not OptimizedRoles.configure_optimizers
+        if written_by_hand or not self.dataflow.trained_roles:
+            return 0
+        return max(state_bytes(partial(self.new_optimizer, role)) for role in self.dataflow.trained_roles)
 
 
 def check_learning_rate(learning_rate: float | None, optimizer: OptimizerCallable | None) -> None:
