@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -422,20 +423,23 @@ def test_a_group_of_one_or_a_greedy_group_is_refused_by_the_constructor() -> Non
 
 
 def test_the_error_of_another_strategy_names_the_one_that_is_needed(workers: WorkerPool) -> None:
-    (texts,) = workers.run(run_under_another_strategy, world_size=1, init_process_group=False)
+    (found,) = workers.run(run_under_another_strategy, world_size=1, init_process_group=False)
     told = "SFT needs Trainer(strategy='realloc'), which runs its calls; this Trainer has SingleDeviceStrategy"
-    assert texts == [told] * 3
+    assert found == [(told, ["run_under_another_strategy", "fit"])] * 3  # no frames of the fit itself
 
 
-def run_under_another_strategy() -> list[str]:
-    """Fit SFT without the strategy: a model given as a module, a configuration and a folder, which is never read."""
-    texts = []
+def run_under_another_strategy() -> list[tuple[str, list[str]]]:
+    """Fit SFT without the strategy, and return each error with the functions in its traceback.
+
+    The model is a module, a configuration and a folder, which is never read.
+    """
+    found = []
     for actor in (tiny_model("llama"), tiny_model("llama").config, "no/folder"):
         try:
             runs.trainer("auto", 1).fit(runs.sft(actor=actor), Batches(1, responses=True))
         except ConfigError as error:
-            texts.append(str(error))
-    return texts
+            found.append((str(error), [frame.name for frame in traceback.extract_tb(error.__traceback__)]))
+    return found
 
 
 def test_misspelt_settings_are_refused_by_the_constructor() -> None:

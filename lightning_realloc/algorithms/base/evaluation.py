@@ -6,16 +6,20 @@ steps, whatever the batches are. Metrics that are not means, such as the area un
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples, all_samples
 from lightning_realloc.callbacks.phase import trainer_callbacks
-from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.errors import ConfigError, DataError, ReallocError
+
+log = logging.getLogger(__name__)
 
 
 class EvaluatedModule(L.LightningModule):
@@ -82,6 +86,10 @@ class EvaluatedModule(L.LightningModule):
         return self.evaluation_calls
 
     # ---- Lightning's hooks
+    def configure_callbacks(self) -> list[Callback]:
+        """Return a callback that shortens errors under strategies that do not do so themselves."""
+        return [] if _runs_calls(self.trainer.strategy) else [_ShortTraceback()]
+
     def setup(self, stage: str) -> None:
         """Refuse a Trainer with another strategy, before it moves or divides a model."""
         if self._trainer is not None:
@@ -156,9 +164,23 @@ class EvaluatedModule(L.LightningModule):
     @property
     def _strategy(self) -> Any:
         strategy = self.trainer.strategy
-        if not hasattr(strategy, "run_iteration"):
+        if not _runs_calls(strategy):
             raise ConfigError(
                 f"{type(self).__name__} needs Trainer(strategy='realloc'), which runs its calls; "
                 f"this Trainer has {type(strategy).__name__}"
             )
         return strategy
+
+
+class _ShortTraceback(Callback):
+    """Drops Lightning's frames from this package's errors, so that the error is not below a page of them."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Forget where an error of this package was raised; the frames that the exception still leaves are added."""
+        if isinstance(exception, ReallocError):
+            log.debug("the error that ends this run was raised here", exc_info=exception)
+            exception.__traceback__ = None
+
+
+def _runs_calls(strategy: object) -> bool:
+    return hasattr(strategy, "run_iteration")

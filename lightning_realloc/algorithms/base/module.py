@@ -301,7 +301,8 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
     def configure_callbacks(self) -> list[Callback]:
         """Return a `RunLog` and a `CallProgress`, unless the Trainer has one."""
         given = trainer_callbacks(self.trainer)
-        return [kind() for kind in (RunLog, CallProgress) if not any(isinstance(one, kind) for one in given)]
+        missing = [kind() for kind in (RunLog, CallProgress) if not any(isinstance(one, kind) for one in given)]
+        return [*super().configure_callbacks(), *missing]
 
     def setup(self, stage: str) -> None:
         """Start reward functions, so that they fail before weights are loaded."""

@@ -129,6 +129,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         trainer: Any = model._trainer
         if trainer is None:
             return
+        failures.report_failures(rank=self.local_rank, launcher=self._launcher)  # the global rank is not known yet
         refuse_foreign_callbacks(trainer)
         refuse_foreign_data(trainer)
         if self.dataflow is not None:
@@ -148,7 +149,6 @@ class DataParallelStrategy(ModelParallelStrategy):
             warn_of_stale_addresses()
         if not dist.is_initialized():
             atexit.register(end_process_group)
-        failures.report_failures(rank=self.local_rank, launcher=self._launcher)  # the global rank is not known yet
         with failures.ending_started_ranks(self._launcher), failures.naming_taken_port(self.cluster_environment):
             self._setup_distributed()
         # Ranks may be seeded differently, but must draw, shuffle and build alike.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -138,15 +139,17 @@ def test_bf16_mixed_trains_a_plain_module(workers: WorkerPool, tmp_path: Any) ->
     assert pair[0]["weights"]["net.0.weight"].dtype == torch.float32
 
 
-def test_a_strategy_can_be_connected_without_a_trainer() -> None:
+def test_a_strategy_can_be_connected_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     strategy, module = ReallocStrategy(), Regression()
     strategy.connect(module)
-    assert strategy.lightning_module is strategy.model is module
+    assert strategy.lightning_module is strategy.model is module and sys.excepthook is sys.__excepthook__
     refused = L.Trainer(accelerator="cpu", strategy=ReallocStrategy(), callbacks=[StochasticWeightAveraging(0.1)])
     algorithm = runs.sft()
     algorithm.trainer = refused
     with pytest.raises(ConfigError, match="StochasticWeightAveraging"):
         refused.strategy.connect(algorithm)
+    assert sys.excepthook is not sys.__excepthook__, "a script ends with this error without Lightning's frames"
 
 
 class KeywordIO(TorchCheckpointIO):
