@@ -12,6 +12,7 @@ from lightning_realloc.algorithms.base.calls import train
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.pairs import pair_metrics, sides
 from lightning_realloc.algorithms.best_of_n import best_rows
+from lightning_realloc.algorithms.losses.loss_reduction import token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import response_sums
 from lightning_realloc.algorithms.losses.preference_losses import (
     OF_WHOLE_BATCH,
@@ -98,7 +99,8 @@ class OnlineDPO(RewardedModule):
         pairs = Pairs(*next(columns), *next(columns), *sides(lengths))
         losses = pair_loss(self.loss, pairs, self.settings)
         margins = self.settings.beta * (pairs.chosen_ratios - pairs.rejected_ratios)
-        return Loss(losses.sum() / totals.num_groups, pair_metrics(margins))
+        metrics = pair_metrics(margins) | token_metrics(self.start_metrics(batch), batch.response_mask)
+        return Loss(losses.sum() / totals.num_groups, metrics)
 
 
 def pair_rows(rewards: Tensor, groups: Tensor) -> list[int]:

@@ -291,6 +291,7 @@ class PPO(RewardedModule):
 
     def on_iteration_end(self, samples: Samples) -> None:
         """Update the weight of the divergence, and the running moments of returns; warn of scores without a signal."""
+        super().on_iteration_end(samples)
         scores = without_failed(samples, "scores").tensor("scores").cpu()
         judged = ~scores.isnan()
         self._signal.record(samples, scores, has_signal=len(scores[judged].unique()) > 1)

@@ -165,16 +165,22 @@ class Adapters:
                 model.get_parameter(local).copy_(self.weights[name])
 
 
+def changes_base(role: Role) -> bool:
+    """Return whether a role starts with adapters that change what its base computes."""
+    if isinstance(role.source, nn.Module):
+        return adapters_change_outputs(role.source)
+    return isinstance(role.peft, str | Path)
+
+
 def starts_at_base(role: Role) -> bool:
     """Return whether a role's base is a model to compare it with: whether its adapters change nothing at first.
 
     Adapters over 4-bit weights cannot be merged into a model of their own, so their base is, with a warning.
     """
-    source = role.source
+    source, changes = role.source, changes_base(role)
     if isinstance(source, nn.Module):
-        changes, is_packed = adapters_change_outputs(source), bool(quantized_layers(source))
+        is_packed = bool(quantized_layers(source))
     else:
-        changes = isinstance(role.peft, str | Path)
         is_folder = isinstance(source, str | Path)
         is_packed = changes and (role.quantization is not None or (is_folder and _is_packed(str(source))))
     if changes and is_packed:

@@ -325,6 +325,7 @@ class PolicyGradient(RewardedModule):
         if self.has_reference and self.kl_place == "loss":
             measured["kl"] = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)
             values = values + self.kl_coef * measured["kl"]
+            measured |= self.start_metrics(batch)
         measured["entropy"] = -logprobs.detach()  # its mean over sampled tokens estimates the entropy at no cost
         if statistics.entropy is not None:
             measured["entropy"] = statistics.entropy
@@ -355,7 +356,8 @@ class PolicyGradient(RewardedModule):
         return bool(differing(samples.tensor("rewards"), whole).any())
 
     def on_iteration_end(self, samples: Samples) -> None:
-        """Warn if rewards give no signal for several iterations."""
+        """Warn also if rewards give no signal for several iterations."""
+        super().on_iteration_end(samples)
         self._signal.record(samples, samples.tensor("rewards"), has_signal=self.has_signal(samples))
 
     def check_batch(self, batch: Samples) -> None:

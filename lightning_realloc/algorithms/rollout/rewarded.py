@@ -7,8 +7,9 @@ results. The second pass runs the other calls on the chosen samples, as if the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from lightning_realloc.algorithms.base.loaded_weights import ModelSource, check_
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
+from lightning_realloc.algorithms.losses.functional import kl_estimate
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
@@ -26,6 +28,13 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     calls_of_further,
     penalize_truncated,
     with_further,
+)
+from lightning_realloc.algorithms.rollout.start_divergence import (
+    START_KL,
+    mean_divergence,
+    rounding_limit,
+    starts_as,
+    warn_of_divergence,
 )
 from lightning_realloc.algorithms.settings import Unpack, check_positive, check_type
 from lightning_realloc.batch.packing import PackedBatch
@@ -102,6 +111,8 @@ class RewardedModule(PolicyModule):
         self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
         for model in self._judges.models[1:]:
             setattr(self, model.method, partial(self._score, model.role))
+        self._awaits_start = False
+        """Whether the first rollout is to be compared with a reference that starts as the actor does."""
         self.sources["actor"] = actor
         if reference is not None:
             self.sources["reference"] = reference
@@ -141,6 +152,9 @@ class RewardedModule(PolicyModule):
             if self._reward_functions is not None and not self.keep_special_tokens:
                 self._reward_functions.check_tokens(lambda: self.tokenizer.all_special_tokens)
             self._warn_of_unused_reference()
+            actor, *others = self.roles()
+            alike = any(role.name == "reference" and starts_as(role, actor) for role in others)
+            self._awaits_start = alike and self._trainer is not None
         super().configure_model()
 
     def _check_vocabularies(self) -> None:
@@ -239,6 +253,28 @@ class RewardedModule(PolicyModule):
                 )
 
     # ---- metrics and checks
+    def start_metrics(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """Return the (N,) divergences of the rollout from the reference, until those of the first rollout are known."""
+        if not self._awaits_start:
+            return {}
+        return {START_KL: kl_estimate(batch["behaviour_logprobs"], batch["ref_logprobs"])}
+
+    def on_iteration_end(self, samples: Samples) -> None:
+        """Warn if the first rollout diverges from a reference that starts as the actor does."""
+        super().on_iteration_end(samples)
+        if not self._awaits_start:
+            return
+        kl = mean_divergence(samples, self.trainer.callback_metrics.get(f"actor/{START_KL}"))
+        if kl is not None:
+            self._awaits_start = False
+            precision, actor = str(self.trainer.precision), self.models()["actor"]
+            warn_of_divergence(kl, rounding_limit(actor, precision=precision, engine=self.engine))
+
+    def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Go on from an actor that has left its reference."""
+        super().on_load_checkpoint(checkpoint)
+        self._awaits_start = False
+
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean rewards, the mean response length, and the share that ended by themselves."""
         return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
