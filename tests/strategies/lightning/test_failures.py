@@ -196,7 +196,7 @@ def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
     started = []
     try:
         for command, file in zip(commands, files, strict=True):
-            started.append(start(command, folder, file))
+            started.append(start(command, folder, file, forks_ranks=True))
         ended_at: dict[int, float] = {}
         give_up_at = time.monotonic() + DEADLINE_S
         while len(ended_at) < len(started) and time.monotonic() < give_up_at:
@@ -215,7 +215,6 @@ def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
 
 
 @CPU_ALONE
-@pytest.mark.slow
 def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path) -> None:
     notes = [tmp_path / name for name in ("alone", "left")]
     alike, alone, left = run_side_by_side(
@@ -276,7 +275,6 @@ def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path) -> None:
 
 
 @CPU_ALONE
-@pytest.mark.slow
 def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Path) -> None:
     (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
     assert killed.code == 9
@@ -288,7 +286,6 @@ def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Pat
 
 
 @CPU_ALONE
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_rank_outlives_the_launching_rank_which_reports_failures_after_training(tmp_path: Path) -> None:
     late, orphan = run_side_by_side(tmp_path, (SCRIPT, "late", "-"), (SCRIPT, "orphan", str(tmp_path / "note")))

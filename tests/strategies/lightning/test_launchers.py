@@ -47,10 +47,12 @@ def shell_environment() -> dict[str, str]:
     return environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def start(command: Sequence[str], folder: Path, log: Path) -> Script | subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], folder: Path, log: Path, *, forks_ranks: bool = False
+) -> Script | subprocess.Popen[bytes]:
     """Start a script, or a module of Python as ``-m module``, in ``folder`` as from a user's shell."""
     if command[0] != "-m":
-        return Script(command, folder, shell_environment(), log)
+        return Script(command, folder, shell_environment(), log, forks_ranks=forks_ranks)
     with log.open("w") as output:
         return subprocess.Popen(
             [sys.executable, *command], cwd=folder, env=shell_environment(), stderr=subprocess.STDOUT, stdout=output,

@@ -35,7 +35,7 @@ from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
 SCRIPT = str(Path(__file__).with_name("terminated.py"))
-SIGNALLED_AFTER = 3
+SIGNALLED_AFTER = 2
 DEADLINE_S = 30.0
 """Seconds from the signal to the end of all processes."""
 
@@ -115,8 +115,15 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    matrix(
+        ((case, ranks) for case in CASES for ranks in ((1,), (0, 1))),
+        *((case, (1,)) for case in CASES),
+        ("iterations", (0, 1)),
+        ("plain", (0, 1)),
+    ),
+)
 def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(
     workers: WorkerPool, tmp_path: Path, case: str, ranks: tuple[int, ...]
 ) -> None:
@@ -177,7 +184,7 @@ def fit_in_a_slurm_job(folder: str) -> tuple[int, list[str]]:
     def make(*callbacks: Callback) -> L.Trainer:
         slurm = SLURMEnvironment(auto_requeue=True)
         return runs.trainer(
-            "realloc", 2, callbacks=list(callbacks), max_steps=6, max_epochs=-1, default_root_dir=folder,
+            "realloc", 2, callbacks=list(callbacks), max_steps=5, max_epochs=-1, default_root_dir=folder,
             enable_checkpointing=True, plugins=[slurm],
         )  # fmt: skip
 
@@ -197,7 +204,7 @@ def test_slurms_warning_saves_a_checkpoint_and_requeues_the_job(workers: WorkerP
     assert first == second
     num_steps, commands = first
     assert commands == ["requeue 4711"]
-    assert 6 - (SIGNALLED_AFTER + 2) <= num_steps <= 6 - SIGNALLED_AFTER
+    assert 5 - (SIGNALLED_AFTER + 2) <= num_steps <= 5 - SIGNALLED_AFTER
 
 
 def test_sigterm_during_validation_ends_all_ranks_there(workers: WorkerPool, tmp_path: Path) -> None:
@@ -276,10 +283,9 @@ def test_the_stop_request_is_removed_from_metrics() -> None:
 
 
 @CPU_ALONE
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", matrix(["realloc", "realloc_spawn"], "realloc"))
 def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path, strategy: str) -> None:
-    started = start((SCRIPT, strategy, str(tmp_path)), tmp_path, tmp_path / "log")
+    started = start((SCRIPT, strategy, str(tmp_path)), tmp_path, tmp_path / "log", forks_ranks=True)
     try:
         assert wait_until((tmp_path / "under way").exists, 120.0)
         started.terminate()
@@ -292,7 +298,6 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(tmp_path: Path
     assert (tmp_path / "on_exception.ckpt").is_dir(), log
 
 
-@pytest.mark.slow
 def test_sigterm_before_the_first_iteration_ends_forked_ranks_at_once(tmp_path: Path) -> None:
     caller = start((SCRIPT, "realloc_fork", str(tmp_path), "early"), tmp_path, tmp_path / "log")
     try:
