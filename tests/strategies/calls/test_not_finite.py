@@ -22,8 +22,6 @@ from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
-BAD = 1
-"""Iteration in which the number arises, of three."""
 NORM, HEAD, EMBEDDING = "model.norm.weight", "score.weight", "model.embed_tokens.weight"
 PLANS = {
     "sft": runs.calls(actor_train="fsdp2"),
@@ -35,13 +33,13 @@ PLANS = {
 
 
 class At(Callback):
-    """Runs a function in a hook of the bad iteration, and undoes it after the iteration if it returns how."""
+    """Runs a function in a hook of one iteration, and undoes it after the iteration if it returns how."""
 
-    def __init__(self, hook: str, action: Callable[[Any], Callable[[], None] | None]) -> None:
+    def __init__(self, iteration: int, hook: str, action: Callable[[Any], Callable[[], None] | None]) -> None:
         self.undo: Callable[[], None] | None = None
 
         def run(trainer: Any, *_: Any) -> None:
-            if trainer.fit_loop.epoch_loop.batch_idx == BAD:
+            if trainer.global_step == iteration:
                 self.undo = action(trainer) or self.undo
 
         setattr(self, hook, run)
@@ -89,17 +87,21 @@ def spoil_optimizer_state(trainer: Any) -> None:
             local_tensor(state["exp_avg"]).view(-1)[0] = math.nan
 
 
-def scale_loss(module: Any, role: str, factor: float) -> None:
-    """Multiply the loss of a role in the bad iteration."""
-    name = f"{role}_loss"
-    loss_of = getattr(module, name)
+def scale_loss(role: str, iteration: int, factor: float) -> Callable[[Any], None]:
+    """Return a function that makes a module multiply the loss of a role in one iteration."""
 
-    def loss(model: Any, batch: Any, totals: Any) -> Any:
-        found = loss_of(model, batch, totals)
-        is_bad = module.trainer.fit_loop.epoch_loop.batch_idx == BAD
-        return replace(found, value=found.value * (factor if is_bad else 1.0))
+    def change(module: Any) -> None:
+        name = f"{role}_loss"
+        loss_of = getattr(module, name)
 
-    setattr(module, name, loss)
+        def loss(model: Any, batch: Any, totals: Any) -> Any:
+            found = loss_of(model, batch, totals)
+            is_bad = module.trainer.global_step == iteration
+            return replace(found, value=found.value * (factor if is_bad else 1.0))
+
+        setattr(module, name, loss)
+
+    return change
 
 
 def infinite_reward(completion_ids: Any, **_: Any) -> list[float]:
@@ -107,112 +109,129 @@ def infinite_reward(completion_ids: Any, **_: Any) -> list[float]:
     return [math.inf] + [0.0] * (len(completion_ids) - 1)
 
 
+class Finite(Callback):
+    """Records after every iteration whether all trained weights are finite."""
+
+    def __init__(self, roles: tuple[str, ...]) -> None:
+        self.roles = roles
+        self.found: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Read this rank's parts."""
+        homes = [trainer.strategy.pool.home(role).model for role in self.roles]
+        self.found.append(
+            all(bool(local_tensor(p.detach()).isfinite().all()) for home in homes for p in home.parameters())
+        )
+
+
 @dataclass(frozen=True)
-class Place:
-    """Where a number that is not finite arises, and what must follow."""
+class Part:
+    """One fit of a run, the numbers that are not finite in it, and what must follow."""
+
+    last_step: int
+    faults: Callable[[], list[Callback]] = list
+    change: Callable[[Any], None] | None = None
+    """Changes the module."""
+    settings: Callable[[], dict[str, Any]] = dict
+    skipped: tuple[float, ...] = ()
+    """Steps that are skipped in the first iterations, after which weights are finite."""
+    error: str = ""
+    """Part of the error that ends the fit."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Fits, each of which continues from the latest checkpoint of the one before; the last one is without a fault."""
 
     algorithm: str
-    spoil: Callable[[], Callback] | tuple[str, float] | None = None
-    """Callback, or role and factor of its loss."""
-    settings: Callable[[], dict[str, Any]] = dict
+    parts: tuple[Part, ...]
     precision: str = "32-true"
     skipped: str = "actor"
-    """Role whose step is skipped."""
-    error: str | None = None
-    """Part of the error that ends the run; None: the run goes on."""
-    resumes: bool = False
-    """Whether the run is resumed first."""
+    """Role whose steps are skipped."""
 
 
-PLACES: dict[str, Place] = {
-    "reward": Place("grpo", settings=lambda: {"reward": infinite_reward}, error="reward"),
-    "loss": Place("sft", ("actor", math.inf)),
-    "one rank": Place("sft", lambda: At("on_after_backward", lambda trainer: spoil_gradient(trainer, 1))),
-    "critic": Place("ppo", ("critic", math.nan), skipped="critic"),
-    "reference": Place(
-        "grpo", lambda: At("on_train_batch_start", spoil_weight("reference", NORM, for_good=False)),
-        error="ref_logprobs of reference are not finite for sample ids [",
-    ),
-    "head": Place(
-        "ppo", lambda: At("on_train_batch_start", spoil_weight("critic", HEAD, for_good=True)),
-        error=f"the weights of critic are not finite in iteration {BAD}, the first in {HEAD}",
-    ),
-    "bf16 overflow": Place("sft", ("actor", 1e38), precision="bf16-true"),
-    "embedding": Place(
-        "sft", lambda: At("on_train_batch_start", spoil_weight("actor", EMBEDDING, for_good=True)),
-        error="the weights of actor are not finite",
-    ),
-    "optimizer state": Place("sft", lambda: At("on_train_batch_start", spoil_optimizer_state), error="not finite"),
-    "after resume": Place("sft", lambda: At("on_after_backward", spoil_gradient), resumes=True),
+RUNS: dict[str, Run] = {
+    "sft": Run("sft", (
+        # A loss that is infinite, a gradient of one rank, a weight.
+        Part(
+            6, lambda: [
+                At(3, "on_after_backward", lambda trainer: spoil_gradient(trainer, 1)),
+                At(5, "on_train_batch_start", spoil_weight("actor", EMBEDDING, for_good=True)),
+            ],
+            scale_loss("actor", 1, math.inf), skipped=(0.0, 1.0, 0.0, 1.0, 0.0),
+            error="the weights of actor are not finite",
+        ),
+        # A gradient after resuming, the state of an optimizer.
+        Part(
+            10, lambda: [
+                At(6, "on_after_backward", spoil_gradient), At(8, "on_train_batch_start", spoil_optimizer_state),
+            ],
+            skipped=(0.0, 1.0, 0.0), error="not finite",
+        ),
+        Part(9),
+    )),
+    "bf16": Run("sft", (Part(3, change=scale_loss("actor", 1, 1e38), skipped=(0.0, 1.0, 0.0)), Part(4)), "bf16-true"),
+    "grpo": Run("grpo", (
+        Part(2, lambda: [At(1, "on_train_batch_start", spoil_weight("reference", NORM, for_good=False))],
+             error="ref_logprobs of reference are not finite for sample ids ["),
+        Part(2, settings=lambda: {"reward": infinite_reward}, error="reward"),
+        Part(2),
+    )),
+    "ppo": Run("ppo", (
+        Part(4, lambda: [At(3, "on_train_batch_start", spoil_weight("critic", HEAD, for_good=True))],
+             scale_loss("critic", 1, math.nan), skipped=(0.0, 1.0, 0.0),
+             error=f"the weights of critic are not finite in iteration 3, the first in {HEAD}"),
+        Part(4),
+    ), skipped="critic"),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a rank saw."""
+    """What a rank saw of a part."""
 
     error: str
     skipped: list[float]
-    are_finite: bool
-    """Whether all trained weights were finite at the end."""
-    checkpoint: str
-    """Summary of the latest checkpoint."""
-    resumed: list[float]
-    """Gradient norms of a run that continued from it."""
+    are_finite: list[bool]
+    """Whether all trained weights were finite after each iteration."""
+    norms: list[float]
+    """Norms of the actor's gradients."""
 
 
-def run(name: str, folder: str) -> Ended:
-    """Train three iterations, and continue from the latest checkpoint without the fault."""
-    place, world_size = PLACES[name], runs.world_size()
-    last = Path(folder, "last.ckpt")
-
-    def fit(num_steps: int, *callbacks: Callback, is_spoilt: bool = True, resumes: bool = False) -> Any:
-        settings = place.settings() if is_spoilt else {}
-        module = getattr(runs, place.algorithm)(**settings)
-        if is_spoilt and isinstance(place.spoil, tuple):
-            scale_loss(module, *place.spoil)
-        saved = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+def run(name: str, folder: str) -> list[Ended]:
+    """Fit part by part; every part leaves an intact checkpoint."""
+    whole, last, world_size, ended = RUNS[name], Path(folder, "last.ckpt"), runs.world_size(), list[Ended]()
+    for part in whole.parts:
+        module = getattr(runs, whole.algorithm)(**part.settings())
+        if part.change is not None:
+            part.change(module)
+        record, finite = runs.Record(), Finite(("actor", "critic") if whole.algorithm == "ppo" else ("actor",))
+        saved, told = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True), ""
+        callbacks = [record, finite, *part.faults(), saved]
         trainer = runs.trainer(
-            ReallocStrategy(PLANS[place.algorithm]), world_size, callbacks=[*callbacks, saved],
-            max_steps=num_steps, max_epochs=-1, enable_checkpointing=True, precision=place.precision,
+            ReallocStrategy(PLANS[whole.algorithm]), world_size, callbacks=callbacks,
+            max_steps=part.last_step, max_epochs=-1, enable_checkpointing=True, precision=whole.precision,
         )  # fmt: skip
-        data = Batches(3, responses=place.algorithm == "sft")
-        trainer.fit(module, data, ckpt_path=str(last) if resumes else None)
-        return trainer
-
-    def finite(trainer: Any) -> bool:
-        roles = ("actor", "critic") if place.algorithm == "ppo" else ("actor",)
-        homes = [trainer.strategy.pool.home(role).model for role in roles]
-        return all(bool(local_tensor(p.detach()).isfinite().all()) for home in homes for p in home.parameters())
-
-    if place.resumes or (place.algorithm == "grpo" and place.error):
-        fit(3, is_spoilt=False)  # a good checkpoint exists
-    record, told, are_finite = runs.Record(), "", True
-    faults = [place.spoil()] if callable(place.spoil) else []
-    try:
-        trainer = fit(6 if place.resumes else 3, record, *faults, resumes=place.resumes)
-        are_finite = finite(trainer)
-    except ReallocError as error:
-        told = str(error)
-    summary = verify_checkpoint(last)
-    after = runs.Record()
-    fit(7 if place.resumes else 4, after, is_spoilt=False, resumes=True)
-    return Ended(
-        told, [metrics[f"{place.skipped}/skipped_steps"] for metrics in record.logged], are_finite, summary,
-        [metrics["actor/grad_norm"] for metrics in after.logged],
-    )  # fmt: skip
+        try:
+            trainer.fit(module, Batches(3, responses=whole.algorithm == "sft"), ckpt_path=str(last) if ended else None)
+        except ReallocError as error:
+            told = str(error)
+        verify_checkpoint(last)
+        skipped = [metrics[f"{whole.skipped}/skipped_steps"] for metrics in record.logged]
+        ended.append(Ended(told, skipped, finite.found, [metrics["actor/grad_norm"] for metrics in record.logged]))
+    return ended
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_number_that_is_not_finite_does_no_lasting_harm(workers: WorkerPool, tmp_path: Path, name: str) -> None:
-    place = PLACES[name]
-    for ended in workers.run(run, name, str(tmp_path), world_size=2, init_process_group=False):
-        if place.error is None:
-            assert ended.error == "" and ended.are_finite
-            assert ended.skipped == [0.0, 1.0, 0.0]
-        else:
-            assert place.error in ended.error
-        assert ended.resumed and all(map(math.isfinite, ended.resumed))
+    parts = RUNS[name].parts
+    for rank in workers.run(run, name, str(tmp_path), world_size=2, init_process_group=False):
+        for part, ended in zip(parts, rank, strict=True):
+            num_iterations = len(part.skipped)
+            assert ended.skipped[:num_iterations] == list(part.skipped)
+            assert len(ended.are_finite) >= num_iterations and all(ended.are_finite[:num_iterations])
+            assert part.error in ended.error if part.error else ended.error == ""
+        assert rank[-1].norms and all(map(math.isfinite, rank[-1].norms))
 
 
 def test_a_nan_in_the_data_is_refused_with_its_row(tmp_path: Path) -> None:
