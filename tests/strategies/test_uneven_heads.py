@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.optim import SGD
 
+from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS, tiny_model
 from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA, adapted_grpo
@@ -32,6 +33,11 @@ CASES = (
     ("9/3", "adapters", 1), ("14/2", "adapters", 0), ("9/3", "bounded cache", 0), ("14/2", "bounded cache", 1),
 )  # fmt: skip
 """Heads, settings and the number of a plan. Adapters train, and caches are bounded, in one plan for each."""
+BOUNDARIES = (
+    ("9/3", "all weights", 2), ("14/2", "all weights", 0), ("9/3", "adapters", 1), ("9/3", "bounded cache", 0),
+    ("14/2", "bounded cache", 1),
+)  # fmt: skip
+"""Every plan once; a bound on the cache changes nothing else."""
 
 
 def _train(heads: str, plans: Sequence[Any], settings: dict[str, Any]) -> list[Outcome]:
@@ -48,7 +54,7 @@ def _train(heads: str, plans: Sequence[Any], settings: dict[str, Any]) -> list[O
     return found
 
 
-@pytest.mark.parametrize(("heads", "name", "plan"), CASES)
+@pytest.mark.parametrize(("heads", "name", "plan"), matrix(CASES, *BOUNDARIES))
 def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool, heads: str, name: str, plan: int) -> None:
     settings, plans = SETTINGS[name], PLANS[heads][plan : plan + 1]
     ((alone,),) = workers.run(_train, heads, ["heuristic"], settings, world_size=1, init_process_group=False)

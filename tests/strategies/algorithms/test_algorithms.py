@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -36,10 +37,11 @@ from tests.workers import WorkerPool
 
 # Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 DESCENT = partial(SGD, lr=0.2)
-LAYOUTS = (
-    {"generate": "dp2", "infer": "dp2", "train": "fsdp2"},
-    {"generate": "tp2", "infer": "tp2", "train": "pp2"},
-)
+LAYOUTS = {
+    "fsdp": {"generate": "dp2", "infer": "dp2", "train": "fsdp2"},
+    "pp": {"generate": "tp2", "infer": "tp2", "train": "pp2"},
+    "alone": {"generate": "dp1", "infer": "dp1", "train": "dp1"},
+}
 SEVERAL = TrainOptions(num_epochs=2, num_minibatches=2)
 OPTIMIZED = {"optimizer": DESCENT, "sampling": runs.SAMPLING}
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -98,38 +100,38 @@ NUM_ITERATIONS = {"refilled": 6, "distilled_js": 3}
 """Of other cases: 2. The second one generates from updated weights."""
 
 
-def fit(names: Sequence[str], layouts: Sequence[Mapping[str, str]]) -> dict[str, list[runs.Outcome]]:
-    """Train every case under every plan."""
+def fit(cases: Sequence[str]) -> dict[str, runs.Outcome]:
+    """Train every case under its plan."""
     world_size, found = runs.world_size(), {}
-    for name in names:
-        for kinds in layouts:
-            module = module_of(name)
-            plan = {call.name: kinds[call.kind] for call in module.dataflow.model_calls}
-            outcome = runs.train(module, {"calls": plan}, world_size, Batches(NUM_ITERATIONS.get(name, 2)))
-            found.setdefault(name, []).append(outcome)
+    for case in cases:
+        name, layout = case.split()
+        module = module_of(name)
+        plan = {call.name: LAYOUTS[layout][call.kind] for call in module.dataflow.model_calls}
+        found[case] = runs.train(module, {"calls": plan}, world_size, Batches(NUM_ITERATIONS.get(name, 2)))
     return found
 
 
 EXHAUSTIVE = {"dr_grpo", "cispo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled_lora"}
 """Cases with settings that other cases, or faster tests, guard."""
-ALONE = ({"generate": "dp1", "infer": "dp1", "train": "dp1"},)
-
-
+IN_PLANS = [f"{name} {layout}" for name in CASES for layout in ("fsdp", "pp")]
+BOUNDARIES = [
+    f"{name} {layout}" for name, layout in zip((n for n in CASES if n not in EXHAUSTIVE), cycle(("fsdp", "pp")))
+]
+"""Every case in one of the two plans, in turn."""
 NEEDED = ("refilled", "best_of_n", "online_dpo", "remax", "distilled_js")
 """Cases whose outcomes several tests read."""
 
 
 @pytest.fixture(scope="module")
-def everything(
-    workers: WorkerPool, request: pytest.FixtureRequest
-) -> tuple[dict[str, list[runs.Outcome]], dict[str, list[runs.Outcome]]]:
-    """Outcomes of the selected cases on one rank, and on two."""
-    names = list(dict.fromkeys([*selected(request, "name"), *NEEDED]))
-    (alone,) = workers.run(fit, names, ALONE, world_size=1, init_process_group=False, deadline_s=120.0)
-    together = workers.run(fit, names, LAYOUTS, world_size=2, init_process_group=False, deadline_s=240.0)
-    for name in names:
-        assert [o.logged for o in together[0][name]] == [o.logged for o in together[1][name]]
-    return alone, together[0]
+def everything(workers: WorkerPool, request: pytest.FixtureRequest) -> dict[str, runs.Outcome]:
+    """Outcomes of the selected cases on two ranks, and on one."""
+    cases = selected(request, "case")
+    on_one = [f"{name} alone" for name in dict.fromkeys([*(case.split()[0] for case in cases), *NEEDED])]
+    (alone,) = workers.run(fit, on_one, world_size=1, init_process_group=False, deadline_s=120.0)
+    together = workers.run(fit, cases, world_size=2, init_process_group=False, deadline_s=240.0)
+    for case in cases:
+        assert together[0][case].logged == together[1][case].logged
+    return alone | together[0]  # type: ignore[no-any-return]
 
 
 LOGGED = {
@@ -148,23 +150,23 @@ LOGGED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", matrix(CASES, *set(CASES) - EXHAUSTIVE))
-def test_every_algorithm_gives_the_same_results_on_one_rank_and_on_two(everything: Any, name: str) -> None:
-    (alone,), together = (found[name] for found in everything)
+@pytest.mark.parametrize("case", matrix(IN_PLANS, *BOUNDARIES))
+def test_every_algorithm_gives_the_same_results_on_one_rank_and_on_two(everything: Any, case: str) -> None:
+    name = case.split()[0]
+    alone, outcome = everything[f"{name} alone"], everything[case]
     assert alone.logged[-1]["actor/grad_norm"] > 0
     if "peft_config" not in CASES[name][1]:
         assert runs.largest_difference(alone.weights, tiny_model("llama").state_dict()) > 1e-4
     assert LOGGED.get(name, set()) | {"actor/loss", "actor/grad_norm"} <= set(alone.logged[-1])
-    for outcome in together:
-        assert outcome.tokens == alone.tokens
-        assert outcome.steps == alone.steps
-        for ours, theirs in zip(outcome.logged, alone.logged, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
-        assert runs.largest_difference(outcome.weights, alone.weights) <= 1e-5
+    assert outcome.tokens == alone.tokens
+    assert outcome.steps == alone.steps
+    for ours, theirs in zip(outcome.logged, alone.logged, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    assert runs.largest_difference(outcome.weights, alone.weights) <= 1e-5
 
 
 def test_groups_with_equal_rewards_are_replaced_before_the_step(everything: Any) -> None:
-    (alone,), _ = (found["refilled"] for found in everything)
+    alone = everything["refilled alone"]
     assert alone.steps == [0, 1, 1, 2, 2, 3]
     for rewards in alone.rewards:
         groups = [set(rewards[first : first + 2]) for first in range(0, len(rewards), 2)]
@@ -172,7 +174,7 @@ def test_groups_with_equal_rewards_are_replaced_before_the_step(everything: Any)
 
 
 def test_training_uses_only_the_chosen_samples(everything: Any) -> None:
-    (best,), (pairs,) = (everything[0][name] for name in ("best_of_n", "online_dpo"))
+    best, pairs = (everything[f"{name} alone"] for name in ("best_of_n", "online_dpo"))
     for tokens, logged in zip(best.tokens, best.logged, strict=True):
         assert len(tokens) == 6  # one of two per prompt
         assert logged["reward"] >= logged["reward_of_all"]
@@ -181,7 +183,7 @@ def test_training_uses_only_the_chosen_samples(everything: Any) -> None:
 
 
 def test_the_baseline_of_remax_is_the_greedy_response_and_is_not_trained_on(everything: Any) -> None:
-    (alone,), _ = (found["remax"] for found in everything)
+    alone = everything["remax alone"]
     model: Any = tiny_model("llama")
     greedy = []
     for prompt in next(iter(Batches(1))).ragged("prompt_ids").to_lists():
@@ -206,7 +208,7 @@ def distil_in_shares() -> runs.Outcome:
 
 
 def test_the_teachers_head_is_split_like_the_students(everything: Any, workers: WorkerPool) -> None:
-    (alone,) = everything[0]["distilled_js"]
+    alone = everything["distilled_js alone"]
     shared, _ = workers.run(distil_in_shares, world_size=2, init_process_group=False, deadline_s=60.0)
     for ours, theirs in zip(shared.logged, alone.logged, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)

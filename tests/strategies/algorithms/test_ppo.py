@@ -38,23 +38,22 @@ PLANS = (
 )  # fmt: skip
 
 
-def run_ppo(cases: Sequence[Mapping[str, Any]], plans: Sequence[Any]) -> list[tuple[runs.Outcome, dict[str, Tensor]]]:
-    """Train a fresh PPO with a reward model for each case and plan; also return the critic's weights."""
+def run_ppo(plans: Sequence[Any]) -> list[tuple[runs.Outcome, dict[str, Tensor]]]:
+    """Train a fresh PPO with a reward model for each case, under its plan; also return the critic's weights."""
     found, world_size = [], runs.world_size()
-    for settings in cases:
-        for plan in plans:
-            strategy = ReallocStrategy(plan)
-            module = runs.ppo(reward=tiny_scorer("llama", seed=5), **settings)
-            outcome = runs.train(module, strategy, world_size, Batches(2))
-            found.append((outcome, strategy.full_weights("critic")))
+    for settings, plan in zip(CASES, plans, strict=True):
+        strategy = ReallocStrategy(plan)
+        module = runs.ppo(reward=tiny_scorer("llama", seed=5), **settings)
+        outcome = runs.train(module, strategy, world_size, Batches(2))
+        found.append((outcome, strategy.full_weights("critic")))
     return found
 
 
 def test_ppo_gives_the_same_results_on_one_rank_and_on_two(workers: WorkerPool) -> None:
-    alone = workers.run(run_ppo, CASES, ["heuristic"], world_size=1, init_process_group=False, deadline_s=120.0)[0]
-    everyone = workers.run(run_ppo, CASES, PLANS, world_size=2, init_process_group=False, deadline_s=240.0)
+    (alone,) = workers.run(run_ppo, ["heuristic"] * 2, world_size=1, init_process_group=False, deadline_s=120.0)
+    everyone = workers.run(run_ppo, PLANS, world_size=2, init_process_group=False, deadline_s=240.0)
     for index, (outcome, critic) in enumerate(everyone[0]):
-        one, one_critic = alone[index // len(PLANS)]
+        one, one_critic = alone[index]
         assert outcome.logged == everyone[1][index][0].logged
         assert outcome.tokens == one.tokens
         assert outcome.steps == one.steps == [1, 2]

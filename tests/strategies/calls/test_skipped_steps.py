@@ -119,9 +119,11 @@ def spoilt_in_layouts(layouts: Sequence[str], max_grad_norm: float | None) -> li
     return found
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, None])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(workers: WorkerPool, max_grad_norm: float | None) -> None:
-    ranks = workers.run(spoilt_in_layouts, LAYOUTS, max_grad_norm, world_size=2, init_process_group=False)
+@pytest.mark.parametrize(("layouts", "max_grad_norm"), [(LAYOUTS, 1.0), (["fsdp2"], None)])
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
+    workers: WorkerPool, layouts: Sequence[str], max_grad_norm: float | None
+) -> None:
+    ranks = workers.run(spoilt_in_layouts, layouts, max_grad_norm, world_size=2, init_process_group=False)
     for rank, found in enumerate(ranks):
         for moved, logged, texts, told in found:
             assert told == "" and moved == [True, False, True]
