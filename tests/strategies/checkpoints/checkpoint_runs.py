@@ -173,7 +173,7 @@ def fit_with_model_checkpoint(folder: Path, world_size: int, save_last: Any) -> 
             callbacks=[checkpoint],
         )  # fmt: skip
         held_out = runs.Batches(1, responses=True, seed=7)
-        fitted.fit(runs.sft(), runs.Batches(2, responses=True), held_out, ckpt_path="last" if steps else None)
+        fitted.fit(runs.sft(), runs.Batches(1, responses=True), held_out, ckpt_path="last" if steps else None)
         names.append(sorted(path.name + "@" * path.is_symlink() for path in folder.iterdir()))
         steps.append(fitted.global_step)
         fitted.test(dataloaders=held_out, ckpt_path="best", verbose=False)

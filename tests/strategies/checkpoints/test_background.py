@@ -31,7 +31,7 @@ def test_a_run_resumed_from_a_background_save_is_the_straight_run(workers: Worke
     plan = runs.calls(
         actor_generate="dp2", reference_infer="dp2", critic_infer="dp2", actor_train="fsdp2", critic_train="dp2"
     )
-    silent = Part(plan, 5, save=tmp_path / "silent", save_at=(2,), algorithm="ppo")
+    silent = Part(plan, 4, save=tmp_path / "silent", save_at=(2,), algorithm="ppo")
     straight = replace(silent, save=tmp_path / "straight", in_background=True, save_at=(1, 2, 3))
     resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
 

@@ -29,6 +29,7 @@ from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype, write_running_model
 from tests.algorithms.test_loaded_weights import with_a_head_of_its_own
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.algorithms import preferences
@@ -57,9 +58,17 @@ UNEVEN_HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_head
 """Sizes that two ranks divide into two groups of heads and one."""
 
 
-@pytest.mark.parametrize(("family", "sizes"), [
-    ("llama", {}), ("llama", UNEVEN_HEADS), ("qwen2", {}), ("gemma", {}), ("phi3", {}), ("gpt2", {}), ("gpt_neox", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    matrix(
+        [(family, {}) for family in ("llama", "qwen2", "gemma", "phi3", "gpt2", "gpt_neox")]
+        + [("llama", UNEVEN_HEADS)],
+        ("llama", UNEVEN_HEADS),
+        ("gemma", {}),  # tied
+        ("phi3", {}),  # fused
+        ("gpt2", {}),  # transposed
+    ),
+)
 def test_an_export_is_read_back_bit_by_bit(
     workers: WorkerPool, tmp_path: Path, family: str, sizes: dict[str, int]
 ) -> None:
@@ -162,7 +171,7 @@ def _fit_and_write(folder: Path, layout: str, world_size: int) -> dict[str, Tens
     return outcome.weights
 
 
-@pytest.mark.parametrize("layout", ["fsdp2.tp2", "tp4"])
+@pytest.mark.parametrize("layout", matrix(["fsdp2.tp2", "tp4"], "fsdp2.tp2"))
 def test_a_run_writes_models_during_training(workers: WorkerPool, tmp_path: Path, layout: str) -> None:
     weights, *others = workers.run(_fit_and_write, tmp_path / "out", layout, 4, init_process_group=False)
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.demonstrations import SFTDataModule
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -69,10 +70,13 @@ def interrupted(how: str, limits: dict[str, int], folder: str) -> Any:
 
 
 LIMITS: list[dict[str, int]] = [{"max_epochs": 3}, {"max_epochs": 3, "max_steps": 100}, {"max_steps": 5}]
-CASES = [(how, limits) for how in ("sigterm", "epoch's end") for limits in LIMITS]
+CASES = [
+    *((how, limits) for how in ("sigterm", "epoch's end") for limits in LIMITS),
+    ("within an epoch", {"max_steps": 5}),
+]
 
 
-@pytest.mark.parametrize(("how", "limits"), [*CASES, ("within an epoch", {"max_steps": 5})], ids=str)
+@pytest.mark.parametrize(("how", "limits"), matrix(CASES, *(CASES[number] for number in (0, 2, 4, 6))), ids=str)
 def test_no_epoch_is_counted_without_batches(
     how: str, limits: dict[str, int], workers: WorkerPool, tmp_path: Path
 ) -> None:
