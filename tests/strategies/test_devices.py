@@ -51,10 +51,15 @@ def first_rank(workers: WorkerPool, device: str, plan: str, *, micro_batch_token
     return outcome
 
 
+@pytest.fixture(scope="module")
+def expected(workers: WorkerPool) -> Outcome:
+    """The outcome of one rank on the CPU."""
+    return first_rank(workers, "cpu", "one rank", micro_batch_tokens=4096)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_grpo_has_the_losses_of_one_cpu_rank(workers: WorkerPool, device: str, plan: str) -> None:
-    expected = first_rank(workers, "cpu", "one rank", micro_batch_tokens=4096)
+def test_grpo_has_the_losses_of_one_cpu_rank(workers: WorkerPool, expected: Outcome, device: str, plan: str) -> None:
     actual = first_rank(workers, device, plan, micro_batch_tokens=32)
     assert actual.tokens == expected.tokens
     assert len(actual.logged) == 3

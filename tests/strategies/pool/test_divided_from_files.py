@@ -17,7 +17,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import allocate_weights, fill_weights, local_tensors, take_weights
 from lightning_realloc.strategies import ReallocStrategy
-from tests.matrices import matrix
+from tests.matrices import matrix, selected
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.runtime.reference import local_part
 from tests.strategies import runs
@@ -53,38 +53,52 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> list[Role]:
     ]
 
 
-def _read(roles: list[Role], layout_text: str) -> dict[str, bool]:
-    """Return, by role, whether this rank's tensors equal those of the whole model, in float32."""
-    meshes, layout, rank = MeshRegistry("cpu"), Layout.parse(layout_text), dist.get_rank()
-    meshes.create([layout])
-    facts = {}
+def _read_all(roles: list[Role], layouts: list[str]) -> dict[str, dict[str, bool]]:
+    """Return, by layout and role, whether this rank's tensors equal those of the whole model, in float32."""
+    meshes, placed = MeshRegistry("cpu"), {text: Layout.parse(text) for text in layouts}
+    meshes.create(list(placed.values()))
+    facts: dict[str, dict[str, bool]] = {text: {} for text in layouts}
     for role in roles:
-        whole, model = role.build(seed=5), role.build(seed=5, deferred=True)
-        if (layout.dims.pp > 1 and role.name == "tied") or rank not in layout:
-            continue
-        expected, placed = dict(whole.named_parameters()), ModelLayout(describe_model(whole), layout)
-        values = take_weights(model, dict.fromkeys(expected, torch.float32))
-        parallelize(model, placed, meshes)
-        allocate_weights(model, DEVICE)
-        fill_weights(model, placed, rank, values)
-        tensors = local_tensors(model)
-        facts[role.name] = list(tensors) == list(placed.names(rank)) and all(
-            torch.equal(tensor, local_part(expected[name].detach(), placed, name, rank))
-            for name, tensor in tensors.items()
-        )
-        buffers = dict(model.named_buffers())
-        facts[f"{role.name} buffers"] = all(
-            torch.equal(buffer, buffers[name]) for name, buffer in whole.named_buffers() if name in buffers
-        )
+        whole = role.build(seed=5)
+        model = describe_model(whole)
+        for text, layout in placed.items():
+            deferred = role.build(seed=5, deferred=True)
+            if not (layout.dims.pp > 1 and role.name == "tied") and dist.get_rank() in layout:
+                facts[text] |= _read(role.name, deferred, whole, ModelLayout(model, layout), meshes)
     return facts
 
 
+def _read(name: str, model: Any, whole: Any, placed: ModelLayout, meshes: MeshRegistry) -> dict[str, bool]:
+    """Return whether this rank's tensors and buffers equal those of the whole model."""
+    rank, expected = dist.get_rank(), dict(whole.named_parameters())
+    values = take_weights(model, dict.fromkeys(expected, torch.float32))
+    parallelize(model, placed, meshes)
+    allocate_weights(model, DEVICE)
+    fill_weights(model, placed, rank, values)
+    tensors, buffers = local_tensors(model), dict(model.named_buffers())
+    return {
+        name: list(tensors) == list(placed.names(rank))
+        and all(
+            torch.equal(tensor, local_part(expected[key].detach(), placed, key, rank))
+            for key, tensor in tensors.items()
+        ),
+        f"{name} buffers": all(
+            torch.equal(buffer, buffers[key]) for key, buffer in whole.named_buffers() if key in buffers
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def read(workers: WorkerPool, roles: list[Role], request: pytest.FixtureRequest) -> list[dict[str, dict[str, bool]]]:
+    """What every rank read in the selected layouts."""
+    return workers.run(_read_all, roles, selected(request, "layout"), deadline_s=120.0)
+
+
 @pytest.mark.parametrize("layout", matrix(LAYOUTS, *BOUNDARIES))
-def test_every_rank_reads_the_regions_of_its_layout(layout: str, roles: list[Role], workers: WorkerPool) -> None:
-    answers = workers.run(_read, roles, layout)
-    assert any(answers)
-    for facts in answers:
-        assert all(facts.values()), facts
+def test_every_rank_reads_the_regions_of_its_layout(layout: str, read: list[dict[str, dict[str, bool]]]) -> None:
+    assert any(facts[layout] for facts in read)
+    for facts in read:
+        assert all(facts[layout].values()), facts[layout]
 
 
 class BuiltWhole(runs.RecordedPPO):
@@ -145,9 +159,9 @@ def _peak_bytes(folder: Path, layout_text: str) -> tuple[int, int, int]:
     return meter.take_peak() - before, 4 * placed.num_local_elements(rank), 4 * largest
 
 
-@pytest.mark.parametrize("layout", ["fsdp4@0-3", "tp4@0-3", "fsdp2.tp2@0-3"])
-def test_a_rank_needs_memory_for_its_shard_and_one_tensor(layout: str, tmp_path: Path, workers: WorkerPool) -> None:
+@pytest.mark.parametrize("shards", matrix(["fsdp4@0-3", "tp4@0-3", "fsdp2.tp2@0-3"], "fsdp2.tp2@0-3"))
+def test_a_rank_needs_memory_for_its_shard_and_one_tensor(shards: str, tmp_path: Path, workers: WorkerPool) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
     tiny_model("llama", num_key_value_heads=4, **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
-    for peak, shard, largest in workers.run(_peak_bytes, tmp_path, layout):
+    for peak, shard, largest in workers.run(_peak_bytes, tmp_path, shards):
         assert shard <= peak <= 1.15 * (shard + largest)

@@ -93,10 +93,10 @@ def test_a_fit_leaves_nothing_behind(kind: str) -> None:
 
 
 def fit_all(plan: Any) -> tuple[list[str], list[int], list[int]]:
-    """Fit a module of every kind; return the objects left of them, and modules and threads after each."""
+    """Fit modules of several kinds; return the objects left of them, and modules and threads after each."""
     environment, world_size = dict(os.environ), runs.world_size()
     left, modules, threads = [], [], []
-    for kind in ("plain", "local class", "draft model", "failure", "plain"):
+    for kind in ("plain", "draft model", "failure", "plain"):
         os.environ.update(environment)  # Lightning clears the environment
         left += alive(fit(kind, plan, world_size))
         modules.append(num_modules())
@@ -112,7 +112,7 @@ def test_fits_on_several_ranks_leave_no_models_and_no_threads(workers: WorkerPoo
         assert left == []
         assert len(set(modules)) == 1
         # A gloo group has three threads. A failure leads to new groups; blocked threads of the old ones remain.
-        assert threads[2] - threads[0] < 3
+        assert threads[1] - threads[0] < 3
 
 
 def take_turns() -> list[int]:

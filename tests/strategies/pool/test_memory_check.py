@@ -171,9 +171,8 @@ def check(found: list[Comparison], tolerance: float = TOLERANCE) -> None:
 @pytest.mark.parametrize(
     ("train", "generate", "infer"),
     matrix(
-        [("dp2", "dp2", "dp2"), ("fsdp2", "dp2", "fsdp2"), ("tp2", "dp2", "tp2"), ("fsdp2", "tp2", "dp2")],
-        ("fsdp2", "tp2", "dp2"),
-        ("tp2", "dp2", "tp2"),
+        [("dp2", "dp2", "dp2"), ("fsdp2", "dp2", "fsdp2"), ("tp2", "dp2", "tp2"), ("fsdp2", "tp2", "dp1@1")],
+        ("fsdp2", "tp2", "dp1@1"),  # a role is absent on one rank
     ),
 )
 def test_peaks_of_a_tiny_model_are_predicted(workers: WorkerPool, train: str, generate: str, infer: str) -> None:
@@ -181,8 +180,9 @@ def test_peaks_of_a_tiny_model_are_predicted(workers: WorkerPool, train: str, ge
     check(workers.run(compare, plan, world_size=2, init_process_group=False, deadline_s=120.0))
 
 
+@pytest.mark.exhaustive
 @CPU_ALONE
-def test_peaks_are_predicted_where_a_role_is_absent(workers: WorkerPool) -> None:
+def test_peaks_are_predicted_on_a_mesh_of_two_axes(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp2.tp2@0-3", actor_generate="dp2.tp2@0-3", reference_infer="dp2@2-3")
     check(workers.run(compare, plan, world_size=4, init_process_group=False, deadline_s=150.0))
 
@@ -284,9 +284,10 @@ def compare_kept(plan: dict[str, Any], sizes: dict[str, Any]) -> Comparison:
 
 
 @CPU_ALONE
-@pytest.mark.parametrize("sizes", [{}, ADAPTED], ids=["all weights", "adapters"])
-def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trained", matrix(["all weights", "adapters"], "all weights"))
+def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool, trained: str) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
+    sizes = ADAPTED if trained == "adapters" else {}
     check(workers.run(compare_kept, plan, sizes, world_size=2, init_process_group=False))
 
 

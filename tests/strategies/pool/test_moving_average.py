@@ -23,7 +23,6 @@ RATE = 0.25
 PLANS = (
     calls(actor_train="fsdp2@0-1", actor_generate="dp2@0-1", reference_infer="tp2@2-3"),
     calls(actor_train="tp2@2-3", actor_generate="dp4", reference_infer="fsdp4"),
-    calls(actor_train="dp2.fsdp2", actor_generate="dp4", reference_infer="dp4"),
 )
 
 
@@ -67,7 +66,7 @@ def follow(plans: list[Any], folder: Path | None) -> list[tuple[list[dict[str, T
         strategy, weights = ReallocStrategy(plan), Weights()
         module = _make()
         trainer = runs.trainer(strategy, world_size, callbacks=[weights])
-        trainer.fit(module, Batches(3))
+        trainer.fit(module, Batches(2))
         reference = strategy.full_weights("reference")
         if folder is not None:
             trainer.save_checkpoint(folder)
@@ -97,7 +96,7 @@ def test_the_reference_is_the_moving_average_of_the_actor(workers: WorkerPool, t
 
 def _resume(folder: Path) -> dict[str, Tensor]:
     strategy = ReallocStrategy("heuristic")
-    runs.trainer(strategy, 1, max_epochs=1).fit(_make(), Batches(3), ckpt_path=folder)
+    runs.trainer(strategy, 1, max_epochs=1).fit(_make(), Batches(2), ckpt_path=folder)
     return strategy.full_weights("reference")
 
 

@@ -50,14 +50,14 @@ class Move(Callback):
 
 
 def run_sft(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
-    """Train with AdamW, a schedule, and changing plans."""
+    """Train with AdamW, a schedule, and changing plans; without changes under one plan for all ranks."""
     optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # with the default eps the last bit of a tiny gradient decides
     return [
         runs.train(
             runs.sft(optimizer=optimizer, **settings),
             # With other settings, metrics of only some ranks are logged an iteration late.
-            ReallocStrategy(calls(actor_train="fsdp4"), overlap="calls"),
-            4,
+            ReallocStrategy(calls(actor_train="fsdp4") if plans else "static", overlap="calls"),
+            runs.world_size(),
             batches,
             callbacks=[Move(plans)],
         )
@@ -66,19 +66,20 @@ def run_sft(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batche
 
 
 def run_grpo(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
-    """Train with momentum and changing plans."""
+    """Train with momentum and changing plans; without changes under one plan for all ranks."""
     plan = calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="tp2@0-1")
     return [
         runs.train(
-            runs.grpo(optimizer=partial(SGD, lr=1.0, momentum=0.9), **settings), plan, 4, batches,
-            callbacks=[Move(plans)],
+            runs.grpo(optimizer=partial(SGD, lr=1.0, momentum=0.9), **settings), plan if plans else "static",
+            runs.world_size(), batches, callbacks=[Move(plans)],
         )
         for plans in moves
     ]  # fmt: skip
 
 
 def test_weights_and_optimizer_state_move_and_training_continues(workers: WorkerPool) -> None:
-    moved, stayed = on_ranks(workers, run_sft, [MOVES, {}], {}, Batches(7, responses=True), 4)
+    (moved,) = on_ranks(workers, run_sft, [MOVES], {}, Batches(7, responses=True), 4)
+    (stayed,) = on_ranks(workers, run_sft, [{}], {}, Batches(7, responses=True), 1)
     assert moved.steps == stayed.steps == [1, 2, 3, 4, 5, 6, 7]
     for ours, theirs in zip(moved.logged, stayed.logged, strict=True):
         assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], abs=1e-6)
@@ -88,7 +89,8 @@ def test_weights_and_optimizer_state_move_and_training_continues(workers: Worker
 
 
 def test_every_role_may_move_between_iterations_of_grpo(workers: WorkerPool) -> None:
-    moved, stayed = on_ranks(workers, run_grpo, [GRPO_MOVES, {}], {}, Batches(5), 4)
+    (moved,) = on_ranks(workers, run_grpo, [GRPO_MOVES], {}, Batches(4), 4)
+    (stayed,) = on_ranks(workers, run_grpo, [{}], {}, Batches(4), 1)
     assert moved.tokens == stayed.tokens
     assert moved.rewards == stayed.rewards
     assert runs.largest_difference(moved.weights, stayed.weights) <= 1e-5
