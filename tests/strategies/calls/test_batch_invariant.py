@@ -41,13 +41,16 @@ def test_trained_weights_are_equal_to_the_bit_with_other_batches_drafts_and_move
     workers: WorkerPool, layout: str
 ) -> None:
     settings = {**OTHERWISE, "sample_reallocation": layout == "dp2" and "all"}
-    plain, other, varying = (
+    plain, other = (
         workers.run(run_grpo, layout, *arguments, world_size=2, init_process_group=False)[0]
-        for arguments in ((64, True, {}), (3, True, settings), (3, False, settings))
+        for arguments in ((64, True, {}), (3, True, settings))
     )
-    assert other.tokens == plain.tokens == varying.tokens
+    assert other.tokens == plain.tokens
     assert all(torch.equal(other.weights[name], weight) for name, weight in plain.weights.items())
-    assert runs.largest_difference(varying.weights, plain.weights) > 0.0  # the setting makes the difference
+    if layout == "dp2":  # without the setting there is a difference
+        varying = workers.run(run_grpo, layout, 3, False, settings, world_size=2, init_process_group=False)[0]
+        assert varying.tokens == plain.tokens
+        assert runs.largest_difference(varying.weights, plain.weights) > 0.0
 
 
 def run_refused(layout: str) -> str:

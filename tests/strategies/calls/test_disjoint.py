@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import Part, contents, differences, run_parts
 from tests.strategies.runs import Batches, Outcome, calls
@@ -33,10 +34,19 @@ def run_overlapping(plans: Sequence[Any], settings: dict[str, Any], batches: Bat
     ]
 
 
-def test_training_on_some_ranks_gives_the_same_results_as_on_one(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("number", matrix(range(len(PLANS)), 2, 3))
+def test_training_on_some_ranks_gives_the_same_results_as_on_one(
+    workers: WorkerPool, number: int, alone: Outcome
+) -> None:
+    (outcome,) = on_ranks(workers, run_overlapping, [(PLANS[number], "calls")], {}, Batches(2), 4)
+    assert_same(outcome, alone, weights=2e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(workers: WorkerPool) -> Outcome:
+    """The outcome on one rank."""
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], {}, Batches(2), 1)
-    for outcome in on_ranks(workers, run_overlapping, [(plan, "calls") for plan in PLANS], {}, Batches(2), 4):
-        assert_same(outcome, one, weights=2e-5)
+    return one
 
 
 def _delayed(outcome: Outcome) -> list[dict[str, float]]:
@@ -45,8 +55,9 @@ def _delayed(outcome: Outcome) -> list[dict[str, float]]:
 
 
 def test_overlapping_calls_and_iterations_changes_no_result(workers: WorkerPool) -> None:
-    pairs = [(PLANS[0], overlap) for overlap in ("iterations", "calls", "none")]
-    free, calls_only, one_by_one = on_ranks(workers, run_overlapping, pairs, {}, Batches(3), 4)
+    plan = calls(actor_train="dp1@0", actor_generate="dp2", reference_infer="dp1@1")
+    pairs = [(plan, overlap) for overlap in ("iterations", "calls", "none")]
+    free, calls_only, one_by_one = on_ranks(workers, run_overlapping, pairs, {}, Batches(3), 2)
     assert calls_only.logged == one_by_one.logged
     assert free.rewards == calls_only.rewards == one_by_one.rewards
     assert runs.largest_difference(free.weights, one_by_one.weights) == 0.0
@@ -97,7 +108,8 @@ def test_a_run_resumes_if_no_rank_has_every_role_and_under_another_plan(workers:
     )
     resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
     moved = replace(resumed, plan="heuristic", save=tmp_path / "moved")
-    workers.run(run_parts, [straight, resumed, moved], 4, world_size=4, init_process_group=False, deadline_s=150.0)
+    workers.run(run_parts, [straight, resumed], 4, world_size=4, init_process_group=False, deadline_s=150.0)
+    workers.run(run_parts, [moved], 1, world_size=1, init_process_group=False, deadline_s=60.0)
 
     assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
     apart = differences(contents(tmp_path / "moved"), contents(tmp_path / "straight"))

@@ -94,7 +94,7 @@ def test_ppo_gives_the_same_results_from_chunks(workers: WorkerPool, world_size:
     plan = PPO_PLANS[world_size // 4]
     cases: list[dict[str, Any]] = [{"generation_chunks": 1}, {"generation_chunks": world_size}]
     if world_size == 2:  # metrics that are not late are logged with their iteration
-        cases += [{"overlap": "none"}, {"generation_chunks": 4, "overlap": "calls"}]
+        cases = [{"overlap": "none"}, {"generation_chunks": 4, "overlap": "calls"}]
     found = workers.run(run_chunks, "ppo", plan, cases, {}, world_size=world_size, init_process_group=False,
                         deadline_s=120.0)[0]  # fmt: skip
     fused = {"hidden_s/reference.infer", "hidden_s/reward.infer", "hidden_s/critic.infer"}

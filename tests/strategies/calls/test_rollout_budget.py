@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def learn(
     strategy: dict[str, Any] | None = None, save: tuple[int, Path] | None = None, resume: Path | None = None,
     moves: Mapping[int, Any] | None = None,
 ) -> Learnt:  # fmt: skip
-    """Return the result of a run of four iterations."""
+    """Return the result of a run of this many iterations."""
     algorithms = {"grpo": runs.RecordedGRPO, "ppo": runs.RecordedPPO}
     given = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": runs.byte_tokenizer(), **settings}
     module = noted(algorithms[name])(
@@ -122,9 +123,12 @@ def learn(
     return learnt
 
 
-def run(workers: WorkerPool, name: str, layout: str, world_size: int, settings: dict[str, Any]) -> Learnt:
+def run(
+    workers: WorkerPool, name: str, layout: str, world_size: int, settings: dict[str, Any], *, batches: int = 4
+) -> Learnt:
     """Return the first rank's result, which is the same on every rank."""
-    everyone = workers.run(learn, name, layout, world_size, settings, world_size=world_size, init_process_group=False)
+    function = partial(learn, name, layout, world_size, settings, batches=batches)
+    everyone = workers.run(function, world_size=world_size, init_process_group=False)
     assert all(learnt.responses == everyone[0].responses for learnt in everyone)
     first: Learnt = everyone[0]
     return first
@@ -132,8 +136,8 @@ def run(workers: WorkerPool, name: str, layout: str, world_size: int, settings: 
 
 @pytest.mark.parametrize("name", matrix(["grpo", "ppo"], "grpo"))
 def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name: str) -> None:
-    plain = run(workers, name, "dp2", 2, {})
-    bounded = run(workers, name, "dp2", 2, {"rollout_budget": RolloutBudget(tokens=10_000, seconds=1000.0)})
+    budget = RolloutBudget(tokens=10_000, seconds=1000.0)
+    plain, bounded = (run(workers, name, "dp2", 2, each, batches=2) for each in ({}, {"rollout_budget": budget}))
     assert bounded.responses == plain.responses
     assert runs.largest_difference(bounded.weights, plain.weights) == 0.0
     for mine, others in zip(bounded.logged, plain.logged, strict=True):
@@ -154,9 +158,9 @@ def test_responses_that_take_several_iterations_have_the_same_tokens(
     # The policy does not change, so every response is the same as without a budget, only later.
     settings: dict[str, Any] = {"learning_rate": 0.0, "environment": environment}
     settings["sampling"] = SAMPLING if environment is None else TALKING
-    plain = run(workers, name, layout, 2, settings)
+    plain = run(workers, name, layout, 2, settings, batches=3)
     tokens = 30 if layout != "tp2" else 50
-    pieces = run(workers, name, layout, 2, settings | {"rollout_budget": RolloutBudget(tokens=tokens)})
+    pieces = run(workers, name, layout, 2, settings | {"rollout_budget": RolloutBudget(tokens=tokens)}, batches=3)
     carried = [step["carried_samples"] for step in pieces.logged]
     assert max(carried) > 0
     done, everything = pieces.all, plain.all

@@ -8,8 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from lightning_realloc.runtime.messages import watchdog
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
@@ -44,7 +42,6 @@ def fit_and_listen(folder: str) -> list[str]:
     return messages
 
 
-@pytest.mark.slow
 def test_a_waiting_rank_names_the_late_one_and_its_line(workers: WorkerPool, tmp_path: Path) -> None:
     # On a busy machine ranks also wait for each other while they are set up.
     waiting, late = (

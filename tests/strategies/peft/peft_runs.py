@@ -73,7 +73,7 @@ def adapted_grpo(
     return module_class(settings.pop("actor", None) or tiny_model(family), runs.low_tokens, **settings)
 
 
-def train(plans: list[Any], settings: dict[str, Any], count: int = 3) -> list[tuple[runs.Outcome, list[Any]]]:
+def train(plans: list[Any], settings: dict[str, Any], count: int) -> list[tuple[runs.Outcome, list[Any]]]:
     """Train under each plan; return the outcomes and the bytes moved."""
     found, world_size = [], runs.world_size()
     for plan in plans:

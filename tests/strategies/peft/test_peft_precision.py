@@ -21,7 +21,7 @@ from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan, adapted_grpo
 from tests.strategies.runs import calls
 from tests.workers import WorkerPool
 
-HOMES = ("dp2", "fsdp2", "tp2", "pp2")
+HOMES = ("fsdp2", "tp2", "pp2")
 PLANS = (
     calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2"),
     calls(actor_train="fsdp2", actor_generate="tp2", reference_infer="dp2"),
@@ -81,7 +81,7 @@ def explore(plans: tuple[Any, ...]) -> list[tuple[list[dict[str, float]], dict[s
     found, world_size = [], runs.world_size()
     for plan, callbacks in [*((plan, []) for plan in plans), (plans[0], [ChangeOfPlan(plans[-1])])]:
         outcome = runs.train(
-            adapted_grpo(), ReallocStrategy(plan), world_size, runs.Batches(3), precision="bf16-mixed",
+            adapted_grpo(), ReallocStrategy(plan), world_size, runs.Batches(2), precision="bf16-mixed",
             callbacks=callbacks,
         )  # fmt: skip
         found.append((outcome.logged, outcome.weights))
@@ -92,7 +92,7 @@ def test_reference_and_generation_use_a_base_in_bf16(workers: WorkerPool) -> Non
     together: Any = workers.run(explore, PLANS, world_size=2, init_process_group=False, deadline_s=150.0)
     base = tiny_model("qwen3").state_dict()
     for logged, weights in together[0]:
-        assert len(logged) == 3
+        assert len(logged) == 2
         # Merged adapters generate and separate ones train: one policy, up to the rounding of bf16.
         assert logged[0]["actor/kl"] > 1e-3
         assert all(math.isfinite(value) for values in logged for value in values.values())
@@ -103,25 +103,23 @@ def test_reference_and_generation_use_a_base_in_bf16(workers: WorkerPool) -> Non
     assert weights["model.layers.0.mlp.down_proj.lora_A.default.weight"].dtype == torch.float32
 
 
-def criticise(layouts: tuple[str, ...]) -> list[list[dict[str, float]]]:
+def criticise() -> list[list[dict[str, float]]]:
     """Run PPO in mixed precision, with adapters and float32 heads, and with full models whose embeddings are frozen."""
     found, world_size = [], runs.world_size()
     partly = tiny_model("llama")
     partly.get_input_embeddings().requires_grad_(False)
     for settings in ({"peft_config": LORA}, {"actor": partly}):
-        for layout in layouts:
-            module = runs.ppo(learning_rate=1e-3, **settings)
-            plan = {call.name: layout for call in module.dataflow.model_calls}
-            strategy, record = ReallocStrategy({"calls": plan}), runs.Record()
-            runs.trainer(strategy, world_size, precision="bf16-mixed", callbacks=[record]).fit(module, runs.Batches(2))
-            found.append(record.logged)
+        module = runs.ppo(learning_rate=1e-3, **settings)
+        plan = {call.name: "dp2" for call in module.dataflow.model_calls}
+        strategy, record = ReallocStrategy({"calls": plan}), runs.Record()
+        runs.trainer(strategy, world_size, precision="bf16-mixed", callbacks=[record]).fit(module, runs.Batches(2))
+        found.append(record.logged)
     return found
 
 
 def test_heads_in_fp32_train_on_top_of_frozen_weights_in_bf16(workers: WorkerPool) -> None:
-    (alone,) = workers.run(criticise, ("dp1",), world_size=1, init_process_group=False, deadline_s=120.0)
-    together: Any = workers.run(criticise, ("dp2",), world_size=2, init_process_group=False, deadline_s=120.0)
-    for logged in (*alone, *together[0]):
+    together: Any = workers.run(criticise, world_size=2, init_process_group=False, deadline_s=120.0)
+    for logged in together[0]:
         assert len(logged) == 2
         for name in ("actor/grad_norm", "critic/grad_norm"):
             assert all(0 < values[name] < 1e3 for values in logged), name

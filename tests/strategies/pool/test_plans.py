@@ -91,7 +91,7 @@ def _assert_like(everyone: Sequence[Any], index: int, alone: tuple[runs.Outcome,
 
 @pytest.mark.parametrize(
     "name",
-    matrix(HAND_PICKED, "everything side by side", "ranks in another order", "pipelines", "training on the last rank"),
+    matrix(HAND_PICKED, "everything side by side", "pipelines"),
 )
 def test_hand_picked_plans_give_the_results_of_one_rank(workers: WorkerPool, alone: Any, name: str) -> None:
     everyone = workers.run(run_ppo, [HAND_PICKED[name]], world_size=4, init_process_group=False, deadline_s=DEADLINE_S)
@@ -129,7 +129,7 @@ def _plans(world_size: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "count"), matrix([(1, 1), (2, 4), (3, 2), (4, 4), (8, 2)], (3, 2)))
+@pytest.mark.parametrize(("world_size", "count"), matrix([(1, 1), (2, 4), (3, 1), (4, 4), (8, 2)], (3, 1)))
 def test_random_plans_give_the_results_of_one_rank(
     workers: WorkerPool, alone: Any, world_size: int, count: int
 ) -> None:

@@ -174,7 +174,7 @@ def load_while_the_store_fails(place: str, world_size: int, failing: int) -> lis
     return answers
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", matrix([0, 1], 1))
 def test_a_store_that_fails_while_it_is_read_ends_the_load_on_all_ranks(
     workers: WorkerPool, tmp_path: Path, failing: int
 ) -> None:
