@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.resume.cases import CASES, MOMENTS, NUM_STEPS, Case, fit
@@ -21,7 +22,7 @@ from tests.strategies.checkpoints.checkpoint_runs import contents, differences
 from tests.workers import WorkerPool
 
 
-def run(case: Case, pool: WorkerPool, folder: Path) -> list[str]:
+def run(case: Case, pool: WorkerPool, folder: Path, moments: Sequence[int] = MOMENTS) -> list[str]:
     """Return what differs after each moment; nothing if the runs are alike."""
 
     def launched(resume: int | None, seed: int) -> list[dict[str, float]]:
@@ -33,7 +34,7 @@ def run(case: Case, pool: WorkerPool, folder: Path) -> list[str]:
 
     straight, found = launched(None, 0), []
     expected = contents(folder / "straight" / str(NUM_STEPS))
-    for moment in MOMENTS:
+    for moment in moments:
         logged = launched(moment, 99 + moment)
         different = differences(contents(folder / f"from{moment}" / str(NUM_STEPS)), expected)
         if different:
