@@ -16,6 +16,7 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import Speculation
 from lightning_realloc.strategies import ReallocStrategy
 from tests.generation.random_moves import at_random, moving
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.runs import Batches, Outcome
@@ -25,14 +26,14 @@ LONGER = replace(runs.SAMPLING, n=3, max_new_tokens=16)
 
 
 def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches: int) -> tuple[Outcome, float]:
-    """Train three epochs over the same prompts; return the outcome, and the number of moved samples."""
+    """Train two epochs over the same prompts; return the outcome, and the number of moved samples."""
     features = {"speculation": Speculation(num_draft_tokens=3), "sample_reallocation": "all"} if everything else {}
     options = TrainOptions(num_minibatches=num_minibatches)
     module = runs.grpo(ratio_to=ratio_to, train_options=options, sampling=LONGER, learning_rate=1e-3, **features)
     plan = {"calls": {call.name: f"dp{world_size}" for call in module.dataflow.model_calls}}
     strategy, moved = ReallocStrategy(plan), Moved()
     with moving(every=1, plan_balance=at_random):
-        outcome = runs.train(module, strategy, world_size, Batches(2), max_epochs=3, callbacks=[moved])
+        outcome = runs.train(module, strategy, world_size, Batches(2), max_epochs=2, callbacks=[moved])
     return outcome, sum(count for count in moved.counts if count > 0)
 
 
@@ -48,7 +49,7 @@ def without_engine(logged: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in logged.items() if not name.startswith("actor/engine_")}
 
 
-@pytest.mark.parametrize(("world_size", "num_minibatches"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("world_size", "num_minibatches"), matrix([(1, 1), (2, 1), (2, 2)], (2, 2)))
 def test_all_features_together_give_the_same_bits_as_none(
     workers: WorkerPool, world_size: int, num_minibatches: int
 ) -> None:

@@ -89,15 +89,15 @@ def test_no_sample_moves_between_ranks_that_step_together(workers: WorkerPool) -
     assert outcome.tokens
 
 
-def test_queued_samples_move_under_true_and_queued(workers: WorkerPool) -> None:
-    (stayed, _), *others = (
+@pytest.mark.parametrize("setting", matrix([True, "queued"], True))
+def test_queued_samples_move_under_true_and_queued(workers: WorkerPool, setting: SampleReallocation) -> None:
+    (stayed, _), (moved, counts) = (
         workers.run(run_algorithm, "dp2", 2, moves, None, 1, world_size=2, init_process_group=False)[0]
-        for moves in (False, True, "queued")
+        for moves in (False, setting)
     )
-    for moved, counts in others:
-        assert sum(counts) >= 1.0
-        assert moved.tokens == stayed.tokens
-        assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
+    assert sum(counts) >= 1.0
+    assert moved.tokens == stayed.tokens
+    assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
 
 
 def test_an_engine_that_cannot_move_samples_is_refused() -> None:

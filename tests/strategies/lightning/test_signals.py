@@ -138,8 +138,14 @@ def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(
         assert "waiting_batches" in torch.load(tmp_path / "on_exception.ckpt" / "meta.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("case", ["iterations", "plain"])
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("case", "signum", "exit_code"),
+    matrix(
+        [(case, *each) for case in ("iterations", "plain") for each in ((signal.SIGINT, 130), (signal.SIGUSR1, 138))],
+        ("iterations", signal.SIGINT, 130),
+        ("plain", signal.SIGUSR1, 138),
+    ),
+)
 def test_ctrl_c_and_sigusr1_end_all_ranks_after_the_same_step_with_a_checkpoint(
     workers: WorkerPool, tmp_path: Path, case: str, signum: int, exit_code: int
 ) -> None:
