@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
     "limit_train_batches": 1,
     "limit_val_batches": 1,
     "limit_predict_batches": 1,
+    "num_sanity_val_steps": 0,
     "val_check_interval": 1,
     "logger": False,
     "enable_progress_bar": False,

@@ -51,18 +51,21 @@ def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "model"])  # "itself" is a draft model, too
-def test_tokens_are_the_same_on_too_few_pages_with_any_drafter(drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "depth"),
+    crossed([name for name in DRAFTERS if name != "model"], [3, None]),  # "itself" is a draft model, too
+)
+def test_tokens_are_the_same_on_too_few_pages_with_any_drafter(drafter: str, depth: int | None) -> None:
     num_layers = {"blocks": 3, "itself": 4}.get(drafter, 2)
     bound = bound_of(11, longest=6, num_layers=num_layers)  # for 6 samples with up to 6 pages each
-    for depth in (3, None) if drafter != "none" else (0,):
-        engine = speculating(small_model(), drafter, depth, max_slots=8, max_cache_bytes=bound)
-        assert tokens_of(engine.generate(prompts_of(3), LONG)) == long_responses()
-        if depth is not None:  # adaptive depths, and whether pages run out then, depend on the clock
-            assert engine.stats.num_preemptions > 0
-        assert 0 < engine.stats.cache_bytes <= bound
-        if drafter == "itself":  # the draft model is the target, so it has to see the same tokens
-            assert engine.stats.accepted_tokens == engine.stats.verified_tokens > 0
+    first = 0 if drafter == "none" else depth
+    engine = speculating(small_model(), drafter, first, max_slots=8, max_cache_bytes=bound)
+    assert tokens_of(engine.generate(prompts_of(3), LONG)) == long_responses()
+    if depth is not None:  # adaptive depths, and whether pages run out then, depend on the clock
+        assert engine.stats.num_preemptions > 0
+    assert 0 < engine.stats.cache_bytes <= bound
+    if drafter == "itself":  # the draft model is the target, so it has to see the same tokens
+        assert engine.stats.accepted_tokens == engine.stats.verified_tokens > 0
 
 
 @pytest.mark.parametrize(("num_pages", "max_prefill_tokens"), crossed([6, 10, 1000], [7, 8192]))

@@ -101,7 +101,7 @@ def test_drafts_of_text_that_repeats_save_steps() -> None:
 
 
 # ---- the distribution of responses
-HOT = SamplingParams(max_new_tokens=3, temperature=1.3, n=6000, ignore_eos=True)
+HOT = SamplingParams(max_new_tokens=3, temperature=1.3, n=4000, ignore_eos=True)
 
 
 def joint_law(model: PreTrainedModel, prompt: list[int], temperature: float) -> torch.Tensor:
@@ -176,7 +176,7 @@ def test_a_repetition_penalty_counts_earlier_drafted_tokens(verification: str, d
     prompt = prompts_of(1, seed=1)[0]
     law = penalized_law(target(), prompt, 2.0)
     engine = speculating(target(), drafter, 1, verification, max_slots=512)
-    params = SamplingParams(max_new_tokens=2, n=6000, ignore_eos=True, repetition_penalty=2.0)
+    params = SamplingParams(max_new_tokens=2, n=4000, ignore_eos=True, repetition_penalty=2.0)
     responses = [(0, *response) for response in tokens_of(engine.generate([prompt], params))]
     padded = torch.cat([law, torch.zeros(VOCABULARY**3 - len(law))])
     assert probability_of_counts(responses, padded) > 1e-3
