@@ -153,7 +153,8 @@ def _with_thought(opening: Text, whole: Text, answer: Message) -> tuple[Text, Te
     if not whole.text.startswith(before):
         raise DataError(
             f"{whole.place}: the chat template must render a prompt the same way whether or not an answer follows, so "
-            f"that the answer's tokens can be located; use a prefix-preserving template"
+            f"that the answer's tokens can be located; use a prefix-preserving template, or chat_template_kwargs with "
+            f"which both agree, such as enable_thinking=True for answers with thoughts"
         )
     opened, rendered = opening.text[len(before) :], whole.text[len(before) :]
     content = answer.get("content") or ""

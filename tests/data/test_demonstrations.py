@@ -209,6 +209,13 @@ def test_an_answer_follows_the_thought_that_its_generation_prompt_opens(template
     assert learnt({"content": "a1"}, {"content": "a2"}) == [plain]
 
 
+def test_an_answer_with_a_thought_after_a_prompt_that_has_ended_its_own_is_refused() -> None:
+    tokenizer = _chat()
+    tokenizer.chat_template = OPENED.replace("<think>\n", "<think>\n\n</think>\n\n")
+    with pytest.raises(DataError, match="such as enable_thinking=True for answers with thoughts"):
+        _pair({"messages": THOUGHTS[-2:]}, tokenizer=tokenizer)
+
+
 def test_a_long_conversation_is_cut_before_the_answers_that_do_not_fit() -> None:
     ((prompt, learnt),) = texts(_thoughts(max_tokens=33, long_rows="truncate"))  # the second prompt has 33 tokens
     assert (prompt, learnt) == (AT_ITS_TURN[0][0], AT_ITS_TURN[0][1][: len("<think>t1</think>call<eos>\nt:")])
