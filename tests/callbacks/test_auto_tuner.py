@@ -62,31 +62,36 @@ class Kept:
     tunings: int = 0
     phase: str = ""
     has_profile: bool = False
+    first_trial: tuple[str, int] | None = None
 
 
 @dataclass
 class Recording(runs.Record):
-    """Callback that also writes a checkpoint after an iteration, and ends the run there.
+    """Callback that also writes checkpoints in the first trial and after an iteration, and ends the run there.
 
     Args:
-        after: Number of that iteration; None: the first one of a trial, which is later if times settle late.
+        after: Number of that iteration.
+        first_trial: Digest of the plan of the first trial, and the number of iterations at its checkpoint.
     """
 
     save: str | None = None
-    after: int | None = 0
+    after: int = 0
     tuner: Watching | None = None
+    save_trial: str | None = None
+    first_trial: tuple[str, int] | None = None
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Record, save and stop."""
         super().on_train_batch_end(trainer, *args)
-        if self._is_last(trainer):
+        if self.save_trial is not None and self.first_trial is None and self._is_in_a_trial():
+            trainer.save_checkpoint(self.save_trial)
+            self.first_trial = (trainer.strategy.plan.digest, trainer.global_step)  # type: ignore[attr-defined]
+        if trainer.global_step == self.after:
             if self.save is not None:
                 trainer.save_checkpoint(self.save)
             trainer.should_stop = True
 
-    def _is_last(self, trainer: L.Trainer) -> bool:
-        if self.after is not None:
-            return bool(trainer.global_step == self.after)
+    def _is_in_a_trial(self) -> bool:
         assert self.tuner is not None
         return self.tuner.tuner.phase == "trial" and self.tuner.plans[-1] != self.tuner.plans[0]
 
@@ -110,11 +115,9 @@ class Watching(AutoTuner):
         return [*first, *found], predicted
 
 
-def train(
-    tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, save: Any = None, after: int | None = 0
-) -> Kept:
+def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, **saving: Any) -> Kept:
     """Train GRPO for ``steps``, or until ``after``, as in :class:`Recording`; return the result."""
-    record, module = Recording(save=save, after=after, tuner=tuner), runs.grpo(optimizer=DESCENT, sampling=SAMPLING)
+    record, module = Recording(tuner=tuner, **saving), runs.grpo(optimizer=DESCENT, sampling=SAMPLING)
     # With other settings a loss that only some ranks know is logged an iteration late.
     strategy = ReallocStrategy(plan, overlap="calls")
     callbacks = [record] if tuner is None else [tuner, record]
@@ -132,7 +135,7 @@ def train(
         )
         kept.scores = {trial.plan.digest: trial.score for trial in found.trials}
         kept.has_profile = tuner.has_profile
-        kept.tried, kept.tunings = found.num_tried, found.num_tunings
+        kept.tried, kept.tunings, kept.first_trial = found.num_tried, found.num_tunings, record.first_trial
     return kept
 
 
@@ -145,34 +148,34 @@ class Results:
     written: str
     """File with its plan; empty if it kept the plan that it began with."""
     untuned: Kept
-    in_a_trial: Kept
-    """Stopped in its first trial."""
-    after_it: Kept
+    after_a_trial: Kept
+    """Continued from the tuned run's first trial."""
     committed: Kept
     """Continued from the end of the tuned run, for two iterations."""
 
 
 def all_runs(folder: str) -> Results:
-    """Train with a tuner and without one; stop tuned runs during a trial and after a commit, and resume them.
+    """Train with a tuner and without one, and resume the tuned run from a trial and from its end.
 
     A run of 1,000 iterations has time to measure passes.
     """
     os.chdir(folder)
-    tuned = train(Watching(first=IMPOSSIBLE, **FEW), START, 1000, save="tuned.ckpt", after=ITERATIONS)
+    tuned = train(
+        Watching(first=IMPOSSIBLE, **FEW), START, 1000, save="tuned.ckpt", after=ITERATIONS, save_trial="trial.ckpt"
+    )
     file = Path("execution_plan.yaml")
     written = file.read_text() if file.exists() else ""
     untuned = train(None, "heuristic", ITERATIONS)
-    stopped = train(Watching(**FEW), START, ITERATIONS, save="trial.ckpt", after=None)
     resumed = train(Watching(**FEW), START, ITERATIONS, load="trial.ckpt")
     committed = train(Watching(**FEW), START, ITERATIONS + 2, load="tuned.ckpt")
-    return Results(tuned, written, untuned, stopped, resumed, committed)
+    return Results(tuned, written, untuned, resumed, committed)
 
 
 @pytest.fixture(scope="module")
 def everyone(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Return the results of every rank."""
     folder = str(tmp_path_factory.mktemp("tuned"))
-    return workers.run(all_runs, folder, world_size=WORLD_SIZE, init_process_group=False, deadline_s=150.0)
+    return workers.run(all_runs, folder, world_size=WORLD_SIZE, init_process_group=False, deadline_s=170.0)
 
 
 @pytest.mark.slow
@@ -202,13 +205,14 @@ def test_a_tuned_run_gives_the_same_results_as_an_untuned_one(everyone: list[Res
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_committed_plan_or_continues_tuning(everyone: list[Results]) -> None:
-    found = everyone[0]
-    start = ExecutionPlan.from_mapping(START).digest
-    assert found.in_a_trial.phase == "trial" and found.in_a_trial.digest != start
+    found, resumed = everyone[0], everyone[0].after_a_trial
+    assert found.tuned.first_trial is not None
+    interrupted, num_done = found.tuned.first_trial
+    assert interrupted != ExecutionPlan.from_mapping(START).digest
     # Interrupted in a trial: that plan does not run again, the others do, and one is committed.
-    assert found.in_a_trial.digest not in found.after_it.plans
-    assert found.after_it.tunings == 1 and found.after_it.digest == found.after_it.best
-    assert found.in_a_trial.outcome.tokens + found.after_it.outcome.tokens == found.tuned.outcome.tokens
+    assert interrupted not in resumed.plans
+    assert resumed.tunings == 1 and resumed.digest == resumed.best
+    assert found.tuned.outcome.tokens[:num_done] + resumed.outcome.tokens == found.tuned.outcome.tokens
     # Committed: installed before the first iteration, and watched from there on.
     assert found.committed.plans == [found.tuned.digest] * 2 and found.committed.phase == "watch"
 
