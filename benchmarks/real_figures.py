@@ -41,7 +41,8 @@ from lightning_realloc.tuning.estimate.hardware import Efficiency
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.plan_search import SearchResult
-from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer
+from lightning_realloc.tuning.search.planning_task import PlanningTask
+from lightning_realloc.tuning.search.pricing import PlanPricer
 from lightning_realloc.tuning.search.space import CallOptions
 from lightning_realloc.tuning.shapes.known_models import find_known_model
 from lightning_realloc.tuning.timeline.simulator import simulate

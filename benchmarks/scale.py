@@ -34,7 +34,8 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry, rank_groups
 from lightning_realloc.runtime.transfer.executor import MAX_STAGING_BYTES
 from lightning_realloc.strategies.pool.memory_check import settings_of_precision
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
-from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer
+from lightning_realloc.tuning.search.planning_task import PlanningTask
+from lightning_realloc.tuning.search.pricing import PlanPricer
 
 SIZES = (8, 64, 512, 4096)
 DEVICES_PER_NODE = 8

@@ -13,7 +13,8 @@ from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.strategies.pool.memory_check import settings_of_precision
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
-from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer
+from lightning_realloc.tuning.search.planning_task import PlanningTask
+from lightning_realloc.tuning.search.pricing import PlanPricer
 
 README = Path(__file__).parents[1] / "README.md"
 START, END = "<!-- what fits: start -->\n", "<!-- what fits: end -->"

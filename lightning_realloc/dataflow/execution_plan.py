@@ -95,6 +95,11 @@ class CallPlan:
         chosen = {name: getattr(self, name) for name in self._chosen()}
         return {"layout": str(self.layout), **chosen} if chosen else str(self.layout)
 
+    def to_text(self) -> str:
+        """Return the entry of a plan file as one line of YAML."""
+        text: str = yaml.safe_dump(self.to_entry(), default_flow_style=True, width=1000)
+        return text.removesuffix("\n...\n").strip()
+
 
 _OPTIONS_OF = {
     "micro_batch_tokens": ("infer", "train"),

@@ -44,7 +44,8 @@ from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_me
 from lightning_realloc.tuning.memory.parts import MemorySettings
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult
-from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer, PricedPlan
+from lightning_realloc.tuning.search.planning_task import PlanningTask
+from lightning_realloc.tuning.search.pricing import PlanPricer, PricedPlan
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 Write = Callable[[str], object]
@@ -283,7 +284,7 @@ def _pricer(task: PlanningTask, request: PlanRequest) -> PlanPricer:
         task.cluster,
         task.roles,
         task.settings,
-        task.workload,
+        request.workload,
         efficiency=CPU_EFFICIENCY if request.is_cpu else None,
     )
     return PlanPricer(task, estimator)

@@ -179,9 +179,13 @@ def _setup_warning(priced: PricedPlan) -> Iterator[str]:
 
 
 def alternatives_table(best: PricedPlan, heuristic: Sequence[PricedPlan], static: Sequence[PricedPlan]) -> str:
-    """Return a table of seconds and bytes of the plan, of `PlanPricer.heuristic` and of static plans."""
+    """Return a table of seconds and bytes of the plan, of the default of runs, and of static plans.
+
+    Args:
+        heuristic: What `PlanPricer.heuristic` returns.
+    """
     fitting = [priced for priced in static if not priced.missing_bytes]
-    plans = [("this plan", best), *zip(("heuristic", "heuristic, divided further"), heuristic, strict=False)]
+    plans = [("this plan", best), *zip(("heuristic", "default instead of it"), heuristic, strict=False)]
     plans += [(f"static, {priced.plan.layouts[0].dims}", priced) for priced in fitting[:MAX_STATIC_PLANS]]
     rows = [("", "seconds", "relative", "fullest rank")]
     for name, priced in plans:
@@ -202,6 +206,6 @@ def _static_summary(static: Sequence[PricedPlan], fitting: Sequence[PricedPlan])
     if not fitting:
         counts = f"none of {misfits} fits, the smallest lacks {gib(static[0].missing_bytes)}"
     return (
-        f"static layouts, one for all calls: {counts}; micro-batches, checkpointing and slots of heuristic and static "
-        f"plans are the best that fit"
+        f"static layouts, one for all calls: {counts}; their micro-batches, checkpointing and slots are the best that "
+        f"fit"
     )

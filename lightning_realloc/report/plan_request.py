@@ -213,6 +213,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         prompt_tokens=flags.prompt_length,
         response_tokens=flags.response_length,
         micro_batch_tokens=flags.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
+        group_size=ALGORITHMS[flags.algorithm].group_size,
         num_minibatches=flags.num_minibatches,
         samples_per_prompt=flags.responses_per_prompt,
     )
@@ -244,6 +245,7 @@ def _refuse_too_many(cluster: ClusterSpec | None, sweep: Sequence[int]) -> None:
 
 # ---- contradictions
 _MODES = ("check", "compare", "sweep")
+_COUNTS = ["batch", "prompt_length", "response_length", "responses_per_prompt", "num_minibatches", "generation_chunks"]
 _UNUSED_FLAGS: dict[str, tuple[str, ...]] = {
     "search": ("micro_batch_tokens",),
     "check": ("save", "seconds", "seed", "price_per_gpu_hour", "headroom"),
@@ -276,14 +278,7 @@ def _refuse_contradictions(flags: Any) -> None:
         value = flags[name]
         if value is not None and not 0 < value < float("inf"):
             raise PlanError(f"--{name.replace('_', '-')}={value:g} must be a positive number")
-    for name in (
-        "batch",
-        "prompt_length",
-        "response_length",
-        "responses_per_prompt",
-        "num_minibatches",
-        "generation_chunks",
-    ):
+    for name in _COUNTS:
         if flags[name] < 1:
             raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least 1")
     if flags.num_minibatches > flags.batch:

@@ -36,6 +36,7 @@ def largest_workload(module: RunnableAlgorithm, trainer: Trainer, trained: tuple
         num_minibatches=options.num_minibatches,
         num_epochs=options.num_epochs,
         samples_per_prompt=num_responses,
+        group_size=module.group_size,
     )
 
 
@@ -44,8 +45,12 @@ def _longest(table: Samples, column: str) -> int | None:
 
 
 def rows_per_batch(trainer: Trainer) -> int | None:
-    """Return the samples of a loader's batch, with both sides of pairs; None for another library's loader."""
+    """Return the samples of a batch, with both sides of pairs; None for another library's loader.
+
+    Before there is a loader, the data module tells.
+    """
     loader = trainer.train_dataloader
+    loader = getattr(trainer, "datamodule", None) if loader is None else loader
     size, group_size = getattr(loader, "batch_size", None), getattr(loader, "group_size", None)
     return size * group_size if isinstance(size, int) and isinstance(group_size, int) else None
 

@@ -102,6 +102,7 @@ class PlacedRoles:
         self._strategy = strategy
         self._optimizers = optimizers
         self._options = options
+        self._plan = options.plan
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._offloader: Offloader | None = None
@@ -151,11 +152,15 @@ class PlacedRoles:
         """Drop the models of an earlier module; return whether there were any."""
         had_models = self._module is not None
         self._module = self._pool = self._runner = None
+        self._plan = self._options.plan
         return had_models
 
     def check_memory(self) -> None:
-        """Refuse a plan that does not fit into memory, before models are built. Raises PlanError."""
-        self.builder().check_memory(self._options.plan, self._callbacks)
+        """Choose the plan of a run that is given none, before models are built. Raises PlanError if it cannot fit."""
+        builder = self.builder()
+        trainer, trained = self._strategy.connected_module.trainer, builder.dataflow.trained_roles
+        workload = largest_workload(builder.module, trainer, trained)
+        self._plan = builder.check_memory(self._options.plan, self._callbacks, workload=workload)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
@@ -164,7 +169,7 @@ class PlacedRoles:
         self._watch(local_folder(trainer.default_root_dir))
         with self._naming_failures():
             if not self.holds(module) or self._pool is None:
-                self._pool = self.builder().build(self._options.plan)
+                self._pool = self.builder().build(self._plan)
                 self._module = module
                 self._runner = self._make_runner(module, self._pool)
             elif not self.runner.can_go_on():

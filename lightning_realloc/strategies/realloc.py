@@ -55,8 +55,8 @@ class ReallocStrategy(DataParallelStrategy):
     """Gives every model function call of an iteration the layout and ranks that suit it.
 
     Args:
-        plan: ``"heuristic"`` works out layouts from world size, model sizes and memory; ``"static"`` keeps one sharded
-            layout for everything; a path reads a YAML file; or an :class:`ExecutionPlan`, or its mapping.
+        plan: ``"heuristic"`` works out layouts, and options if need be, from ranks, models and memory; ``"static"`` has
+            one sharded layout for everything; a path reads a YAML file; or an :class:`ExecutionPlan`, or its mapping.
         transport: How weights travel: ``"push"`` through each node's shared memory, ``"direct"`` from rank to rank,
             ``"auto"`` chooses by probing.
         overlap: What may run at the same time on disjoint ranks: ``"iterations"`` means calls, and calls of the next

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import PlanError
+
+
+def can_recompute(model: nn.Module) -> TypeGuard[PreTrainedModel]:
+    """Return whether blocks of a model can recompute their activations in the backward pass."""
+    return isinstance(model, PreTrainedModel) and model.supports_gradient_checkpointing
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -14,7 +21,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
     Raises:
         PlanError: for a model that does not support it.
     """
-    if not isinstance(model, PreTrainedModel) or not model.supports_gradient_checkpointing:
+    if not can_recompute(model):
         raise PlanError(
             f"gradient_checkpointing: {type(model).__name__} does not support it in transformers; "
             f"leave the option out, or lower micro_batch_tokens instead"

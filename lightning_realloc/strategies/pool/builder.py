@@ -42,9 +42,11 @@ from lightning_realloc.strategies.pool.memory_check import (
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
-from lightning_realloc.tuning.memory.forecast import transition_bytes
+from lightning_realloc.tuning.memory.forecast import forecast_memory, transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.search.default_plan import default_plan, largest_by_phase
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
+from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first type that fits
@@ -173,26 +175,66 @@ class PoolBuilder:
         )
 
     def check_memory(
-        self, source: NamedPlan, callbacks: Iterable[object], *, running: ExecutionPlan | None = None
-    ) -> None:
-        """Refuse a plan that does not fit into memory. Reads only the models' configurations.
+        self,
+        source: NamedPlan,
+        callbacks: Iterable[object],
+        *,
+        workload: Workload | None = None,
+        running: ExecutionPlan | None = None,
+    ) -> ExecutionPlan:
+        """Return a checked plan, and refuse one that does not fit into memory. Reads only the models' configurations.
 
         Args:
+            workload: The largest one, which a plan that is chosen here has room for; None if it is unknown.
             running: The plan in use. If given, devices must also have room for the move from it.
 
         Raises:
             PlanError: see `plan`; and for a plan that is too large, with phase, rank, bytes and what would fit.
         """
-        roles = self.describe_roles()
-        plan = self.plan(source, {name: role.model for name, role in roles.items()})
-        settings = self.memory_settings()
-        plan, settings = with_callbacks(callbacks, self.dataflow, plan, settings)
+        roles, settings = self.describe_roles(), self.memory_settings()
+        asked = gather_objects((source == "heuristic", self.memory_budget))
+        if all(is_default for is_default, _ in asked):  # else ranks were given different plans, which is refused below
+            least = min(budget for _, budget in asked)
+            source = self._default_plan(roles, settings, callbacks, workload, budget_bytes=least)
+        chosen = self.plan(source, {name: role.model for name, role in roles.items()})
+        plan, settings = with_callbacks(callbacks, self.dataflow, chosen, settings)
         adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans, max_tp=self.world_size)
         budget = self.memory_budget
         refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=budget, adapted=adapted)
         if running is not None and self.device.type != "cpu":
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
             require_free_memory(extra, self.device, what="moving to the new plan")
+        return chosen
+
+    def _default_plan(
+        self,
+        roles: Mapping[str, RoleMemory],
+        settings: MemorySettings,
+        callbacks: Iterable[object],
+        workload: Workload | None,
+        *,
+        budget_bytes: int,
+    ) -> ExecutionPlan:
+        """Return the plan of a run that is given none; log why it is not the heuristic one."""
+
+        def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
+            run, changed = with_callbacks(callbacks, self.dataflow, plan, settings)
+            own = forecast_memory(self.dataflow, run, roles, changed, workload, ranks=(self.rank,))
+            ranks = gather_objects(largest_by_phase(own))
+            return {phase: max(sizes[phase] for sizes in ranks) for phase in ranks[0]}
+
+        task = PlanningTask(
+            dataflow=self.dataflow,
+            roles=roles,
+            cluster=self.cluster,
+            settings=settings,
+            workload=workload,
+            memory_budget=budget_bytes,
+        )
+        found = default_plan(task, phase_bytes, world_size=self.world_size)
+        if found.reason is not None:
+            rank_zero_info(found.reason)
+        return found.plan
 
     def keeps_caches(self, plan: ExecutionPlan, callbacks: Iterable[object], workload: Workload | None) -> bool:
         """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks.
@@ -250,10 +292,11 @@ class PoolBuilder:
         elif earlier is None:
             self._log_widened(models)
         specs = self._specs(models, earlier)
-        plan = self.plan(source, specs)
         if earlier is not None:
-            earlier.require_same(plan, self.options)
+            kept = source == "heuristic"  # a run that is given no plan goes on with the one that the models lie in
+            earlier.require_same(earlier.plan if kept else self.plan(source, specs), self.options)
             return earlier
+        plan = self.plan(source, specs)
         meshes = MeshRegistry(self.device.type)
         meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
         pool = ModelPool(self.dataflow, plan, meshes, self.options)

@@ -27,6 +27,7 @@ from lightning_realloc.generation.forward.packed_linear import packs
 from lightning_realloc.generation.speculative.draft_model import describe_draft_model
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.quantized import quantized_bytes
+from lightning_realloc.runtime.model.training_mode import can_recompute
 from lightning_realloc.runtime.parallel.model_spec import MAX_TENSOR_PARALLEL, describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
@@ -70,6 +71,7 @@ def describe_roles(
             quantized_bytes=quantized_bytes(model),
             average_of=role.average_of,
             deferred=role.can_defer_weights,
+            can_recompute=can_recompute(model),
         )
     return described
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, CallPlan, ExecutionPlan
 from lightning_realloc.errors import LayoutError
@@ -45,11 +43,11 @@ def find_excess(
         return None
     changes = [(text, _total(forecast, other)) for text, other in _alternatives(dataflow, plan)]
     changes += [(text, _total(changed, plan)) for text, changed in lighter()]
-    fitting = [f"{text} ({_gib(size)})" for text, size in changes if size <= budget_bytes]
+    fitting = [f"{text} ({gibibytes(size)})" for text, size in changes if size <= budget_bytes]
     way_out = f"one of these would fit: {'; or '.join(fitting)}" if fitting else _without_alternative(worst, changes)
     return (
-        f"the plan needs {_gib(worst.parts.total)} on rank {worst.rank} in {worst.phase}, and a device has "
-        f"{_gib(budget_bytes)} ({_largest(worst.parts)}); {way_out}"
+        f"the plan needs {gibibytes(worst.parts.total)} on rank {worst.rank} in {worst.phase}, and a device has "
+        f"{gibibytes(budget_bytes)} ({_largest(worst.parts)}); {way_out}"
     )
 
 
@@ -74,8 +72,7 @@ def _alternatives(dataflow: Dataflow, plan: ExecutionPlan) -> Iterator[tuple[str
         before = plan.call(call.name)
         for other in _other_call_plans(call, before):
             changed = [(name, other if name == call.name else chosen) for name, chosen in plan.calls]
-            entry = yaml.safe_dump(other.to_entry(), default_flow_style=True, width=1000).removesuffix("\n...\n")
-            yield f"{call.name}: {entry.strip()}", replace(plan, calls=tuple(changed))
+            yield f"{call.name}: {other.to_text()}", replace(plan, calls=tuple(changed))
     for role in dataflow.roles:
         part = role + OPTIMIZER_SUFFIX if role in dataflow.trained_roles else role
         if part not in plan.offload:
@@ -97,7 +94,7 @@ def _other_call_plans(call: ModelFunctionCall, plan: CallPlan) -> Iterator[CallP
 
 def _without_alternative(worst: PhaseMemory, changes: Sequence[tuple[str, int]]) -> str:
     text, size = min(changes, key=lambda change: change[1], default=("", sys.maxsize))
-    nearest = f" (the nearest: {text}, {_gib(size)})" if size < worst.parts.total else ""
+    nearest = f" (the nearest: {text}, {gibibytes(size)})" if size < worst.parts.total else ""
     way_out = "smaller models, or devices with more memory"
     if worst.phase == "set-up":
         return f"given modules and experts are whole on every rank before they are divided{nearest}; use {way_out}"
@@ -105,8 +102,9 @@ def _without_alternative(worst: PhaseMemory, changes: Sequence[tuple[str, int]])
 
 
 def _largest(parts: MemoryParts) -> str:
-    return ", ".join(f"{name} {_gib(size)}" for name, size in parts.by_size() if size)
+    return ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.by_size() if size)
 
 
-def _gib(size: int) -> str:
+def gibibytes(size: int) -> str:
+    """Return an amount of memory as text, in MiB if it is small."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"

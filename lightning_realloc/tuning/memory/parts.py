@@ -135,6 +135,8 @@ class Workload:
     """Passes of a training call over the sequences."""
     samples_per_prompt: int = 1
     """Responses per prompt, which share its prefill."""
+    group_size: int = 1
+    """Sequences that stay together in a micro-batch, such as the two of a pair."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -7,64 +7,27 @@ rank's memory.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
-from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, PhaseMemory, forecast_memory
-from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
-from lightning_realloc.tuning.search.heuristic import heuristic_plan
+from lightning_realloc.tuning.search.default_plan import default_plan, largest_by_phase
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
+from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import CallOptions, common_dims
-from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.timeline.call_timeline import CallTimeline
 from lightning_realloc.tuning.timeline.simulator import simulate
 
 MAX_SEARCHES = 4
 """Most searches for one plan. A search counts bytes less exactly than the forecast, and is repeated with a smaller
 budget if its plan does not fit: smaller by what is missing, then by two and by four times as much."""
-_MEMORY_DIVISORS = (2, 4, 8)
-"""Where the heuristic plan does not fit, it is made again for devices with these fractions of the memory, in turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanningTask:
-    """Models, workload and cluster that plans are made for."""
-
-    dataflow: Dataflow
-    roles: Mapping[str, RoleMemory]
-    cluster: ClusterSpec
-    settings: MemorySettings
-    workload: Workload
-    memory_budget: int
-    """Bytes of a device."""
-    headroom: float = HEADROOM
-    """Fraction of a device's bytes that a plan leaves free; 0 for the user's own plans."""
-    generation_chunks: int = 1
-    """Number of chunks in which samples go to inference on other ranks."""
-
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes of a device that a plan may fill."""
-        return usable_bytes(self.memory_budget, self.headroom)
-
-    @property
-    def models(self) -> dict[str, ModelSpec]:
-        """Role -> its model."""
-        return {name: role.model for name, role in self.roles.items()}
-
-    def on_nodes(self, num_nodes: int) -> PlanningTask:
-        """Return the same task on another number of nodes."""
-        return replace(self, cluster=replace(self.cluster, num_nodes=num_nodes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,28 +188,17 @@ class PlanPricer:
         return min(able, key=lambda priced: priced.seconds, default=None)
 
     def heuristic(self) -> list[PricedPlan]:
-        """Return the heuristic plan, which a run without a plan uses, with its best options.
+        """Return the heuristic plan, and the plan that a run without one takes if it is another."""
+        task, world_size = self.task, self.task.cluster.num_devices
 
-        If it lacks memory, the heuristic plan for devices with less memory follows: the first one that fits. That plan
-        trains on all ranks, and divides replicas further.
-        """
-        own = self._heuristic_for(1)
-        smaller = map(self._heuristic_for, _MEMORY_DIVISORS) if own.missing_bytes else iter(())
-        return [own, *itertools.islice((priced for priced in smaller if not priced.missing_bytes), 1)]
+        def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
+            ranks = range(world_size)
+            return largest_by_phase(
+                forecast_memory(task.dataflow, plan, task.roles, task.settings, task.workload, ranks=ranks)
+            )
 
-    def _heuristic_for(self, divisor: int) -> PricedPlan:
-        """Return the heuristic plan for devices with a fraction of the memory."""
-        task = self.task
-        memory_bytes = task.cluster.device_memory_bytes // divisor
-        plan = heuristic_plan(
-            task.dataflow,
-            task.models,
-            replace(task.cluster, device_memory_bytes=memory_bytes),
-            world_size=task.cluster.num_devices,
-            element_bytes=task.settings.copy_bytes,
-            sharers=sharers_of(task.roles),
-        )
-        return self.price(self.with_best_options(plan))
+        found = default_plan(task, phase_bytes, world_size=world_size)
+        return [self.price(plan) for plan in dict.fromkeys((found.heuristic, found.plan))]
 
     def static(self) -> list[PricedPlan]:
         """Return every plan with one layout for all calls on all ranks, ordered by missing bytes, then by seconds."""

@@ -24,6 +24,8 @@ class RoleMemory:
     """The trained role whose weights this role averages, with the precision of trained weights; None: no averaging."""
     deferred: bool = True
     """Whether weights are out of memory until they are divided: in files, or random. Those of modules are not."""
+    can_recompute: bool = True
+    """Whether the model can recompute activations in the backward pass."""
     shares: str | None = None
     """The role whose replicas this role's calls use, since it has none of its own; None: it has its own."""
 
