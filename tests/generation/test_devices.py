@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from tests.devices import DEVICES
 from tests.generation.test_engine import draw_prompts, tokens_of
+from tests.matrices import crossed
 from tests.models import EXPERT_FAMILIES, FAMILIES, SCORING_FAMILIES, tiny_model
 
 ALL_FAMILIES = (*FAMILIES, *EXPERT_FAMILIES, *SCORING_FAMILIES)
@@ -42,14 +44,17 @@ def test_greedy_responses_are_those_of_generate(family: str, device: str) -> Non
         assert list(completion.token_ids) == output[0, len(prompt) :].tolist()
 
 
+@cache
+def on_a_cpu(family: str) -> list[Completion]:
+    engine = GenerationEngine(tiny_model(family), max_slots=18)
+    return engine.generate(draw_prompts(len(LIMITS)), SAMPLED, token_limits=LIMITS)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_sampled_responses_are_those_of_an_engine_on_a_cpu(family: str, device: str) -> None:
-    prompts = draw_prompts(len(LIMITS))
-    alone = GenerationEngine(tiny_model(family), max_slots=18).generate(prompts, SAMPLED, token_limits=LIMITS)
-    model = tiny_model(family).to(device)
-    for name, settings in ENGINES.items():
-        made = GenerationEngine(model, **settings).generate(prompts, SAMPLED, token_limits=LIMITS)
-        assert tokens_of(made) == tokens_of(alone), name
-        for one, other in zip(made, alone, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4), name
+@pytest.mark.parametrize(("family", "engine"), crossed(ALL_FAMILIES, list(ENGINES)))
+def test_sampled_responses_are_those_of_an_engine_on_a_cpu(family: str, engine: str, device: str) -> None:
+    model, prompts = tiny_model(family).to(device), draw_prompts(len(LIMITS))
+    made = GenerationEngine(model, **ENGINES[engine]).generate(prompts, SAMPLED, token_limits=LIMITS)
+    assert tokens_of(made) == tokens_of(on_a_cpu(family))
+    for one, other in zip(made, on_a_cpu(family), strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

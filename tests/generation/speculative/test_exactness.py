@@ -35,14 +35,17 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_tokens_are_those_of_generate_with_any_drafter(drafter: str) -> None:
-    model, prompts = target(), prompts_of(6)
+DRAFTING = [name for name in DRAFTERS if name != "none"]
+DEPTHS = [("none", 0), *zip(DRAFTING, itertools.cycle([8, 1, None]), strict=False)]
+"""Each drafter with a depth that makes it draft."""
+
+
+@pytest.mark.parametrize(("drafter", "depth"), matrix(itertools.product(DRAFTERS, [0, 1, 8, None]), *DEPTHS))
+def test_greedy_tokens_are_those_of_generate_with_any_drafter(drafter: str, depth: int | None) -> None:
     params = SamplingParams(max_new_tokens=14, temperature=0)
-    for depth in (0, 1, 8, None):
-        engine = speculating(model, drafter, depth)
-        for _ in range(2):  # the second time with a history
-            assert tokens_of(engine.generate(prompts, params)) == greedy_by_generate()
+    engine = speculating(target(), drafter, depth)
+    for _ in range(2):  # the second time with a history
+        assert tokens_of(engine.generate(prompts_of(6), params)) == greedy_by_generate()
 
 
 @cache
@@ -59,7 +62,7 @@ def greedy_by_generate() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     crossed(
-        [name for name in DRAFTERS if name != "none"],
+        DRAFTING,
         [*(("match", params) for params in SAMPLED), ("gumbel", "plain"), ("gumbel", "cut")],
     ),
 )
@@ -158,7 +161,7 @@ def drawn(
         ("match", "model"),
         ("match", "history"),
         ("gumbel", "model"),
-        *(("reject", name) for name in DRAFTERS if name != "none"),
+        *(("reject", name) for name in DRAFTING),
     ],
 )
 def test_responses_follow_the_distribution_of_the_target(verification: str, drafter: str) -> None:
