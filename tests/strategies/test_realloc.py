@@ -163,11 +163,12 @@ def test_ranks_may_have_no_samples(workers: WorkerPool) -> None:
         assert_same(outcome, one)
 
 
-def test_empty_responses_do_not_change_results_between_layouts(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("layouts", matrix(["fsdp4 dp2.tp2", "dp4"], "fsdp4 dp2.tp2"))
+def test_empty_responses_do_not_change_results_between_layouts(workers: WorkerPool, layouts: str) -> None:
     # The longest sequence has a rank to itself; at least two of four ranks have only empty responses.
     batches = Batches(2, size=4, responses=True, silent=3)
     (one,) = on_ranks(workers, run_sft, ["heuristic"], {}, batches, 1)
-    plans = [calls(actor_train=layout) for layout in ("fsdp4", "dp2.tp2")]
+    plans = [calls(actor_train=layout) for layout in layouts.split()]
     for outcome in on_ranks(workers, run_sft, plans, {}, batches, 4):
         assert_same(outcome, one)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.models import tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
@@ -49,9 +50,11 @@ def run_ppo(plans: Sequence[Any]) -> list[tuple[runs.Outcome, dict[str, Tensor]]
     return found
 
 
-def test_ppo_gives_the_same_results_on_one_rank_and_on_two(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("swaps", matrix([False, True], False))
+def test_ppo_gives_the_same_results_on_one_rank_and_on_two(workers: WorkerPool, swaps: bool) -> None:
+    plans = PLANS[::-1] if swaps else PLANS  # the plans of the two cases
     (alone,) = workers.run(run_ppo, ["heuristic"] * 2, world_size=1, init_process_group=False, deadline_s=120.0)
-    everyone = workers.run(run_ppo, PLANS, world_size=2, init_process_group=False, deadline_s=240.0)
+    everyone = workers.run(run_ppo, plans, world_size=2, init_process_group=False, deadline_s=240.0)
     for index, (outcome, critic) in enumerate(everyone[0]):
         one, one_critic = alone[index]
         assert outcome.logged == everyone[1][index][0].logged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch.optim import SGD
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan, adapted_grpo
 from tests.strategies.runs import calls
 from tests.workers import WorkerPool
 
-HOMES = ("fsdp2", "tp2", "pp2")
 PLANS = (
     calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2"),
     calls(actor_train="fsdp2", actor_generate="tp2", reference_infer="dp2"),
@@ -30,7 +30,7 @@ PLANS = (
 SIZES = {"vocab_size": 256, "hidden_size": 64}
 
 
-def fine_tune(homes: tuple[str, ...], precision: str) -> list[tuple[list[float], dict[str, int], dict[str, Tensor]]]:
+def fine_tune(homes: Sequence[str], precision: str) -> list[tuple[list[float], dict[str, int], dict[str, Tensor]]]:
     """Train adapters with SFT in each layout; return losses, this rank's bytes by dtype, and all weights."""
     found, world_size = [], runs.world_size()
     for home in homes:
@@ -51,7 +51,8 @@ def _distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float
     return math.hypot(*(float((ours[name] - theirs[name]).norm()) for name in theirs if "lora_" in name))
 
 
-def test_a_base_takes_half_the_bytes_and_losses_are_close_to_fp32(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("homes", matrix(["fsdp2 tp2 pp2", "dp2"], "fsdp2 tp2 pp2"))
+def test_a_base_takes_half_the_bytes_and_losses_are_close_to_fp32(workers: WorkerPool, homes: str) -> None:
     ((expected, whole, weights),) = workers.run(fine_tune, ("dp1",), "32-true", world_size=1, init_process_group=False)[
         0
     ]
@@ -60,9 +61,9 @@ def test_a_base_takes_half_the_bytes_and_losses_are_close_to_fp32(workers: Worke
     adapters = sum(4 * weight.numel() for name, weight in weights.items() if "lora_" in name)
     assert half == {"bfloat16": (whole["float32"] - adapters) // 2, "float32": adapters}
     everyone: Any = workers.run(
-        fine_tune, HOMES, "bf16-mixed", world_size=2, init_process_group=False, deadline_s=150.0
+        fine_tune, homes.split(), "bf16-mixed", world_size=2, init_process_group=False, deadline_s=150.0
     )
-    for at, home in enumerate(HOMES):
+    for at, home in enumerate(homes.split()):
         losses, _, ours = everyone[0][at]
         assert losses == pytest.approx(expected, abs=2e-2), home
         assert _distance(ours, weights) < 0.2 * _distance(begun, weights), home
@@ -110,15 +111,16 @@ def criticise() -> list[list[dict[str, float]]]:
     partly.get_input_embeddings().requires_grad_(False)
     for settings in ({"peft_config": LORA}, {"actor": partly}):
         module = runs.ppo(learning_rate=1e-3, **settings)
-        plan = {call.name: "dp2" for call in module.dataflow.model_calls}
+        plan = {call.name: f"dp{world_size}" for call in module.dataflow.model_calls}
         strategy, record = ReallocStrategy({"calls": plan}), runs.Record()
         runs.trainer(strategy, world_size, precision="bf16-mixed", callbacks=[record]).fit(module, runs.Batches(2))
         found.append(record.logged)
     return found
 
 
-def test_heads_in_fp32_train_on_top_of_frozen_weights_in_bf16(workers: WorkerPool) -> None:
-    together: Any = workers.run(criticise, world_size=2, init_process_group=False, deadline_s=120.0)
+@pytest.mark.parametrize("world_size", matrix([1, 2], 2))
+def test_heads_in_fp32_train_on_top_of_frozen_weights_in_bf16(workers: WorkerPool, world_size: int) -> None:
+    together: Any = workers.run(criticise, world_size=world_size, init_process_group=False, deadline_s=120.0)
     for logged in together[0]:
         assert len(logged) == 2
         for name in ("actor/grad_norm", "critic/grad_norm"):

@@ -15,6 +15,7 @@ from torch.optim import SGD
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
@@ -23,6 +24,7 @@ RATE = 0.25
 PLANS = (
     calls(actor_train="fsdp2@0-1", actor_generate="dp2@0-1", reference_infer="tp2@2-3"),
     calls(actor_train="tp2@2-3", actor_generate="dp4", reference_infer="fsdp4"),
+    calls(actor_train="dp2.fsdp2", actor_generate="dp4", reference_infer="dp4"),
 )
 
 
@@ -74,12 +76,14 @@ def follow(plans: list[Any], folder: Path | None) -> list[tuple[list[dict[str, T
     return found
 
 
-def test_the_reference_is_the_moving_average_of_the_actor(workers: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", matrix(["0 1", "2"], "0 1"))
+def test_the_reference_is_the_moving_average_of_the_actor(workers: WorkerPool, tmp_path: Path, numbers: str) -> None:
     from tests.models import tiny_model
 
     (alone,) = workers.run(follow, ["heuristic"], None, world_size=1, init_process_group=False, deadline_s=90.0)
+    plans = [PLANS[int(number)] for number in numbers.split()]
     together = workers.run(
-        follow, PLANS, tmp_path / "run.ckpt", world_size=4, init_process_group=False, deadline_s=120.0
+        follow, plans, tmp_path / "run.ckpt", world_size=4, init_process_group=False, deadline_s=120.0
     )
     for actors, reference, _ in (*alone, *together[0]):
         expected = {name: weight.detach() for name, weight in tiny_model("llama", seed=1).named_parameters()}

@@ -23,9 +23,15 @@ from tests.strategies.pool.test_moving_average import Averaged
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.workers import WorkerPool
 
-PLAN = calls(
-    actor_generate="tp2", reference_infer="dp1@0", critic_infer="tp2", actor_train="fsdp2", critic_train="fsdp2",
-)  # fmt: skip
+PLANS = {
+    2: calls(
+        actor_generate="tp2", reference_infer="dp1@0", critic_infer="tp2", actor_train="fsdp2", critic_train="fsdp2",
+    ),
+    4: calls(
+        actor_generate="dp2.tp2@0-3", reference_infer="fsdp2@0-1", critic_infer="tp2@2-3",
+        actor_train="fsdp2.tp2@0-3", critic_train="fsdp4@0-3",
+    ),
+}  # fmt: skip
 """GRPO as users write it, with a reward function."""
 OFFLOAD = ["reference", "actor.optimizer", "critic.optimizer"]
 
@@ -52,18 +58,20 @@ class Presence(PhaseCallback):
 
 def fit_ppo(plans: list[Any], **options: Any) -> list[tuple[Outcome, dict[str, bool], str]]:
     """Train for two iterations under each plan."""
-    found = []
+    found, world_size = [], runs.world_size()
     for plan in plans:
         presence = Presence()
         watched = [presence] if "offload" in plan else []
-        outcome = runs.train(runs.ppo(), plan, 2, Batches(2), callbacks=watched, **options)
+        outcome = runs.train(runs.ppo(), plan, world_size, Batches(2), callbacks=watched, **options)
         found.append((outcome, presence.seen, presence.message))
     return found
 
 
-def test_a_run_is_the_same_with_everything_offloaded(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("world_size", matrix([2, 4], 2))
+def test_a_run_is_the_same_with_everything_offloaded(workers: WorkerPool, world_size: int) -> None:
+    plans = [PLANS[world_size], {**PLANS[world_size], "offload": OFFLOAD}]
     (stays, _, _), (leaves, seen, message) = workers.run(
-        fit_ppo, [PLAN, {**PLAN, "offload": OFFLOAD}], world_size=2, init_process_group=False, deadline_s=150.0
+        fit_ppo, plans, world_size=world_size, init_process_group=False, deadline_s=150.0
     )[0]
     assert leaves.tokens == stays.tokens
     assert leaves.logged == stays.logged
