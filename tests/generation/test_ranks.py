@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def _generate(family: str, text: str) -> list[Completion]:
     return engine.generate([PROMPTS[i] for i in mine], PARAMS, sample_ids=ids)
 
 
+@cache
 def _alone(family: str) -> dict[int, tuple[int, ...]]:
     completions = GenerationEngine(tiny_model(family)).generate(PROMPTS, PARAMS)
     return {completion.sample_id: completion.token_ids for completion in completions}
