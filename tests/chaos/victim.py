@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.runtime.messages import watchdog
 from lightning_realloc.strategies import ReallocStrategy
 from tests.chaos.faults import MOMENTS
 from tests.models import tiny_model
@@ -128,6 +129,8 @@ class Ranks(Callback):
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         """Write the id before models are built."""
         (self.folder / f"pid{trainer.global_rank}").write_text(str(os.getpid()))
+        if self.fault is not None and self.fault["signal"] == "SIGSTOP":
+            watchdog.FIRST_CALL_S = STALL_TIMEOUT_S  # otherwise ranks wait half an hour for one stopped in a first call
         trainer.strategy.barrier()
         if self.fault is not None and trainer.global_rank == self.fault["rank"]:
             sabotage(self.fault, self.folder)
