@@ -80,7 +80,7 @@ chaos: $(VENV)/.ready
 bad-input: $(VENV)/.ready
 	$(RUN) tests.bad_input --cases 2000
 
-# Thirty-three runs resumed from three moments each: two minutes on two cores.
+# Thirty-seven runs resumed from three moments each: two minutes on two cores.
 resume: $(VENV)/.ready
 	$(RUN) tests.resume
 
