@@ -215,29 +215,37 @@ class VLLMProcess:
 
     def _raise_ended(self) -> NoReturn:
         try:
-            end = f"ended {_described(self._process.wait(timeout=min(10.0, self._timeout_s)))}"
+            code = self._process.wait(timeout=min(10.0, self._timeout_s))
+            end, has_failed = f"ended {_described(code)}", code > 0
         except subprocess.TimeoutExpired:
-            end = "closed its connection, and was ended"
-        log_text = self._log_summary()
+            end, has_failed = "closed its connection, and was ended", True
+        lines = self._log_lines()
+        cause = _last_error(lines) if has_failed else ""  # a signal comes from elsewhere than an error that was logged
         self.close()
-        raise EngineLost(f"vLLM's process {end}; {log_text}")
+        raise EngineLost(f"vLLM's process {end}; {cause}{_end_of_log(lines)}")
 
     def _raise_silent(self) -> NoReturn:
-        log_text = self._log_summary()
+        log_text = _end_of_log(self._log_lines())
         self.close()
         raise EngineLost(
             f"vLLM's process gave no sign of life for {self._timeout_s:g} s and was ended; raise "
             f"VLLMOptions(timeout_s=...) if it only was slow; {log_text}"
         )
 
-    def _log_summary(self) -> str:
-        """Return the cause that vLLM's log names, if it does, and the end of the log."""
+    def _log_lines(self) -> list[str]:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        errors = [found[0] for line in lines if (found := _ERROR.search(line))]
-        causes = [error for error in errors if "root cause above" not in error.lower()]
-        cause = f"its log names {causes[-1][:400]}; " if causes else ""
-        return f"{cause}the end of its log: {' | '.join(lines[-4:])[-600:] or 'nothing'}"
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _last_error(lines: list[str]) -> str:
+    """Return the last error that a log names; empty if it names none. vLLM also logs errors that it goes on after."""
+    errors = [found[0] for line in lines if (found := _ERROR.search(line))]
+    causes = [error for error in errors if "root cause above" not in error.lower()]
+    return f"its log names {causes[-1][:400]}; " if causes else ""
+
+
+def _end_of_log(lines: list[str]) -> str:
+    return f"the end of its log: {' | '.join(lines[-4:])[-600:] or 'nothing'}"
 
 
 def _interpreter() -> str:

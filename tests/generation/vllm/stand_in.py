@@ -61,7 +61,7 @@ while (message := child.receive(connection)) is not None:
             if number == 1 and behaviour == "error":
                 child.send(connection, dict(error="ValueError: no such kernel"))
             if number == 1 and (behaviour == "dies" or (behaviour == "dies once" and is_first)):
-                print("segmentation fault", flush=True)
+                print("WARNING: went on after ValueError: no tokenizer", "segmentation fault", sep="\\n", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             if number == 1 and behaviour == "silent":
                 time.sleep(60)
