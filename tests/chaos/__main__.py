@@ -30,8 +30,8 @@ START_S = 120.0
 """Seconds from the start of a run to its fault, at most."""
 DEADLINE_S = 30.0
 """Seconds from the fault to the end of all other processes, at most."""
-TORCHRUN_S = 45.0
-"""The same under torchrun, which itself gives a stopped process 30 s."""
+TORCHRUN_S = DEADLINE_S + 30.0
+"""The same under torchrun, which itself gives a stopped process 30 s once the others have ended."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
