@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tests.vllm_environment import vllm_python
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STARTS_WITHIN_S = 600
+ENDS_WITHIN_S = 30
 
 
 def actor(vocab_size: int = 128, family: str = "llama") -> PreTrainedModel:
@@ -56,8 +58,17 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         wait_for(f"http://127.0.0.1:{port}", server, folder / "log")
         yield f"http://127.0.0.1:{port}"
     finally:
+        end(server)
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    """Ask the server to end, so that it removes its 400 MB of shared memory, and kill what is left of its group."""
+    server.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(ENDS_WITHIN_S)
+    with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+    server.wait()
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
