@@ -120,7 +120,9 @@ def _frame(content: bytes, length: int, size: int, group: Group) -> Tensor:
     frame = torch.zeros(_LENGTH_BYTES + size, dtype=torch.uint8)
     filled = bytearray(length.to_bytes(_LENGTH_BYTES, "big") + content)
     frame[: len(filled)] = torch.frombuffer(filled, dtype=torch.uint8)
-    return frame if dist.get_backend(group) == "gloo" else frame.to(torch.accelerator.current_accelerator() or "cpu")
+    if dist.get_backend(group) == "gloo":
+        return frame
+    return frame.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 def _gather(mine: Tensor, group: Group) -> list[bytes]:
