@@ -147,23 +147,25 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_S):
-            if self._is_late():
-                self._report()
+            late = self._late_activity()
+            if late is not None:
+                self._report(late)
             with suppress(_StoreSilentError):
                 self._reach_store(self._answer)
 
-    def _is_late(self) -> bool:
-        current = self.record.current()
-        limit = self._timeout_s + self.record.longest_s(current[0].name)
-        if self._next_warning is not None and self._next_warning[0] is current[0]:
+    def _late_activity(self) -> Activity | None:
+        """Return the current call if it takes too long."""
+        current = self.record.current()[0]
+        limit = self._timeout_s + self.record.longest_s(current.name)
+        if self._next_warning is not None and self._next_warning[0] is current:
             limit = self._next_warning[1]
-        seconds = current[0].elapsed(time.monotonic())
+        seconds = current.elapsed(time.monotonic())
         if seconds < limit:
-            return False
-        self._next_warning = current[0], 2 * seconds
-        return True
+            return None
+        self._next_warning = current, 2 * seconds
+        return current
 
-    def _report(self) -> None:
+    def _report(self, late: Activity) -> None:
         """Log for whom this rank waits, and end the process if that was asked for."""
         own = self._state(0)
         if own.waits_for is None or self.store_is_lost:  # then the wait itself ends
@@ -179,7 +181,7 @@ class Watchdog:
                 f"rank {self._rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place}), and the store of "
                 f"the process group does not answer: the process that hosts it, mostly rank 0, is stopped or lost"
             )
-        if message is None:
+        if message is None or self.record.current()[0] is not late:  # it has moved on while others answered
             return
         log.warning("%s", message)
         if self._action == "end" and (is_certain(states) or own.seconds > FIRST_CALL_S):

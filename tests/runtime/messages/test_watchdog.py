@@ -96,6 +96,27 @@ def test_a_store_that_never_answers_is_reported_and_holds_nothing_up(
     assert "mostly rank 0, is stopped or lost" in caplog.messages[0]
 
 
+def test_a_rank_that_moves_on_while_others_are_asked_reports_no_stall(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    store, record = dist.HashStore(), FlightRecord()
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.5)  # rank 1 never answers, so that both questions take this long
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "_connect", lambda: store)
+    watching = Watchdog(record, rank=0, world_size=2, timeout_s=0.1, action="warn", folder=tmp_path)
+    watching.start()
+    with record.during("a long call", waits_for=(1,)):
+        while store.add("watchdog/asked", 0) == 0:
+            time.sleep(0.01)
+    with record.during("the next call", waits_for=(1,)):
+        watching._stopped.set()
+        assert watching._thread is not None
+        watching._thread.join(20)
+    watching.stop()
+    assert store.add("watchdog/asked", 0) >= 2
+    assert not caplog.messages
+
+
 class _LostStore:
     """A store that answers a rank that introduces itself, and is lost some time after its first question."""
 
