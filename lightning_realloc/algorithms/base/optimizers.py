@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import DeclaredCalls
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, ReallocError
 
+log = logging.getLogger(__name__)
 NoDecay = Literal["norms", "biases", "embeddings"]
 """Weights without decay: gains of norms and other vectors that are not biases; biases; embedding tables and heads tied
 to them."""
@@ -153,8 +155,21 @@ class OptimizedRoles(DeclaredCalls):
         return self.default_learning_rate * (_ADAPTERS_LEARN_FASTER if adapted else 1.0)
 
     def new_optimizer(self, role: str, parameters: Parameters) -> torch.optim.Optimizer:
-        """Return a new optimizer for the parameters, or parameter groups, of a trained role."""
-        return self.optimizer_of(role).make(parameters)
+        """Return a new optimizer for the parameters, or parameter groups, of a trained role.
+
+        Raises:
+            ConfigError: if it cannot be made of them.
+        """
+        settings = self.optimizer_of(role)
+        try:
+            return settings.make(parameters)
+        except ReallocError:
+            raise
+        except Exception as error:  # of any class: optimizers check their arguments themselves
+            raise ConfigError(
+                f"{role}: its optimizer cannot be made ({type(error).__name__}: {error}); give optimizer= a class or "
+                f"function that makes one from all parameters of {role}, such as partial(AdamW, lr=1e-6)"
+            ) from error
 
     def configure_optimizers(self) -> Any:
         """Return one optimizer per trained role; its first parameter group has the name of the role."""
@@ -222,11 +237,18 @@ def with_learning_rate(
 
 
 def state_bytes(make: Callable[[Parameters], torch.optim.Optimizer]) -> int:
-    """Return the bytes of optimizer state per fp32 weight, measured by a step on a small one."""
+    """Return the bytes of optimizer state per fp32 weight, measured by a step on a small one.
+
+    0 if it cannot step so: the strategy refuses one that needs a closure or sparse gradients, and names it.
+    """
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
     optimizer = make([weight])
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:  # of any class, as above
+        log.debug("a step of %s to measure its state failed: %s", type(optimizer).__name__, error)
+        return 0
     kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
     return sum(value.nbytes for value in kept) // weight.numel()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adagrad, AdamW
+from torch.optim import LBFGS, SGD, Adagrad, AdamW, Muon, SparseAdam
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_realloc.algorithms.base.optimizers import RoleOptimizer, parameters_of
@@ -125,3 +125,10 @@ def test_memory_is_estimated_for_the_optimizer_with_the_largest_state() -> None:
     own = {"critic": RoleOptimizer(optimizer=partial(Adagrad, lr=0.1)), "actor": RoleOptimizer(optimizer=Plain)}
     assert runs.ppo(optimizers=own).optimizer_bytes == 4  # one sum of squares per weight
     assert runs.ppo().optimizer_bytes == 8
+
+
+def test_optimizers_that_cannot_be_made_or_step_so_have_errors_that_name_the_role() -> None:
+    for kind in (LBFGS, SparseAdam):  # refused by the strategy, which knows why
+        assert runs.sft(optimizer=partial(kind, lr=0.1)).optimizer_bytes == 0
+    with pytest.raises(ConfigError, match=r"actor: its optimizer cannot be made \(ValueError: Muon only supports 2D"):
+        entries(runs.sft(optimizer=partial(Muon, lr=0.1)))
