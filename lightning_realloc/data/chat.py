@@ -143,6 +143,11 @@ def check_template_settings(settings: Mapping[str, Any], place: str) -> None:
         )
 
 
+def as_message(prompt: Any, makes_messages: bool) -> Any:
+    """Return a prompt, or the user message that it becomes if it is text and ``makes_messages``."""
+    return [{"role": "user", "content": prompt}] if makes_messages and isinstance(prompt, str) else prompt
+
+
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, prompt: object, place: str, *, template: Mapping[str, Any] | None = None
 ) -> Text:

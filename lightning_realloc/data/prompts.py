@@ -9,7 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.chat import Text, conversation_text, partial_answer, prompt_text, prompt_token_ids
+from lightning_realloc.data.chat import (
+    Text,
+    as_message,
+    conversation_text,
+    partial_answer,
+    prompt_text,
+    prompt_token_ids,
+)
 from lightning_realloc.data.data_module import LongRows, RowDataModule, make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -96,7 +103,7 @@ class PromptDataModule(RowDataModule):
         kept: list[Row] = []
         prompts: list[list[int]] = []
         makes_messages = self.makes_messages(tokenizer)
-        given = [_as_message(row.values[self.prompt_column], makes_messages) for row in rows]
+        given = [as_message(row.values[self.prompt_column], makes_messages) for row in rows]
         texts = [
             _opening(tokenizer, prompt, row.place, self.template_of(row))
             for prompt, row in zip(given, rows, strict=True)
@@ -110,11 +117,6 @@ class PromptDataModule(RowDataModule):
         data = self.data_of(kept)
         data["prompt"] = data[self.prompt_column]
         return make_samples({"prompt_ids": Ragged.from_list(prompts)}, len(kept), "prompt", data)
-
-
-def _as_message(prompt: Any, makes_messages: bool) -> Any:
-    """Return a prompt, or the user message that it becomes if it is text and ``makes_messages``."""
-    return [{"role": "user", "content": prompt}] if makes_messages and isinstance(prompt, str) else prompt
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, prompt: Any, place: str, template: Mapping[str, Any]) -> Text:

@@ -14,6 +14,7 @@ from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.chat import (
     answer_message,
+    as_message,
     conversation_text,
     is_conversation,
     load_tokenizer,
@@ -118,7 +119,7 @@ def retokenized(
     prompts = batch.data.get("prompt", (None,) * len(batch))
     encoded: list[list[int]] = []
     for row, (prompt, ids) in enumerate(zip(prompts, _sequences(batch), strict=True)):
-        messages = [{"role": "user", "content": prompt}] if makes_messages and isinstance(prompt, str) else prompt
+        messages = as_message(prompt, makes_messages)
         if other.chat_template is None or not is_conversation(messages):
             encoded.append(list(other(str(tokenizer.decode(ids, skip_special_tokens=True)))["input_ids"]))
             continue
