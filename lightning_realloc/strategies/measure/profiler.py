@@ -340,13 +340,14 @@ class Profiler:
     ) -> tuple[str, float, float]:
         machine, options = self._machine, self._options
         model = copy.deepcopy(self._full_model(subject, depth)).requires_grad_(False)
-        home, copied = (_layout_of(subject, model, layout) for layout in (source, target))
+        spec = describe_model(model, tp_plan=subject.tp_plan, max_tp=max(source.dims.tp, target.dims.tp))
+        home, copied = ModelLayout(spec, source), ModelLayout(spec, target)
         if options.world_size > 1:
             parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
         reallocation = options.reallocation(home, local_tensors(model), copied, transport=transport)
         reallocation.run()
         took = min(reallocation.run().seconds for _ in range(NUM_REALLOCATIONS))
-        size = home.model.num_elements * options.copy_dtype.itemsize
+        size = spec.num_elements * options.copy_dtype.itemsize
         reallocation.release()
         by_push = reallocation.transport == "push"  # every rank writes only its shard, and others read it
         busiest_bytes = size / options.world_size if by_push else size
