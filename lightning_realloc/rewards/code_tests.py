@@ -72,7 +72,7 @@ class CodeTests:
         interpreter: Path of the Python interpreter; by default the current one.
         sandbox: Command that runs the interpreter in a sandbox of the system; ``{folder}`` in it is replaced by the
             program's folder: ``("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--bind", "{folder}", "{folder}")``.
-            Its processes count towards the limits, and it reaches no sockets: it cannot ask a daemon, as Docker's.
+            Its processes count towards the limits. It reaches no Unix sockets, and so no daemon such as Docker's.
 
     Example:
         >>> reward = CodeTests(score="share")

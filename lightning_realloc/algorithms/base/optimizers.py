@@ -239,14 +239,14 @@ def with_learning_rate(
 def state_bytes(make: Callable[[Parameters], torch.optim.Optimizer]) -> int:
     """Return the bytes of optimizer state per fp32 weight, measured by a step on a small one.
 
-    0 if it cannot step so: the strategy refuses one that needs a closure or sparse gradients, and names it.
+    0 for an optimizer that cannot take this step. The strategy refuses one that needs a closure or sparse gradients.
     """
     weight = nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
     optimizer = make([weight])
     try:
         optimizer.step()
-    except Exception as error:  # of any class, as above
+    except Exception as error:  # of any class: it may need a closure, or kernels of a device
         log.debug("a step of %s to measure its state failed: %s", type(optimizer).__name__, error)
         return 0
     kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
