@@ -1,4 +1,4 @@
-"""Suggest our setting for an unknown keyword: names of TRL, OpenRLHF, verl and vLLM, and typos.
+"""Suggest our setting for an unknown keyword: names of TRL, OpenRLHF, verl, vLLM and Lightning's Trainer, and typos.
 
 The tables of other libraries' names are package data, ``setting_hints.yaml``. It is read when a keyword is unknown.
 The algorithms' table is divided into topics. Keys of verl are patterns.
@@ -7,6 +7,7 @@ The algorithms' table is divided into topics. Keys of verl are patterns.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -94,11 +95,21 @@ def hint_for(name: str) -> str | None:
 
 
 def hint_of_verl(key: str) -> str | None:
-    """Return our counterpart of a key of verl's configuration, such as ``data.train_batch_size``, None for another."""
-    key = key.removeprefix("actor_rollout_ref.")
-    if "." not in key:  # a pattern such as ``reward*`` would fit a misspelt setting of ours
-        return VERL_HINTS.get(key)
-    return next((hint for pattern, hint in VERL_HINTS.items() if fnmatchcase(key, pattern)), None)
+    """Return our counterpart of a key of verl's configuration, such as ``data.train_batch_size``, None for another.
+
+    A name without dots is a whole key with ``_`` for its dots, or the end of keys that all have the same counterpart.
+    """
+    key = re.sub(r"^actor_rollout_ref[._]", "", key)
+    if "." in key:
+        return next((hint for pattern, hint in VERL_HINTS.items() if fnmatchcase(key, pattern)), None)
+    meant = {hint for pattern, hint in VERL_HINTS.items() if _ends_in(pattern, key)}
+    return meant.pop() if len(meant) == 1 else None
+
+
+def _ends_in(pattern: str, name: str) -> bool:
+    parts = pattern.split(".")
+    starts = [0] if parts[0] in ("critic", "ref", "reward*") else range(len(parts))  # the actor has the same names
+    return parts[-1] != "*" and any(fnmatchcase(name, "_".join(parts[start:])) for start in starts)
 
 
 class SuggestsSettings:
@@ -166,9 +177,13 @@ def describe_unknown_settings(cls: type, names: Sequence[str]) -> str:
 
 
 def _meant_by(name: str, cls: type) -> str:
+    import lightning as L  # only for an error message
+
     hints: Mapping[str, str] = getattr(cls, "names_elsewhere", {})
-    if name in hints:
-        return f"here it is {hints[name]}"
+    if name not in hints and name in inspect.signature(L.Trainer).parameters:
+        return f"here it is Lightning's Trainer({name}=...)"
+    if hint := hints.get(name) or hint_of_verl(name):
+        return f"here it is {hint}"
     known = sorted(settings_of(cls))
     alike = get_close_matches(name, known, n=1)
     return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(known)}"

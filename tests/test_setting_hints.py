@@ -93,6 +93,14 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: PPO("x", no_reward, normalize_reward=True), "not available: GRPO compares within groups"),
         (lambda: PPO("x", no_reward, adv_estimator="gae"), "the algorithm: PPO for 'gae'"),
         (lambda: GRPO("x", no_reward, actor_num_gpus_per_node=4), "ranks of actor.train in the plan"),
+        (lambda: GRPO("x", no_reward, ppo_mini_batch_size=8), "TrainOptions(num_minibatches=...)"),
+        (lambda: GRPO("x", no_reward, lr=1e-6), "here it is learning_rate="),
+        (lambda: GRPO("x", no_reward, tensor_model_parallel_size=2), "the layout of actor.generate in the plan"),
+        (lambda: GRPO("x", no_reward, rollout_n=8), "here it is sampling=SamplingParams(n=...)"),
+        (lambda: GRPO("x", no_reward, **{"rollout.n": 8}), "here it is sampling=SamplingParams(n=...)"),
+        (lambda: PPO("x", no_reward, critic_optim_lr=1e-5), "here it is critic_learning_rate= of PPO"),
+        (lambda: GRPO("x", no_reward, batch_size=8), "the data module's batch_size"),
+        (lambda: GRPO("x", no_reward, devices=8), "here it is Lightning's Trainer(devices=...)"),
     ],
 )
 def test_a_name_of_another_library_is_answered_with_our_setting(make: Any, hint: str) -> None:

@@ -52,6 +52,13 @@ def test_a_key_of_verl_is_answered_by_the_first_pattern_that_fits() -> None:
     assert hint_of_verl("rewards") is None  # a typo of ours, not a section of verl
 
 
+def test_the_end_of_a_key_of_verl_is_answered_where_it_has_one_meaning_for_the_actor() -> None:
+    assert hint_of_verl("lr") == hint_of_verl("actor_rollout_ref_actor_optim_lr") == "learning_rate="
+    assert hint_of_verl("critic_optim_lr") == "critic_learning_rate= of PPO"
+    assert hint_of_verl("param_offload") == "offload: [actor] in the plan"
+    assert hint_of_verl("path") is None  # of a model or of a reward
+
+
 def test_settings_are_read_from_a_script_and_from_a_configuration() -> None:
     script = 'for prefix in ("actor", "critic"):\n    p.add_argument(f"--{prefix}.adam.lr")\np.add_argument("--seed")'
     assert flags_of_openrlhf(script) == ["actor.adam.lr", "critic.adam.lr", "seed"]
