@@ -1,16 +1,11 @@
 """Inference on finished responses while others are still generated, next to inference afterwards.
 
 PPO with four random Llamas on two CPU ranks of one thread each. The table has wall seconds of an iteration, inference
-that ran before generation ended, idle time and differences of losses. Arms:
-
-- apart: rank 0 generates and trains the actor; rank 1 runs the other calls. Arms differ in the number of chunks in
-  which samples are sent on; 1 sends all samples at the end.
-- together: every call runs on both ranks. A rank without samples stays idle (static), receives samples from the other
-  rank (moving), or also starts other calls (freeing).
+that ran before generation ended, idle time and differences of losses. Rank 0 generates and trains the actor; rank 1
+runs the other calls. Arms differ in the number of chunks in which samples are sent on; 1 sends all at the end.
 
 Arms take turns with the same prompts and seeds. Each turn has a Trainer of its own, a warm-up iteration and measured
-iterations, with a barrier between iterations. Response lengths are geometric. Apart, 8 samples run at a time; together,
-all of them do.
+iterations, with a barrier between iterations. Response lengths are geometric; 8 samples run at a time.
 
 Run ``python -m benchmarks.fusion``.
 """
@@ -38,10 +33,6 @@ PLAN = {"calls": {
     "reference.infer": "dp1@1", "reward.infer": "dp1@1", "critic.infer": "dp1@1",
     "actor.train": "dp1@0", "critic.train": "dp1@1",
 }}  # fmt: skip
-TOGETHER_PLAN = {"calls": {
-    "actor.generate": {"layout": "dp2", "max_slots": 32},
-    "reference.infer": "dp2", "reward.infer": "dp2", "critic.infer": "dp2", "actor.train": "dp2", "critic.train": "dp2",
-}}  # fmt: skip
 WORLD_SIZE = 2
 INFER = ("reference.infer", "reward.infer", "critic.infer")
 TOLERANCE = 1e-5
@@ -49,30 +40,8 @@ SAME_RESPONSES = 0.98
 """Least share of equal responses. In float32, rounding in another batch changes about one draw in 10,000."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """Way in which samples reach the calls that read them."""
-
-    ranks: str
-    """Ranks of the calls that read samples: "apart" from the generating rank, or "together" with it."""
-    name: str
-    parts: int
-    """Chunks in which samples are sent on."""
-    moves: bool = False
-    """Whether samples may move between ranks."""
-
-
-def apart(parts: int) -> Arm:
-    """Return the arm with separate ranks and this number of chunks."""
-    return Arm("apart", f"{parts} chunk{'s' if parts > 1 else ''}", parts)
-
-
-STATIC, MOVING, FREEING = (
-    Arm("together", "static", 1), Arm("together", "moving", 1, moves=True), Arm("together", "freeing", 4, moves=True)
-)  # fmt: skip
-WHOLE, JUDGED = apart(1), apart(4)
-PAIRS = ((WHOLE, JUDGED), (STATIC, FREEING))
-"""Pairs of compared arms, the baseline first."""
+WHOLE, JUDGED = 1, 4
+"""Compared numbers of chunks, the baseline first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +59,16 @@ class Workload:
     new_tokens: int = 256
     """Longest response, in tokens."""
     mean_tokens: int = 96
-    """Approximate mean response length without the limit, for arms "apart"."""
-    mean_together: int = 48
-    """The same for arms "together", where all samples start at once and the longest ones decide."""
-    arms: tuple[Arm, ...] = (WHOLE, apart(2), JUDGED, apart(8), STATIC, MOVING, FREEING)
+    """Approximate mean response length without the limit."""
+    arms: tuple[int, ...] = (WHOLE, 2, JUDGED, 8)
+    """Numbers of chunks."""
     measured: int = 2
     """Measured iterations, after a warm-up iteration."""
 
 
 TINY = Workload(
     hidden_size=64, intermediate_size=128, num_layers=2, vocabulary=512, num_prompts=6, prompt_tokens=8, new_tokens=12,
-    mean_tokens=6, mean_together=6, arms=(WHOLE, JUDGED, STATIC, FREEING), measured=1,
+    mean_tokens=6, arms=(WHOLE, JUDGED), measured=1,
 )  # fmt: skip
 
 
@@ -134,18 +102,17 @@ class Turn:
     tokens: tuple[tuple[int, ...], ...]
 
 
-def run_arm(arm: Arm, work: Workload) -> Turn:
+def run_arm(num_chunks: int, work: Workload) -> Turn:
     """Train with a new Trainer, and return the measurements of both ranks. Collective."""
     from benchmarks.workload import make_trainer, random_prompts
     from lightning_realloc import ReallocStrategy
 
     noted = Readings()
-    plan = PLAN if arm.ranks == "apart" else TOGETHER_PLAN
-    strategy = ReallocStrategy(plan=plan, overlap="calls", generation_chunks=arm.parts)
+    strategy = ReallocStrategy(plan=PLAN, overlap="calls", generation_chunks=num_chunks)
     trainer = make_trainer(strategy=strategy, callbacks=[_make_meter(noted)], max_steps=1 + work.measured)
     count = work.num_prompts * (1 + work.measured)
     prompts = random_prompts(count, length=work.prompt_tokens, batch_size=work.num_prompts)
-    trainer.fit(_make_module(arm, work, noted), prompts)
+    trainer.fit(_make_module(work, noted), prompts)
     return merge(gather_from_ranks(noted), work.measured)
 
 
@@ -161,7 +128,7 @@ def merge(ranks: Sequence[Readings], measured: int) -> Turn:
     )
 
 
-def _make_module(arm: Arm, work: Workload, noted: Readings) -> Any:
+def _make_module(work: Workload, noted: Readings) -> Any:
     from benchmarks.workload import byte_tokenizer, llama_config, stable_adam
     from lightning_realloc import PPO, SamplingParams
 
@@ -172,14 +139,10 @@ def _make_module(arm: Arm, work: Workload, noted: Readings) -> Any:
             return made
 
     config = llama_config(work)
-    mean_tokens = work.mean_tokens if arm.ranks == "apart" else work.mean_together
-    ends = tuple(range(work.vocabulary - max(1, work.vocabulary // mean_tokens), work.vocabulary))
+    ends = tuple(range(work.vocabulary - max(1, work.vocabulary // work.mean_tokens), work.vocabulary))
     sampling = SamplingParams(max_new_tokens=work.new_tokens, stop_token_ids=ends)
 
-    return Recorded(
-        config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=stable_adam(1e-5),
-        sample_reallocation=arm.moves,
-    )  # fmt: skip
+    return Recorded(config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=stable_adam(1e-5))
 
 
 def _make_meter(noted: Readings) -> Any:
@@ -213,8 +176,7 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
     """Run all turns of all arms on this rank; rank 0 sends the results."""
     work = workload(options)
     for number in turns_within(options.turns, options.limit_s):
-        arms = [arm for arm in work.arms if options.ranks in (None, arm.ranks)]
-        for arm in arms if number % 2 == 0 else arms[::-1]:
+        for arm in work.arms if number % 2 == 0 else work.arms[::-1]:
             turn = run_arm(arm, work)
             gc.collect()
             if rank == 0:
@@ -237,19 +199,12 @@ def same_responses(turn: Turn, other: Turn) -> float:
     return fmean(ours == theirs for ours, theirs in zip(turn.tokens, other.tokens, strict=True))
 
 
-def fill(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]]) -> None:
-    """Add a row for each arm, and the targets."""
-    for first, judged in PAIRS:
-        if first in turns:
-            _fill_pair(report, {arm: made for arm, made in turns.items() if arm.ranks == first.ranks}, first, judged)
-
-
-def _fill_pair(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]], first: Arm, judged: Arm) -> None:
-    whole = turns[first]
-    for arm, made in turns.items():
+def fill(report: BenchmarkReport, turns: Mapping[int, Sequence[Turn]]) -> None:
+    """Add a row for each number of chunks, and the targets."""
+    whole = turns[WHOLE]
+    for num_chunks, made in turns.items():
         report.add_row(
-            ranks=arm.ranks,
-            arm=arm.name,
+            num_chunks=num_chunks,
             seconds=round(median(turn.seconds for turn in made), 2),
             over_whole=round(paired_ratio([t.seconds for t in whole], [t.seconds for t in made]), 3),
             infer_s=round(median(turn.infer_s for turn in made), 2),
@@ -258,16 +213,16 @@ def _fill_pair(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]], fir
             loss_diff=max(loss_difference(turn, whole[0]) for turn in made),
             same=round(min(same_responses(turn, whole[0]) for turn in made), 4),
         )
-    ratio = paired_ratio([turn.seconds for turn in whole], [turn.seconds for turn in turns[judged]])
-    report.require_at_least(f"{first.ranks}: iteration with {first.name} over {judged.name}", ratio, 1.0)
+    ratio = paired_ratio([turn.seconds for turn in whole], [turn.seconds for turn in turns[JUDGED]])
+    report.require_at_least(f"iteration with {WHOLE} chunk over {JUDGED} chunks", ratio, 1.0)
     every = [turn for made in turns.values() for turn in made]
     report.require_at_most(
-        f"{first.ranks}: largest difference of losses from the same tokens",
+        "largest difference of losses from the same tokens",
         max(loss_difference(turn, whole[0]) for turn in every if turn.tokens == whole[0].tokens),
         TOLERANCE,
     )
     same = min(same_responses(turn, whole[0]) for turn in every)
-    report.require_at_least(f"{first.ranks}: share of responses with the same tokens", same, SAME_RESPONSES)
+    report.require_at_least("share of responses with the same tokens", same, SAME_RESPONSES)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -278,14 +233,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit-s", type=float, default=240.0, help="seconds for all turns; there are fewer turns if needed"
     )
-    parser.add_argument("--ranks", choices=("apart", "together"), help="run only these arms")
     options = parser.parse_args(arguments)
-    plans = {"plan": PLAN, "together": TOGETHER_PLAN}
-    report = BenchmarkReport("fusion", settings={"world_size": WORLD_SIZE} | plans | asdict(workload(options)))
-    turns: defaultdict[Arm, list[Turn]] = defaultdict(list)
-    for arm, turn in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
-        turns[arm].append(turn)
-        sys.stderr.write(f"{arm.ranks}, {arm.name}: {turn.seconds:.2f} s an iteration, {turn.hidden_s:.2f} s hidden\n")
+    settings = {"world_size": WORLD_SIZE, "plan": PLAN} | asdict(workload(options))
+    report = BenchmarkReport("fusion", settings=settings)
+    turns: defaultdict[int, list[Turn]] = defaultdict(list)
+    for num_chunks, turn in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
+        turns[num_chunks].append(turn)
+        sys.stderr.write(f"chunks: {num_chunks}, {turn.seconds:.2f} s an iteration, {turn.hidden_s:.2f} s hidden\n")
     fill(report, turns)
     return report.finish(options)
 

@@ -273,7 +273,7 @@ class GenerationEngine(SharingEngine):
                 if self._rebalancer is not None:
                     self._rebalancer.run_to_end(
                         run, SampleAccess(run), requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
-                        on_step=notifier.follow, waiting_calls=self._waiting_calls,
+                        on_step=notifier.follow,
                     )  # fmt: skip
                 while self._anybody_has_work(run.has_work):
                     self._take_newer_weights(run, pack)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fusion import FREEING, JUDGED, TINY, WHOLE, Readings, Turn, fill, loss_difference, merge, run_arm
+from benchmarks.fusion import JUDGED, TINY, WHOLE, Readings, Turn, fill, loss_difference, merge, run_arm
 from benchmarks.harness import BenchmarkReport
 from tests.workers import WorkerPool
 
@@ -36,20 +36,18 @@ def test_losses_are_compared_relatively_and_missed_targets_reported() -> None:
     assert [target.met for target in report.targets] == [False, True, False]  # only losses of equal tokens count
 
 
-def run_tiny() -> tuple[Turn, Turn, Turn]:
+def run_tiny() -> tuple[Turn, Turn]:
     """Run the arms that have targets."""
-    return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY), run_arm(FREEING, TINY)
+    return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY)
 
 
 @pytest.mark.exhaustive
 def test_a_tiny_run_hides_inference_and_trains_the_same(workers: WorkerPool) -> None:
     for _ in range(6):  # on shared cores, the second rank may start to read only after all samples are generated
-        whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
+        whole, parts = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
         assert whole.tokens == parts.tokens
         assert loss_difference(parts, whole) <= 1e-5
         assert pytest.approx(0.5, abs=0.5) == parts.idle_share
-        assert sorted(together.tokens) == sorted(whole.tokens)
-        assert loss_difference(together, whole) <= 1e-5
         if parts.hidden_s:
             break
     assert whole.hidden_s == 0.0 < parts.hidden_s < parts.infer_s

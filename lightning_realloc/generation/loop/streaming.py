@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation.core.sample import Completion, Sample
@@ -22,14 +21,7 @@ class PartialResults:
     def __init__(self, num_chunks: int, send: Callable[[Samples], None]) -> None:
         self._num_chunks, self._send = num_chunks, send
         self._num_sent = 0
-        self._samples_of: Callable[[Sequence[Completion]], Samples] | None = None
-        self.finished: list[Completion] = []
-        """All finished responses, sent or not."""
-
-    def rows(self, completions: Sequence[Completion]) -> Samples:
-        """Return finished responses in the form of the call's result."""
-        assert self._samples_of is not None, "nothing is finished before the call begins"
-        return self._samples_of(completions)
+        self._num_finished = 0
 
     def collect(
         self, count: int, samples_of: Callable[[Sequence[Completion]], Samples]
@@ -40,13 +32,12 @@ class PartialResults:
             count: Samples of the call. A chunk is full whenever another ``1 / num_chunks`` of them has finished.
             samples_of: Converts completions to samples.
         """
-        self._samples_of = samples_of
         unsent: list[Completion] = []
 
         def add(completion: Completion) -> None:
             unsent.append(completion)
-            self.finished.append(completion)
-            due = min(len(self.finished) * self._num_chunks // count, self._num_chunks - 1)
+            self._num_finished += 1
+            due = min(self._num_finished * self._num_chunks // count, self._num_chunks - 1)
             if due > self._num_sent:
                 self._num_sent = due
                 self._send(samples_of(unsent))
@@ -55,19 +46,11 @@ class PartialResults:
         return add
 
 
-class WaitingCalls(Protocol):
-    """Calls that need finished samples."""
-
-    def work(self) -> bool:
-        """Do a small part of these calls without waiting for another rank; return False if nothing is left to do."""
-
-
 class SharingEngine:
     """Base of engines whose finished responses other calls use, and whose progress they show, while they generate."""
 
     partial_results: PartialResults | None = None
     """Sends finished responses in chunks while a call runs; None: nothing is sent."""
-    _waiting_calls: WaitingCalls | None = None
     _followed: list[Sample] | None = None
     """Samples of all generations inside `sharing`, without those of other ranks; None outside."""
 
@@ -91,21 +74,17 @@ class SharingEngine:
             self._followed.extend(samples)
 
     @contextmanager
-    def sharing(
-        self, partial_results: PartialResults | None = None, waiting_calls: WaitingCalls | None = None
-    ) -> Iterator[None]:
+    def sharing(self, partial_results: PartialResults | None = None) -> Iterator[None]:
         """Share finished responses with other calls inside this context.
 
         Args:
             partial_results: Sends finished responses in chunks; None: nothing is sent.
-            waiting_calls: Other work for times in which only peers have samples; None: this rank waits for them. An
-                engine without peers does none of it.
         """
-        self.partial_results, self._waiting_calls, self._followed = partial_results, waiting_calls, []
+        self.partial_results, self._followed = partial_results, []
         try:
             yield
         finally:
-            self.partial_results = self._waiting_calls = self._followed = None
+            self.partial_results = self._followed = None
 
 
 class CompletionNotifier:

@@ -22,7 +22,6 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.loop.sample_access import SampleAccess
-from lightning_realloc.generation.loop.streaming import WaitingCalls
 from lightning_realloc.generation.rebalance.balance_policy import plan_balance
 from lightning_realloc.generation.rebalance.handover import MigrationStats, SampleHandover
 from lightning_realloc.generation.rebalance.load import (
@@ -97,7 +96,6 @@ class Rebalancer:
         *,
         max_new_tokens: int,
         on_step: Callable[[Sequence[Sample]], None] | None = None,
-        waiting_calls: WaitingCalls | None = None,
     ) -> None:
         """Generate until all samples of all ranks are finished and back. Collective over the peers.
 
@@ -107,11 +105,10 @@ class Rebalancer:
             hints: Expected response length per prompt; 0 if unknown.
             max_new_tokens: Bound of the responses of all ranks, by which calls of different length are kept apart.
             on_step: Called after every step with all samples that finished on this rank so far.
-            waiting_calls: Work to do while this rank has no samples.
         """
         lengths = self.history.predictor(access.samples, hints or ())
         recorder = StepRecorder(run, self.pace, self.history, lengths, clock=self.clock, on_step=on_step)
-        rounds = _Rounds(self, run, access, recorder, lengths, waiting_calls)
+        rounds = _Rounds(self, run, access, recorder, lengths)
         self.stats, self._has_begun = rounds.stats, True
         kind = self.peers.call, max_new_tokens
         try:
@@ -137,13 +134,11 @@ class _Rounds:
         access: SampleAccess,
         recorder: StepRecorder,
         lengths: LengthPredictor,
-        waiting_calls: WaitingCalls | None,
     ) -> None:
         self._run = run
         self._access = access
         self._recorder = recorder
         self._lengths = lengths
-        self._waiting_calls = waiting_calls
         self._peers = rebalancer.peers
         self._agree, self._clock = rebalancer.agree, rebalancer.clock
         self._handover = SampleHandover(access, self._peers, rebalancer.pace, self._agree, self._clock)
@@ -205,9 +200,6 @@ class _Rounds:
 
     def _run_round(self) -> bool:
         """Plan and begin moves by the last reports, and send the next one; return whether there is a next round."""
-        if self._waiting_calls is not None and not self._run.has_work:
-            while not self._have_reports_arrived() and self._waiting_calls.work():
-                pass
         reports = self._wait(self._receive_reports)
         if not any(report.live for report in reports):
             # It takes one period to make a plan, and one for the plan to be of use.

@@ -71,7 +71,7 @@ class CallRunner:
         self.engines = EnginePool(context)
         """Engines that generate on this rank."""
         self._infer, self._train = InferCalls(context, self.engines), TrainCalls(context, hooks, self.engines)
-        generate = GenerateCalls(context, self.engines, self._infer, self._metrics.idle)
+        generate = GenerateCalls(context, self.engines, self._metrics.idle)
         self._calls: Mapping[str, CallsOfOneKind] = {"generate": generate, "infer": self._infer, "train": self._train}
         self._ahead: tuple[IterationData, ...] = ()
         """Batches with responses that wait to be trained on, at most ``max_staleness``."""
@@ -308,7 +308,7 @@ class CallRunner:
         """Run one call, and return its seconds, without waiting, if this rank takes part in it."""
         begin, waited = time.perf_counter(), self._metrics.idle.seconds
         takes_part = self._compute(call, data) if call.kind == "compute" else self._run_with_model(call, data)
-        seconds = time.perf_counter() - begin - (self._metrics.idle.seconds - waited) + data.early_seconds(call)
+        seconds = time.perf_counter() - begin - (self._metrics.idle.seconds - waited)
         return {call.name: seconds} if takes_part else {}
 
     def _run_with_model(self, call: ModelFunctionCall, data: IterationData) -> bool:

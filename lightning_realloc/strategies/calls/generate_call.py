@@ -10,7 +10,6 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_pool import EnginePool, PeerFailure, ReplicaEngine
-from lightning_realloc.strategies.calls.infer_call import EarlyInference, InferCalls
 from lightning_realloc.strategies.calls.metrics import IdleClock, speculation_metrics
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
@@ -23,12 +22,11 @@ class GenerateCalls:
     Args:
         context: The algorithm and its models on this rank.
         engines: Engines of the models' replicas.
-        inference: Runs calls that a rank may start before all ranks have finished generating.
         idle: Clock of this rank's waiting.
     """
 
-    def __init__(self, context: CallContext, engines: EnginePool, inference: InferCalls, idle: IdleClock) -> None:
-        self._context, self._engines, self._inference, self._idle = context, engines, inference, idle
+    def __init__(self, context: CallContext, engines: EnginePool, idle: IdleClock) -> None:
+        self._context, self._engines, self._idle = context, engines, idle
 
     def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples:
         """Return the samples that this rank generates; chunks of them are sent as soon as they are full."""
@@ -39,15 +37,12 @@ class GenerateCalls:
         replica_engine.begin(data, data.index(call))
         engine, num_chunks = replica_engine.engine, data.routes.fusion.num_chunks_of(call)
         partial_results = PartialResults(num_chunks, lambda made: data.send_chunk(call, made))
-        early = None
-        if replica_engine.moves is not None:
-            early = EarlyInference.from_fusion(call, data, self._context.pool, self._inference, partial_results)
-        shared = partial_results if num_chunks > 1 or early is not None else None
+        shared = partial_results if num_chunks > 1 else None
         self._context.mailbox.record.follow(engine.progress)
         self._engines.is_generating = True
         try:
             reading = self._context.reading(call, replica, keeps_merged=self._engines.keeps_caches)
-            with reading, engine.sharing(shared, early):
+            with reading, engine.sharing(shared):
                 made: Samples | Divided = self._context.method_of(call)(engine, prompts)
             self._engines.send_history(replica_engine, data.run, data.index(call))
             self._record_metrics(call.name, replica, replica_engine, data.report)
@@ -57,8 +52,6 @@ class GenerateCalls:
             if isinstance(made, Divided):
                 data.carry(call, made.carried)
                 return made.finished
-            if early is not None:
-                data.record_early(early.results(call, made))
             return made
         except PeerFailure:
             raise

@@ -6,9 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from math import ceil
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +15,11 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.generation import Completion
-from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.full_device import KeptCaches, SmallerBatches
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows, check_unchanged
-from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows
 from lightning_realloc.strategies.pool.replica import Replica
 
 log = logging.getLogger(__name__)
@@ -48,15 +42,13 @@ class InferCalls:
         self._smaller.forget()
 
     def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
-        """Return the results of this rank's samples, early ones included; None if it holds none."""
-        early, table = data.early(call), data.table(call)
-        micro_batches = data.routes.micro_batches(call, table)[replica.layout.data_parallel_index(self._context.rank)]
-        rest = micro_batches[len(early.chunks) :]
-        if not rest:
-            return early.samples
-        self._context.mailbox.record.expect_parts(len(self._smaller.divided(call, rest)), "micro-batches")
-        made = self.run_micro_batches(call, replica, data.rows(call), rest)
-        return made if not early.chunks else Samples.concatenate([*early.chunks, *([] if made is None else [made])])
+        """Return the results of this rank's samples; None if it holds none."""
+        plan = data.routes.micro_batches(call, data.table(call))
+        micro_batches = plan[replica.layout.data_parallel_index(self._context.rank)]
+        if not micro_batches:
+            return None
+        self._context.mailbox.record.expect_parts(len(self._smaller.divided(call, micro_batches)), "micro-batches")
+        return self._run_micro_batches(call, replica, data.rows(call), micro_batches)
 
     def run_fused(
         self, calls: Sequence[ModelFunctionCall], replicas: Mapping[str, Replica], data: IterationData
@@ -76,7 +68,7 @@ class InferCalls:
                     shares = data.routes.fusion.chunk_shares(call, chunk.lengths)
                     share = shares[layout.data_parallel_index(self._context.rank)]
                     if share:
-                        self.run_timed(call, replicas[call.name], chunk.rows, share, results[call.name])
+                        self._run_timed(call, replicas[call.name], chunk.rows, share, results[call.name])
         except Exception:
             for _ in chunks:
                 pass
@@ -86,18 +78,18 @@ class InferCalls:
             data.report.maxima[f"hidden_s/{name}"] = made.seconds_before(ended_at)
         return dict(results)
 
-    def run_timed(
+    def _run_timed(
         self, call: ModelFunctionCall, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch],
         results: ChunkResults,
     ) -> None:  # fmt: skip
         """Run some micro-batches, and add their results and times to ``results``."""
         begin = time.perf_counter()
-        made = self.run_micro_batches(call, replica, rows, micro_batches)
+        made = self._run_micro_batches(call, replica, rows, micro_batches)
         results.times.append((begin, time.perf_counter()))
         if made is not None:
             results.chunks.append(made)
 
-    def run_micro_batches(
+    def _run_micro_batches(
         self, call: ModelFunctionCall, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch]
     ) -> Samples | None:
         """Return the results of some micro-batches; None if none of them counts, or another stage holds them."""
@@ -155,114 +147,8 @@ class InferCalls:
         return [column_of(replica.model, batch) for batch in packs]
 
 
-@dataclass(slots=True)
-class EarlyCall:
-    """One call that may start early, on this rank."""
-
-    call: ModelFunctionCall
-    replica: Replica
-    max_tokens: int
-    """Most tokens of one forward pass."""
-    results: ChunkResults = field(default_factory=ChunkResults)
-    done: set[int] = field(default_factory=set)
-    """Ids of samples that have results."""
-
-    def todo(self, finished: Sequence[Completion]) -> list[Completion]:
-        """Return finished samples without results. One that fits no pass is left to the call, which refuses it."""
-        return [c for c in finished if c.sample_id not in self.done and _num_tokens(c) <= self.max_tokens]
-
-
-class EarlyInference:
-    """Works on finished samples, one forward pass at a time: a `generation.loop.streaming.WaitingCalls`.
-
-    Args:
-        calls: Calls that may start early, in running order.
-        partial_results: The finished samples.
-        inference: Runs the calls.
-        num_chunks: About the number of passes in which a call works on the samples that are finished.
-        with_objects: Gives responses the data's columns of their prompts.
-    """
-
-    def __init__(
-        self,
-        calls: Sequence[EarlyCall],
-        partial_results: PartialResults,
-        inference: InferCalls,
-        *,
-        num_chunks: int,
-        with_objects: Callable[[Samples], Samples],
-    ) -> None:
-        self._calls, self._partial_results, self._inference = calls, partial_results, inference
-        self._num_chunks = num_chunks
-        self._with_objects = with_objects
-        self._rows: list[Samples] = []
-
-    @classmethod
-    def from_fusion(
-        cls, source: ModelFunctionCall, data: IterationData, pool: ModelPool, inference: InferCalls,
-        partial_results: PartialResults,
-    ) -> EarlyInference | None:  # fmt: skip
-        """Return the calls that may start while ``source`` generates; None if there are none on this rank."""
-        fusion, calls = data.routes.fusion, []
-        for call in fusion.calls:
-            if fusion.early_sources.get(call.name) == source.name:
-                place, replica = fusion.placements[call.name], pool.ready(call.name)
-                if replica is not None and replica.layout == place.layout:
-                    calls.append(EarlyCall(call, replica, place.micro_batch_tokens))
-        if not calls:
-            return None
-        objects = partial(data.with_objects, source)
-        return cls(calls, partial_results, inference, num_chunks=fusion.num_chunks, with_objects=objects)
-
-    def work(self) -> bool:
-        """Make one forward pass; return whether there was anything to do."""
-        finished = self._partial_results.finished
-        for early in self._calls:
-            todo = sorted(early.todo(finished), key=lambda c: c.sample_id)  # samples of a prompt next to each other
-            if todo:
-                chunk_tokens = ceil(sum(map(_num_tokens, finished)) / self._num_chunks)
-                count = _first_pack(list(map(_num_tokens, todo)), min(chunk_tokens, early.max_tokens))
-                self._run_pass(early, todo[:count])
-                return True
-        return False
-
-    def _run_pass(self, early: EarlyCall, chosen: Sequence[Completion]) -> None:
-        rows, positions = self._partial_results.rows(chosen), tuple(range(len(chosen)))
-        micro_batches = [MicroBatch(positions, True)]
-        self._inference.run_timed(
-            early.call, early.replica, PositionedRows(self._with_objects(rows), positions), micro_batches, early.results
-        )
-        assert len(early.results.chunks) == len(early.results.times), "a whole model gives every sample its values"
-        early.done.update(c.sample_id for c in chosen)
-        self._rows.append(rows)
-
-    def results(self, source: ModelFunctionCall, made: Samples) -> Mapping[str, ChunkResults]:
-        """Return the results by call.
-
-        Raises:
-            PlanError: if the generating call returned other samples than those that calls worked on.
-        """
-        for rows in self._rows:
-            check_unchanged(source, made, rows)
-        return {early.call.name: early.results for early in self._calls}
-
-
 def is_finite(column: Column) -> bool:
     """Return whether a column of tensors holds neither NaN nor infinity."""
     assert not isinstance(column, tuple), "python objects are no results of a model"
     values = column.values if isinstance(column, Ragged) else column
     return not values.is_floating_point() or bool(values.isfinite().all())
-
-
-def _num_tokens(completion: Completion) -> int:
-    return len(completion.prompt) + len(completion.token_ids)
-
-
-def _first_pack(lengths: Sequence[int], max_tokens: int) -> int:
-    """Return the number of leading samples that fit one pass; at least one."""
-    total = 0
-    for count, length in enumerate(lengths):
-        total += length
-        if count and total > max_tokens:
-            return count
-    return len(lengths)

@@ -22,7 +22,6 @@ from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import (
-    ChunkResults,
     PositionedRows,
     SampleChunk,
     SampleTable,
@@ -46,8 +45,6 @@ class _Generation:
     """Ids, lengths and values per sample of each chunk; None: the chunk is empty."""
     rows: dict[ChunkKey, Samples] = field(default_factory=dict)
     """Sequences of each chunk that this rank works on in fused calls."""
-    early: dict[int, Mapping[str, Sequence[Sequence[int]]]] = field(default_factory=dict)
-    """Sender -> call -> sample ids of each forward pass that it made while others generated."""
     clocks: defaultdict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     """Sender -> when it sent its chunks, on its clock, and when this rank read them, on its own."""
     table: SampleTable | None = None
@@ -84,8 +81,6 @@ class IterationData:
         self._mailbox, self._rank = mailbox, rank
         self._batch = SampleTable(batch)
         self._generations = {call.name: _Generation() for call in routes.calls if call.kind == "generate"}
-        self._early: dict[str, ChunkResults] = {}
-        """Call -> its results that this rank made before its turn."""
         self._held: defaultdict[str, list[Samples]] = defaultdict(list)
         """Call -> its results that this rank needs later."""
         self._received: set[str] = set()
@@ -158,16 +153,6 @@ class IterationData:
         """Return a call's place in running order."""
         return self.routes.calls.index(call)
 
-    def early(self, call: ModelFunctionCall) -> ChunkResults:
-        """Return the results of a call that this rank made before its turn."""
-        return self._early.get(call.name, ChunkResults())
-
-    def early_seconds(self, call: ModelFunctionCall) -> float:
-        """Return the seconds that a call ran early, less the seconds of early calls that ran inside its own turn."""
-        sources = self.routes.fusion.early_sources
-        others = sum(results.seconds for name, results in self._early.items() if sources[name] == call.name)
-        return self.early(call).seconds - others
-
     # ---- results of a call
     def send_chunk(self, call: ModelFunctionCall, made: Samples) -> None:
         """Send some samples of a generating call while others are generated."""
@@ -175,11 +160,6 @@ class IterationData:
             sent, made = self._generations[call.name].sent, made.sorted_by_id()
             sent.append(made)
             self._send_chunk(call, len(sent) - 1, made)
-
-    def record_early(self, results: Mapping[str, ChunkResults]) -> None:
-        """Keep results that calls made here of finished samples, while other ranks generated."""
-        self._early |= results
-        self.report.maxima |= {f"hidden_s/{name}": made.seconds for name, made in results.items()}
 
     def carry(self, call: ModelFunctionCall, samples: Samples) -> None:
         """Leave some samples of a generating call for the next iteration; the report sends them to all ranks."""
@@ -228,7 +208,7 @@ class IterationData:
 
     # ---- chunks of a generating call
     def _send_last_chunks(self, call: ModelFunctionCall, made: Samples | None) -> None:
-        """Send the samples that no chunk had, and which calls worked on samples early."""
+        """Send the samples that no chunk had."""
         generation, last, rest = self._generations[call.name], self.routes.fusion.num_chunks_of(call) - 1, made
         if generation.sent:
             sent = Samples.concatenate(generation.sent)
@@ -238,19 +218,13 @@ class IterationData:
             rest = made.select([row for row, sample_id in enumerate(made.ids.tolist()) if sample_id not in ids])
         for number in range(len(generation.sent), last):
             self._send_chunk(call, number, None)
-        sources = self.routes.fusion.early_sources
-        generation.early[self._rank] = {
-            name: [chunk.ids.tolist() for chunk in results.chunks]
-            for name, results in self._early.items()
-            if results.chunks and sources[name] == call.name
-        }
         self._send_chunk(call, last, None if rest is None or not len(rest) else rest.sorted_by_id())
 
     def _send_chunk(self, call: ModelFunctionCall, number: int, made: Samples | None) -> None:
         """Send a chunk's outline to all ranks, and its sequences to those that work on them in fused calls."""
         generation = self._generations[call.name]
         known = generation.outlines[number, self._rank] = None if made is None else _outline(made)
-        info = {"sent_s": time.perf_counter(), "early": generation.early.get(self._rank, {})}
+        info = {"sent_s": time.perf_counter()}
         samples = {} if known is None else {"made": known}
         self._send(self._mailbox.others, FrameKind.DIRECTORY, call, samples, info, chunk=number)
         if made is None or not self.routes.fusion.sources:
@@ -271,7 +245,6 @@ class IterationData:
         if key not in generation.outlines:
             info, samples = self._receive(FrameKind.DIRECTORY, call, sender, chunk=number)
             generation.outlines[key] = samples.get("made")
-            generation.early[sender] = info["early"]
             generation.clocks[sender].append((info["sent_s"], time.perf_counter()))
         return generation.outlines[key]
 
@@ -317,14 +290,10 @@ class IterationData:
         place = self.routes.placements[call.name]
         holders: list[tuple[int, ...]] = [()] * len(known)
         holders_of = {sender: place.holders(index) for index, sender in enumerate(place.senders)}
-        early: dict[str, dict[int, list[tuple[int, ...]]]] = {}
         for (sender, _), rows in zip(chunks, positions, strict=True):
             for row in rows:
                 holders[row] = holders_of[sender]
-        for sender, passes in self._generations[call.name].early.items():
-            for name, packs in passes.items():
-                early.setdefault(name, {})[sender] = [tuple(row_of[sample_id] for sample_id in pack) for pack in packs]
-        return SampleTable(known, holders, chunks=positions, early=early)
+        return SampleTable(known, holders, chunks=positions)
 
     # ---- after the calls
     def send_report(self) -> None:

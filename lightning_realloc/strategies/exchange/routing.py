@@ -16,7 +16,7 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Coordinate, Layout
 from lightning_realloc.strategies.exchange.sample_table import Holders, SampleTable
-from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, fused_sources, tail_sources
+from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, fused_sources
 
 MicroBatchPlan = tuple[tuple[MicroBatch, ...], ...]
 """The micro-batches of each data-parallel rank."""
@@ -61,8 +61,6 @@ class Fusion:
     """Chunks in which a generating rank sends its samples, where a fused call waits for them."""
     sources: Mapping[str, str]
     """Fused call on other ranks -> the generating call whose chunks it works on."""
-    early_sources: Mapping[str, str]
-    """Call on the generating ranks that may start on a rank with nothing left to generate -> the generating call."""
 
     @classmethod
     def from_calls(
@@ -70,11 +68,9 @@ class Fusion:
     ) -> Fusion:
         """Find the calls that can be fused; there are none with ``num_chunks=1``."""
         if num_chunks == 1:
-            return cls(tuple(calls), placements, num_chunks, {}, {})
-        layouts = {name: place.layout for name, place in placements.items()}
-        sources = fused_sources(calls, {name: layout.ranks for name, layout in layouts.items()})
-        ordered = fused_first(calls, sources)
-        return cls(ordered, placements, num_chunks, sources, tail_sources(ordered, layouts))
+            return cls(tuple(calls), placements, num_chunks, {})
+        sources = fused_sources(calls, {name: place.layout.ranks for name, place in placements.items()})
+        return cls(fused_first(calls, sources), placements, num_chunks, sources)
 
     def num_chunks_of(self, source: ModelFunctionCall) -> int:
         """Return how many chunks each rank of a generating call sends, empty ones included."""
@@ -212,15 +208,10 @@ class Routes:
         return self._shares[call.name]
 
     def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
-        """Return the forward passes of an inference call for each data-parallel rank; a fused call goes chunk by chunk.
-
-        Passes that a rank made while others generated come first; the remaining samples are shared out.
-        """
+        """Return the forward passes of an inference call by data-parallel rank; a fused call goes chunk by chunk."""
         if call.name not in self._infers:
             if call.name in self.fusion.sources:
                 plan = self._plan_by_chunk(call, table)
-            elif call.name in table.early:
-                plan = self._plan_after_early(call, table)
             else:
                 place = self.placements[call.name]
                 plan = micro_batch_plan(
@@ -237,24 +228,6 @@ class Routes:
             shares = self.fusion.chunk_shares(call, [lengths[position] for position in chunk])
             for plan, share in zip(plans, shares, strict=True):
                 plan += [MicroBatch(tuple(chunk[row] for row in micro.positions), micro.counts) for micro in share]
-        return tuple(map(tuple, plans))
-
-    def _plan_after_early(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
-        place, early = self.placements[call.name], table.early[call.name]
-        num_shares = place.layout.data_parallel_size
-        plans: list[list[MicroBatch]] = [[] for _ in range(num_shares)]
-        for rank, packs in early.items():
-            plans[place.layout.data_parallel_index(rank)] += [MicroBatch(tuple(pack), True) for pack in packs]
-        done = {position for packs in early.values() for pack in packs for position in pack}
-        rest = [position for position in range(len(table)) if position not in done]
-        if rest:
-            all_lengths = table.lengths
-            lengths = [all_lengths[position] for position in rest]
-            limit = place.micro_batch_tokens
-            shares = micro_batch_plan(lengths, num_shares, max_tokens=limit, equal_counts=False, call=call.name)
-            for plan, share in zip(plans, shares, strict=True):
-                counted = (micro for micro in share if micro.counts)
-                plan += [MicroBatch(tuple(rest[row] for row in micro.positions), True) for micro in counted]
         return tuple(map(tuple, plans))
 
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:

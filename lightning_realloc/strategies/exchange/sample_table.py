@@ -28,21 +28,12 @@ class SampleTable:
         known: Ids and columns of all samples, in the table's order. Of generated sequences these are the lengths.
         holders: The ranks that hold each sample's sequences; None: every rank does, as of the loader's batch.
         chunks: The positions of each chunk in which the samples came, ascending within a chunk.
-        early: Call -> rank -> the positions of each forward pass that it made while others generated.
     """
 
-    def __init__(
-        self,
-        known: Samples,
-        holders: Holders | None = None,
-        *,
-        chunks: Sequence[Sequence[int]] = (),
-        early: Mapping[str, Mapping[int, Sequence[tuple[int, ...]]]] | None = None,
-    ) -> None:
+    def __init__(self, known: Samples, holders: Holders | None = None, *, chunks: Sequence[Sequence[int]] = ()) -> None:
         self.known = known
         self.holders = holders
         self.chunks = chunks
-        self.early = early or {}
         self._ids: list[int] = known.ids.tolist()
 
     def __len__(self) -> int:

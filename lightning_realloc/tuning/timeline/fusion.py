@@ -1,7 +1,6 @@
 """Find the inference calls that can start on a generation's first samples, before it ends.
 
-Such calls need no other input. On other ranks they process chunks as these arrive. On the generating ranks they process
-the finished samples of a rank that has nothing left to generate while other ranks still have.
+Such calls need no other input, run on other ranks, and process chunks as these arrive.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.layout.dims import Layout
 
 
 def fused_sources(calls: Sequence[ModelFunctionCall], ranks: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -25,34 +23,6 @@ def fused_sources(calls: Sequence[ModelFunctionCall], ranks: Mapping[str, Sequen
     return {
         name: source for name, source in generation_readers(calls).items() if set(ranks[name]).isdisjoint(ranks[source])
     }
-
-
-def tail_sources(calls: Sequence[ModelFunctionCall], layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Return call -> the generating call on whose ranks it can process a rank's own samples before the generation ends.
-
-    Such a call is an inference call that needs the products of one generating call and of no other call. It runs on the
-    same ranks with another model. Each of at least two ranks holds both models whole, so that a forward pass waits for
-    no other rank. No training call runs between the two, since it may change the weights.
-
-    Args:
-        calls: The calls of one iteration, in the order in which they run.
-        layouts: Call with a model -> its layout.
-    """
-    place = {call.name: index for index, call in enumerate(calls)}
-    sources = {}
-    for name, source_name in generation_readers(calls).items():
-        call, source = calls[place[name]], calls[place[source_name]]
-        ours, theirs = layouts[name], layouts[source_name]
-        between = calls[place[source_name] : place[name]]
-        are_whole = all(len(layout.ranks) == layout.dims.dp > 1 for layout in (ours, theirs))
-        if (
-            are_whole
-            and set(ours.ranks) == set(theirs.ranks)
-            and call.role != source.role
-            and all(other.kind != "train" for other in between)
-        ):
-            sources[name] = source_name
-    return sources
 
 
 def generation_readers(calls: Sequence[ModelFunctionCall]) -> dict[str, str]:

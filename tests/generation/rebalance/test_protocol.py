@@ -17,7 +17,6 @@ import torch.distributed as dist
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.loop.sample_access import SampleAccess, foreign_prompt_number, own_prompt_number
-from lightning_realloc.generation.loop.streaming import WaitingCalls
 from lightning_realloc.generation.rebalance import protocol
 from lightning_realloc.generation.rebalance.handover import Arrival, MigrationStats
 from lightning_realloc.generation.rebalance.load import LoadReport, MoveCost, RankLoad, SampleMove
@@ -66,7 +65,6 @@ def _calls(
     max_slots: int,
     max_cache_bytes: int | None,
     calls: int,
-    waiting_calls: WaitingCalls | None = None,
     moves: MovableSamples = "all",
 ) -> list[tuple[list[Completion], Any]]:
     peers = _peers(moves)
@@ -81,10 +79,9 @@ def _calls(
     prompts, limits = _prompts(), _limits()
     made = []
     for _ in range(calls):
-        with engine.sharing(waiting_calls=waiting_calls):
-            completions = engine.generate(
-                [prompts[i] for i in mine], PARAMS, sample_ids=ids, token_limits=[limits[i] for i in mine]
-            )
+        completions = engine.generate(
+            [prompts[i] for i in mine], PARAMS, sample_ids=ids, token_limits=[limits[i] for i in mine]
+        )
         made.append((completions, engine.migration_stats))
     peers.mailbox.release(0)
     return made
@@ -127,84 +124,6 @@ def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
             assert completion.logprobs == pytest.approx(alone[completion.sample_id].logprobs, abs=1e-5)
         sent, received = (sum(getattr(rank[call][1], name) for rank in ranks) for name in ("num_sent", "num_received"))
         assert sent == received > 0
-
-
-class Chores:
-    """Other calls that always have work; counts the pieces of work done."""
-
-    def __init__(self) -> None:
-        self.done = 0
-
-    def work(self) -> bool:
-        """As `WaitingCalls.work`."""
-        time.sleep(0.001)
-        self.done += 1
-        return True
-
-
-def _generate_and_work(max_cache_bytes: int | None) -> tuple[list[tuple[list[Completion], Any]], int]:
-    """Return the results of two calls, and the pieces of work done while this rank had no samples."""
-    chores = Chores()
-    with moving(every=2, plan_balance=_gather):
-        made = _calls(None, 8, max_cache_bytes, 2, chores)
-    return made, chores.done
-
-
-def _gather(
-    loads: Sequence[RankLoad], cost: MoveCost | None, *, current_round: int, **_: Any
-) -> tuple[SampleMove, ...]:
-    """Move at random; in the fourth round move all samples of the last rank to the others."""
-    if current_round != 4:
-        return at_random(loads, cost, current_round=current_round)
-    *others, last = loads
-    return tuple(
-        SampleMove(sample.sample_id, last.rank, others[i % len(others)].rank, "send" if i % 2 else "recompute")
-        for i, sample in enumerate(last.live)
-    )
-
-
-@pytest.mark.parametrize(
-    ("world_size", "max_cache_bytes"),
-    matrix([(2, None), (3, 130_000)], (3, 130_000)),
-    ids=["two ranks", "three ranks, few pages"],
-)
-def test_ranks_without_samples_do_other_work_and_get_the_tokens_of_one_rank(
-    workers: WorkerPool, alone: dict[int, Completion], world_size: int, max_cache_bytes: int | None
-) -> None:
-    ranks = workers.run(_generate_and_work, max_cache_bytes, world_size=world_size)
-    for call in range(2):
-        completions = [completion for made, _ in ranks for completion in made[call][0]]
-        assert {c.sample_id: c.token_ids for c in completions} == {i: c.token_ids for i, c in alone.items()}
-        assert sum(made[call][1].num_sent for made, _ in ranks) > 0
-    assert sum(done for _, done in ranks) > 0
-
-
-class FailingChores(Chores):
-    """Fails at the second piece of work."""
-
-    def work(self) -> bool:
-        """As `WaitingCalls.work`."""
-        if self.done:
-            raise ArithmeticError("no scores today")
-        return super().work()
-
-
-def _one_fails_at_other_work() -> str:
-    """Return the error of this rank; the second rank has nothing to generate after its first token."""
-    peers, rank = _peers(), dist.get_rank()
-    engine = GenerationEngine(tiny_model("llama"), peers=peers)
-    params = SamplingParams(max_new_tokens=1 if rank else 100, ignore_eos=True)
-    with moving(every=2), engine.sharing(waiting_calls=FailingChores() if rank else None):
-        try:
-            engine.generate([[5]], params, sample_ids=[rank])
-        except Exception as error:
-            return _received_error(error, peers.mailbox)
-    return "nothing"
-
-
-def test_a_failure_in_other_work_reaches_the_ranks_that_generate(workers: WorkerPool) -> None:
-    for message in workers.run(_one_fails_at_other_work, world_size=2, deadline_s=20.0):
-        assert "no scores today" in message
 
 
 TALK = SamplingParams(max_new_tokens=40, n=2, seed=5, stop_token_ids=tuple(range(110, 128)))
