@@ -238,6 +238,33 @@ def files_below(folder: AnyPath) -> dict[str, AnyPath]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def is_path(source: str | Path) -> bool:
+    """Return whether a local path, present or missing, names a model or data, and not a name on the hub.
+
+    A name on the hub has at most one slash. Training in one line writes to ``runs/``.
+    """
+    text = str(source)
+    begins_as_one = text.startswith((".", "/", "~", "runs/"))
+    return isinstance(source, Path) or begins_as_one or text.count("/") > 1 or os.path.exists(text)
+
+
+def require_files(source: str | Path, *patterns: str) -> None:
+    """Refuse a missing path, and a folder that lacks a file, before a loader looks for it on the hub.
+
+    Args:
+        source: A path; for a name on the hub, nothing is checked.
+        patterns: Patterns of file names; a folder needs a file of each.
+
+    Raises:
+        FileNotFoundError: for what is missing, without the path.
+    """
+    if is_path(source) and not os.path.exists(source):
+        raise FileNotFoundError(f"there is no such folder or file in {Path.cwd()}")
+    for pattern in patterns if os.path.isdir(source) else ():
+        if not any(Path(source).glob(pattern)):
+            raise FileNotFoundError(f"the folder has no {pattern}")
+
+
 def is_remote(address: object) -> bool:
     """Return whether a path is an address with a protocol, such as ``s3://bucket/run``."""
     return _SEPARATOR in str(address)

@@ -19,13 +19,27 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import as_path as path_of
-from lightning_realloc.remote_path import files_below, local_folder, local_path
+from lightning_realloc.remote_path import files_below, is_path, local_folder, local_path, require_files
 
 
 def test_a_file_that_is_written_row_by_row_needs_a_disk() -> None:
     told = "PredictionWriter: 's3://bucket/x' is an address, but .*; give a folder on a disk"
     with pytest.raises(ConfigError, match=told):
         PredictionWriter("s3://bucket/x")
+
+
+@pytest.mark.parametrize("name", ["./x", "~/x", "a/b/c", "runs/grpo", "runs/here", Path("org/name")])
+def test_a_path_is_told_from_a_name_on_the_hub(
+    name: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "here").mkdir(parents=True)
+    assert is_path(name)
+    with pytest.raises(FileNotFoundError, match=r"no such folder|has no config\.json"):
+        require_files(name, "config.json")
+    require_files("org/name", "config.json")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert is_path("org/name")
 
 
 def test_paths_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

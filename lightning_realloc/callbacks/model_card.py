@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_realloc.output_files import write_text
-from lightning_realloc.remote_path import AnyPath, RemotePath
+from lightning_realloc.remote_path import AnyPath, RemotePath, is_path
 
 CARD_FILE = "README.md"
 MARK = "<!-- Written by SaveHuggingFace. Without this line it is yours, and is not written again. -->"
@@ -105,10 +105,7 @@ def _base_model(module: LightningModule, role: str) -> tuple[str | None, bool]:
         source = getattr(getattr(source, "config", None), "_name_or_path", None)
     if not source:
         return None, False
-    is_name = isinstance(source, str) and source.count("/") <= 1 and not source.startswith((".", "/", "~"))
-    if is_name and not Path(source).exists():
-        return str(source), True
-    return Path(source).name, False
+    return (Path(source).name, False) if is_path(source) else (str(source), True)
 
 
 def _algorithm_settings(module: LightningModule) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from lightning_realloc.commands.chat_session import ChatSession
+from lightning_realloc.commands.chat_session import ChatSession, model_folder
 from lightning_realloc.commands.parsing import CommandParser
 from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import SamplingParams
@@ -40,6 +40,7 @@ def run_chat(arguments: Sequence[str], *, stdin: TextIO, stdout: TextIO) -> int:
         ReallocError: for a wrong command line, a model that cannot be loaded, and a question that cannot be answered.
     """
     flags = chat_parser().parse(arguments)
+    model_folder(flags.folder)  # a wrong one is reported before standard input is read
     is_interactive = flags.prompt is None and stdin.isatty()
     question = flags.prompt if flags.prompt is not None or is_interactive else stdin.read()
     if question is not None and not question.strip():

@@ -19,7 +19,7 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams, Specu
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.speculative.drafter import Draft, Drafter
 from lightning_realloc.generation.speculative.verify import Verification
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, is_path
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import ROLES_FILE
 
@@ -174,7 +174,7 @@ def model_folder(given: str) -> str:
     refuse_gguf(given)
     path = expand_home(Path(given))
     if not path.exists():
-        if given.startswith((".", "/", "~")) or given.count("/") > 1:
+        if is_path(given):
             raise ConfigError(f"there is no folder {given!r} in {Path.cwd()}; give the folder of a model")
         return given
     if (path / ROLES_FILE).is_file():
@@ -201,8 +201,9 @@ def load_model(source: str, device: torch.device) -> tuple[nn.Module, Any]:
     if (Path(source) / ADAPTER_CONFIG_FILE).is_file():
         base, adapters = _base_of(Path(source)), source
         named = source if (Path(source) / "tokenizer_config.json").is_file() else base
+    role = Role(name="model" if adapters is None else "base", source=base, trained=False, peft=adapters)
     tokenizer = load_tokenizer(named)
-    model = Role(name="model", source=base, trained=False, peft=adapters).build(seed=0).eval()
+    model = role.build(seed=0).eval()
     dtype = torch.bfloat16 if device.type == "cuda" and has_bf16() else torch.float32
     return model.to(device, dtype), tokenizer
 

@@ -19,7 +19,7 @@ from lightning_realloc.commands.parsing import CommandParser, refuse_gguf
 from lightning_realloc.commands.reward_names import describe_names, reward_setting
 from lightning_realloc.data.sources import data_suffix, is_saved, matching_files
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, is_path
 
 SEQUENCES_PER_ITERATION = 128
 """Responses of an iteration, unless ``--batch-size`` is given. Larger: steadier gradients, slower iterations."""
@@ -280,7 +280,7 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
         by_datasets |= data_suffix(path) in (".csv", ".json")
     elif path.is_dir():
         by_datasets |= not is_saved(path)
-    elif data_suffix(path) in _DATA_FILES or data.startswith((".", "/", "~")) or data.count("/") > 1:
+    elif data_suffix(path) in _DATA_FILES or is_path(data):
         raise ConfigError(
             f"--data: there is no {data!r} in {Path.cwd()}; give a file ({', '.join(_DATA_FILES)}), a folder, or the "
             f"name of a data set on the Hugging Face hub"

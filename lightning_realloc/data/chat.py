@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mimetypes
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, TypeGuard
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, is_path, require_files
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, and ``content`` or ``tool_calls``."""
@@ -48,6 +47,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         ConfigError: if no tokenizer can be loaded from there, or it has only special tokens.
     """
     try:
+        require_files(expand_home(source))
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(expand_home(source))
     except Exception as error:  # damaged files raise errors of any class
         raise ConfigError(
@@ -65,11 +65,11 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def describe_load_error(source: str | Path, error: Exception) -> str:
-    """Return the first line of an error of ``from_pretrained``; for no folder, after what a hub's model needs."""
+    """Return the first line of an error of ``from_pretrained``; for a name on the hub, after what that needs."""
     reason = (str(error).splitlines() or [""])[0]
     if not isinstance(error, OSError | ValueError):
         reason = f"{type(error).__name__}: {reason}"
-    if os.path.exists(source):  # Path.exists() raises for names that are too long
+    if is_path(source):
         return reason
     hint = "a model of the hub needs a connection (HF_HUB_OFFLINE unset) or a download, and a gated one `hf auth login`"
     return f"there is no folder {str(source)!r} in {Path.cwd()}; {hint}; and: {reason}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_realloc.errors import DataError
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, is_remote, require_files
 
 _ROWS_PER_BATCH = 1000
 """Rows of a Parquet file held in memory at a time."""
@@ -77,6 +77,8 @@ class DatasetSource:
         if files and builder is not None:
             table = datasets.load_dataset(builder, data_files=[str(file) for file in files], **settings)
         else:
+            if not is_remote(self.path):
+                require_files(path if builder is not None else expand_home(self.path))
             table = datasets.load_dataset(str(path) if path.exists() else self.path, self.name, **settings)
         return table
 

@@ -26,7 +26,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, is_path, require_files
 from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, is_shape, parse_shape
@@ -85,7 +85,7 @@ def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft
     try:
         return _role_from_shape(role, find_known_model(source), peft)
     except PlanError as error:
-        if _looks_like_path(source):
+        if is_path(source) or source.endswith(".json"):
             raise PlanError(
                 f"--model {role}={source}: there is no such folder or file in {Path.cwd()}; give one with a "
                 f"config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
@@ -94,10 +94,6 @@ def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft
             return _role_from_config(role, source, dataflow, is_priced, peft)
         except ConfigError:
             raise PlanError(f"{role}: {error}, or its shape, as in layers=32,hidden=4096,...") from None
-
-
-def _looks_like_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json")
 
 
 def _role_from_shape(role: str, model: KnownModel, peft: AdapterSource | None) -> RoleMemory:
@@ -138,6 +134,7 @@ def _role_from_config(
     role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None
 ) -> RoleMemory:
     try:
+        require_files(source, "config.json")
         config = AutoConfig.from_pretrained(source, local_files_only=is_priced)
     except Exception as error:  # damaged files raise errors of any class
         raise ConfigError(

@@ -122,8 +122,9 @@ def test_a_folder_without_a_model_says_what_to_do(folder: Path, tmp_path: Path) 
     assert model_folder("org/name") == "org/name"
     with pytest.raises(ConfigError, match=r"holds neither config\.json nor adapter_config\.json"):
         model_folder(str(tmp_path))
-    with pytest.raises(ConfigError, match="there is no folder"):
-        model_folder("./nowhere")
+    for missing in ("./nowhere", "runs/nowhere"):
+        with pytest.raises(ConfigError, match=f"there is no folder '{missing}'"):
+            run_chat([missing], stdin=io.StringIO(""), stdout=io.StringIO())
     (tmp_path / "realloc.json").write_text("{}")
     with pytest.raises(CheckpointError, match="lightning-realloc export"):
         model_folder(str(tmp_path))

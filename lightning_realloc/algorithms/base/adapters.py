@@ -20,7 +20,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from lightning_realloc.algorithms.settings import check_share, check_type
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.adapter_layers import (
     ADAPTER,
     FILE_PREFIX,
@@ -80,6 +80,7 @@ class Adapters:
         if isinstance(source, str | Path):
             origin = str(expand_home(source))
             try:
+                require_files(expand_home(source), "adapter_config.json", "adapter_model.*")
                 config = peft.PeftConfig.from_pretrained(origin)
                 loaded = peft.utils.load_peft_weights(origin, device="cpu")
             except Exception as error:  # damaged files raise errors of any class

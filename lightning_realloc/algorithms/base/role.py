@@ -56,7 +56,7 @@ from lightning_realloc.algorithms.base.quantization import (
 )
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.renamed_settings import rename_settings
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
@@ -145,13 +145,13 @@ class Role:
             return
         object.__setattr__(self, "source", expand_home(self.source))  # transformers would look for a folder called ~
         text = str(self.source)
-        # A name on the hub has at most one slash. Anything else is a folder, so a missing one is reported here.
-        is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
-        if is_path and not os.path.exists(text):
-            known = known_sources(self.name, trained=self.trained)
-            raise ConfigError(f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; {known}")
         if os.path.isdir(text) and not os.path.exists(os.path.join(text, CONFIG_NAME)):
             refuse_adapters(text, self.name, trained=self.trained)
+        try:
+            require_files(self.source, CONFIG_NAME)
+        except FileNotFoundError as error:
+            known = known_sources(self.name, trained=self.trained)
+            raise ConfigError(f"{self.name}={text!r}: {error}; {known}") from None
 
     @property
     def can_defer_weights(self) -> bool:

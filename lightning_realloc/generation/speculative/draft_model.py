@@ -33,7 +33,7 @@ from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange
 from lightning_realloc.generation.speculative.verify import Verification
-from lightning_realloc.remote_path import expand_home
+from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.structure import find_blocks
 
@@ -335,13 +335,8 @@ def load_draft_model(source: str | Path) -> nn.Module:
 def _loading(source: str | Path) -> Iterator[str]:
     """Yield a name or folder for Transformers, which would look for a missing folder on the hub; word its errors."""
     name = str(expand_home(source))
-    # A name of the hub has one slash at most.
-    if (name.startswith((".", "/")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise GenerationError(
-            f"draft_model={name!r}: there is no such folder; give a Hugging Face name, a folder with config.json and "
-            f"weights, or the model itself"
-        )
     try:
+        require_files(expand_home(source), "config.json")
         yield name
     except Exception as error:  # damaged files raise errors of any class
         raise GenerationError(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import added_files
+from lightning_realloc.remote_path import require_files
 from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_permanently, saved_names
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.quantized import quantized_layers
@@ -164,6 +165,7 @@ def _base_weights(
             "one as base, or save checkpoints with ReallocStrategy(save_frozen_roles=True)"
         )
     try:
+        require_files(source, CONFIG_FILE)
         refuse_kernels(_config_of(model_class, source), str(source))
         loaded: Any = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # damaged files raise errors of any class

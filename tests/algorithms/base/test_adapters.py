@@ -235,7 +235,8 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         (_lora(init_lora_weights="pissa"), "init_lora_weights='pissa' changes the base"),
         (_lora(target_modules=["embed_tokens"]), "model.embed_tokens, a Embedding; adapters are trained in linear"),
         (_lora(target_modules=["lm_head"]), "lm_head, whose weight is also another layer's"),
-        ("no/such/adapters/here", "peft_config='no/such/adapters/here' could not be loaded"),
+        ("no/such/adapters/here", "peft_config='no/such/adapters/here' could not be loaded .there is no such folder"),
+        ("tests", "peft_config='tests' could not be loaded .the folder has no adapter_config.json"),
     ],
 )
 def test_adapters_that_cannot_be_trained_are_refused(peft: Any, message: str) -> None:

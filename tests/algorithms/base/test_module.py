@@ -175,7 +175,7 @@ def test_a_model_that_is_none_is_refused() -> None:
 def test_missing_parts_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="SFT was given no tokenizer, and no model is loaded from a folder or name"):
         _ = SFT(tiny_model("llama")).tokenizer
-    with pytest.raises(ConfigError, match=r"actor='no/such/folder': there is no such folder in .*; give a Hugging"):
+    with pytest.raises(ConfigError, match=r"actor='no/such/folder': there is no such folder or file in .*; give a Hug"):
         SFT("no/such/folder").configure_model()
     for missing in (lambda: SFT("tinny").configure_model(), lambda: SFT("tinny", tokenizer="tinny")):
         with pytest.raises(ConfigError, match=r"no folder 'tinny' in .*; and: We couldn't connect to .*; give"):
