@@ -139,6 +139,26 @@ class RewardFunctions:
                     f"keep_special_tokens=True, or add them to the tokenizer as tokens that are not special"
                 )
 
+    def check_prompt(self, prompt: object, end: Callable[[], str]) -> None:
+        """Check that no function requires the tag that a prompt opens, after which completions begin.
+
+        Args:
+            prompt: Text or conversation.
+            end: Returns the end of the text to generate from; called if a function begins with a tag.
+
+        Raises:
+            RewardError: for such a function.
+        """
+        for name, function in self._named():
+            while hasattr(function, "function"):  # of a wrapper
+                function = function.function
+            tag = getattr(function, "first_tag", "")
+            if tag and partial_answer(prompt) is None and end().rstrip().endswith(tag):
+                raise RewardError(
+                    f"reward function {name!r} requires {tag}, which the prompts end with, so that completions begin "
+                    f"after it; give {type(function).__name__}(prompt_opens=True)"
+                )
+
     def missing_columns(self, columns: Collection[str]) -> dict[str, list[str]]:
         """Return function name -> missing columns, for functions that miss any."""
         missing = {name: sorted(required_columns(function) - set(columns)) for name, function in self._named()}

@@ -146,7 +146,8 @@ class Format(Regex):
 
     Args:
         tags: Tag names: ``("think", "answer")`` for ``<think>...</think> <answer>...</answer>``.
-        prompt_opens: Whether the prompt ends with the first opening tag, so that the completion begins inside it.
+        prompt_opens: Whether the prompt ends with the first opening tag, so that the completion begins inside it. A run
+            raises RewardError for such prompts without it.
 
     Example:
         >>> Format()(["2 + 2 ="], ["<think>Easy.</think> <answer>4</answer>"])
@@ -160,6 +161,7 @@ class Format(Regex):
         inside = rf"(?=\s*[^\s<]|\s*<(?!/))(?:(?!{any_tag}).)+"
         parts = [f"<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags]
         begin = r"\s*"
+        self.first_tag = "" if prompt_opens else f"<{tags[0]}>"
         if prompt_opens:
             begin, parts[0] = "", parts[0].removeprefix(f"<{re.escape(tags[0])}>")
         super().__init__(r"(?s)\A" + begin + r"\s*".join(parts) + r"\s*\Z")

@@ -280,10 +280,14 @@ class RewardedModule(PolicyModule):
         return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
 
     def check_batch(self, batch: Samples) -> None:
-        """Raise for data without a column of a function, and for fewer samples than mini-batches."""
+        """Raise for data without a column of a function, for prompts that open a tag, and for too few samples."""
         super().check_batch(batch)
         if self._reward_functions is not None:
             self._reward_functions.check_columns(batch.data)
+            first = batch.select([0])
+            self._reward_functions.check_prompt(
+                first.objects("prompt")[0], lambda: str(self.tokenizer.decode(first.ragged("prompt_ids").values[-32:]))
+            )
 
 
 def check_group(n: int) -> None:

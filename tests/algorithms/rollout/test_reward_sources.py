@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Trainer
 from transformers import PreTrainedModel
 
 from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
@@ -128,6 +129,24 @@ def test_special_tokens_reach_reward_functions_only_if_they_are_kept(tmp_path: P
         module.configure_model()
         assert module.judge(samples)["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0]
     runs.grpo(reward=Format(["think"])).configure_model()  # tags of several tokens
+
+
+def test_a_format_whose_first_tag_the_prompts_open_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    ids = Ragged.from_list([tokenizer.encode("Why?<think>\n", add_special_tokens=False)] * 4)
+
+    def check(reward: Any, *, turn: str = "user") -> None:
+        prompt = [{"role": "user", "content": "Why?"}, {"role": turn, "content": "<think>\n"}]
+        module = runs.grpo(reward=reward, tokenizer=tokenizer)
+        module.trainer = Trainer(accelerator="cpu", barebones=True)
+        module.check_batch(Samples(torch.arange(4), {"prompt_ids": ids}, {"prompt": (prompt,) * 4}))
+
+    for reward in (Format(), [test_grpo.fixed, Shaped(Format())]):
+        with pytest.raises(RewardError, match=r"'Format' requires <think>, .*; give Format\(prompt_opens=True\)"):
+            check(reward)
+        check(reward, turn="assistant")  # which generation continues, and functions read
+    for reward in (Format(prompt_opens=True), Format(["answer"]), test_grpo.fixed):
+        check(reward)
 
 
 def test_ppo_sums_several_rewards_and_uses_a_single_models_scores_directly() -> None:
