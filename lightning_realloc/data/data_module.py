@@ -73,7 +73,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         long_rows: Policy for rows with more tokens than fit: ``refuse`` raises an error, ``truncate`` shortens them,
             ``drop`` skips them.
         bad_rows: Policy for rows with an error, such as a conversation without an answer: ``refuse`` raises it, which
-            names the row; ``drop`` leaves such rows out, and warns with their number and the first error.
+            names the row; ``drop`` leaves such rows out, and warns with their number and the first error. Lines of a
+            file that are not JSON objects, and rows with other columns than the first, are always refused.
         bucket_batches: Number of batches of the shuffled order within which rows are grouped by length; None does not
             group.
         shuffle_buffer: For a stream: number of rows that are read and shuffled at a time.

@@ -219,6 +219,7 @@ def _format_advice(path: Path, first_line: str) -> str:
 
 
 def _parsed(line: str, place: str, advice: str) -> Mapping[str, Any]:
+    advice = advice or "; correct or remove the line, which bad_rows='drop' cannot leave out"
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
