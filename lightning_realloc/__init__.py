@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_realloc.moved_modules import install as _keep_old_module_paths
 from lightning_realloc.parent_watch import watch_announced_parent as _watch_announced_parent
 from lightning_realloc_autoload import install as _register_strategies
 
@@ -190,4 +189,3 @@ def __dir__() -> list[str]:
 
 _watch_announced_parent()
 _register_strategies()
-_keep_old_module_paths()

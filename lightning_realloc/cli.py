@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pydoc import locate
 from typing import Any, NoReturn
 
@@ -64,6 +65,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_text
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
+from lightning_realloc.rewards import __all__ as _REWARDS
 from lightning_realloc.setting_hints import describe_unknown_settings, hint_for, setting_defaults
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.failures import (
@@ -159,19 +161,16 @@ class Parser(LightningArgumentParser):
 
     def _options(self) -> list[str]:
         """Return the names of all options, of commands below this one as well."""
-        names: list[str] = []
-        for action in self._actions:
-            names.append(action.dest)
-            if isinstance(action.choices, dict):
-                for parser in action.choices.values():
-                    names += [option.dest for option in parser._actions]
-        return names
+        below = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
+        return [option.dest for parser in (self, *chain(*below)) for option in parser._actions]
 
 
 def _class_hint(name: str) -> str:
     """Return a hint with the known classes whose names are similar to an unknown one."""
-    known = sorted({*_PUBLIC, *(short.__name__ for short in SHORT_NAMES)})
-    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=3)
+    known = {reward: f"lightning_realloc.rewards.{reward}" for reward in _REWARDS}
+    known |= {public: f"lightning_realloc.{public}" for public in _PUBLIC}
+    known |= {short.__name__: short.__name__ for short in SHORT_NAMES}
+    near = [known[similar] for similar in difflib.get_close_matches(name.rpartition(".")[2], known, n=3)]
     way_out = f"did you mean {' or '.join(near)}?" if near else "write package.module.Class of one that can be imported"
     return f"there is no class {name}: {way_out}"
 

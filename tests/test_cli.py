@@ -458,6 +458,8 @@ MISTAKES = [
     ("--trainer.strategy.overlap", "always", "overlap"),
     ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),
     ("--model", "lightning_realloc.SFTT", "there is no class lightning_realloc.SFTT: did you mean SFT"),
+    ("--model", "lightning_realloc.rewards.pooled.PooledReward", "did you mean lightning_realloc.rewards.PooledReward"),
+    ("--trainer.strategy.start_method", "spawn", "here it is launcher="),
     ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
     ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
     ("--config", "nowhere.yaml", 'Parser key "config"'),

@@ -31,6 +31,7 @@ from lightning_realloc import (
     KLOptions,
     PolicyLossOptions,
     ReallocStrategy,
+    Role,
     RolloutBudget,
     SamplingParams,
     Speculation,
@@ -46,8 +47,10 @@ from lightning_realloc.setting_hints import (
     GENERATION_HINTS,
     KL_HINTS,
     POLICY_LOSS_HINTS,
+    ROLE_HINTS,
     SAMPLING_HINTS,
     SPECULATION_HINTS,
+    STRATEGY_HINTS,
     TRAIN_OPTIONS_HINTS,
     VERL_HINTS,
     algorithm_topics,
@@ -133,6 +136,9 @@ def test_a_name_that_is_also_our_setting_is_accepted() -> None:
         (lambda: EngineCorrection(zzz=4), "EngineCorrection has no setting zzz; it has "),
         (lambda: GenerationEngine(None, max_num_seqs=4), "here it is max_slots="),
         (lambda: ReallocStrategy(overlp="none"), "did you mean overlap=?"),
+        (lambda: ReallocStrategy(generation_parts=2), "here it is generation_chunks="),
+        (lambda: ReallocStrategy(start_method="spawn"), "here it is launcher="),
+        (lambda: Role(name="reference", follows="actor"), "here it is average_of="),
         (lambda: ReallocStrategy(devices=2), "here it is Lightning's Trainer(devices=...)"),
         (lambda: AutoTuner(max_trial=2), "did you mean max_trials=?"),
         (lambda: PromptDataModule([], batch_sise=2), "did you mean batch_size=?"),
@@ -152,7 +158,7 @@ def test_settings_of_an_algorithm_include_those_of_its_base_classes(algorithm: t
 def test_every_hint_of_options_names_a_field() -> None:
     classes = ((SAMPLING_HINTS, SamplingParams), (TRAIN_OPTIONS_HINTS, TrainOptions), (SPECULATION_HINTS, Speculation))
     classes += ((KL_HINTS, KLOptions), (GENERATION_HINTS, GenerationOptions), (ENGINE_HINTS, GenerationEngine))
-    classes += ((POLICY_LOSS_HINTS, PolicyLossOptions),)
+    classes += ((POLICY_LOSS_HINTS, PolicyLossOptions), (STRATEGY_HINTS, ReallocStrategy), (ROLE_HINTS, Role))
     for hints, cls in classes:
         settings = {hint.partition("=")[0] for hint in hints.values()}
         assert {setting for setting in settings if " " not in setting} <= settings_of(cls)

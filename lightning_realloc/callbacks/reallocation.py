@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,16 +65,6 @@ class ParameterReallocation(PhaseCallback):
         if not any(isinstance(callback, cls) for callback in callbacks):
             callbacks.insert(0, cls())
         return [callback for callback in callbacks if isinstance(callback, cls)][-1]
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> ParameterReallocation:
-        """Deprecated alias of :meth:`from_trainer`."""
-        warnings.warn(
-            "ParameterReallocation.of() was renamed; use ParameterReallocation.from_trainer()",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return cls.from_trainer(trainer)
 
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         """Reallocate weights to the replica for ``phase``."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import warnings
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,6 @@ def plan_parser() -> ArgumentParser:
     add("--responses-per-prompt", type=int, default=1, help="Responses that share a prompt's prefill.")
     add("--num-minibatches", type=int, default=1, help="Optimizer steps of an iteration.")
     add("--generation-chunks", type=int, default=1, help="Chunks of samples, as in ReallocStrategy.")
-    add("--generation-parts", type=int, default=None, help="Former name of --generation-chunks.")
     add("--micro-batch-tokens", type=int, default=None, help="For plans of --check or --compare that set none: 8192.")
     add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
     add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
@@ -190,14 +190,14 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         PlanError: for unknown, contradictory or missing flags.
         LayoutError: for an unknown cluster.
     """
+    parser = plan_parser()
     try:
-        flags = plan_parser().parse_args(list(arguments))
+        flags = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
-        raise PlanError(f"{error}; lightning-realloc plan --help lists all flags") from None
-    if flags.generation_parts is not None:
-        message = "--generation-parts is now --generation-chunks; the former name goes with the next release"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        flags.generation_chunks = flags.generation_parts
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", str(error))
+        near = get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else ()
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise PlanError(f"{error}; {meant}lightning-realloc plan --help lists all flags") from None
     _refuse_contradictions(flags)
     if flags.algorithm not in ALGORITHMS:
         raise PlanError(f"--algorithm={flags.algorithm} is not one of {', '.join(ALGORITHMS)}")

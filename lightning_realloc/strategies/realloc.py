@@ -30,12 +30,12 @@ from lightning_realloc.runtime.messages.watchdog import StallAction
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
-from lightning_realloc.strategies.calls.overlap import OverlapOptions, former_name, number_of_chunks
+from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_results
 from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOptions, FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
-from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions, launcher_name
+from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
@@ -89,7 +89,6 @@ class ReallocStrategy(DataParallelStrategy):
             error. Off by default, since the copy needs that much memory.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
-        generation_parts, start_method: Former names of ``generation_chunks`` and ``launcher``, for one release.
     """
 
     strategy_name = "realloc"
@@ -115,12 +114,10 @@ class ReallocStrategy(DataParallelStrategy):
         async_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        generation_parts: int | None = None,
-        start_method: LauncherName | None = None,
     ) -> None:
         super().__init__(
             cluster=cluster,
-            launch=LaunchOptions(launcher=launcher_name(launcher, start_method), max_failures=max_failures),
+            launch=LaunchOptions(launcher=launcher, max_failures=max_failures),
             load_weights_only=load_weights_only,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -128,7 +125,7 @@ class ReallocStrategy(DataParallelStrategy):
         self._overlap = OverlapOptions(
             overlap=overlap,
             max_staleness=max_staleness,
-            generation_chunks=number_of_chunks(generation_chunks, generation_parts),
+            generation_chunks=generation_chunks,
             replay_versions=replay_versions,
         )
         self._optimizer_hooks = LightningOptimizers(self)
@@ -162,11 +159,6 @@ class ReallocStrategy(DataParallelStrategy):
     def generation_chunks(self) -> int:
         """Chunks in which samples are sent to inference while others are generated."""
         return self._overlap.generation_chunks
-
-    @property
-    def generation_parts(self) -> int:
-        """Former name of :attr:`generation_chunks`."""
-        return former_name("ReallocStrategy.generation_parts", self.generation_chunks)
 
     @property
     def pool(self) -> ModelPool:

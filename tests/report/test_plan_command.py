@@ -152,8 +152,7 @@ def test_separate_inference_shows_in_the_timeline_and_gains_from_chunks(
     }
     assert seconds[()] == seconds["--generation-chunks", "1"] > seconds["--generation-chunks", "4"]
     assert "--generation-chunks=0 must be at least 1" in refused(*question, "--generation-chunks", "0")
-    with pytest.warns(DeprecationWarning, match="--generation-parts is now --generation-chunks"):
-        assert "--generation-chunks=0 must be at least 1" in refused(*question, "--generation-parts", "0")
+    assert "--generation-parts 4; did you mean --generation-chunks?" in refused("--generation-parts", "4")
 
 
 def test_a_small_space_is_searched_completely_and_its_plan_is_saved(

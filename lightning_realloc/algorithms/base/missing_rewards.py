@@ -11,9 +11,6 @@ from torch import Tensor
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
-from lightning_realloc.moved_modules import moved_names
-
-__getattr__ = moved_names(__name__)
 
 
 def drop_unscored(batch: PackedBatch, column: str) -> PackedBatch:

@@ -57,7 +57,6 @@ from lightning_realloc.algorithms.base.quantization import (
 from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, require_files
-from lightning_realloc.renamed_settings import rename_settings
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
@@ -70,6 +69,7 @@ from lightning_realloc.runtime.model.structure import (
     record_untied_weights,
     unused_weights,
 )
+from lightning_realloc.setting_hints import ROLE_HINTS, suggest_settings
 
 Task = Literal["causal_lm", "sequence_classification", "token_classification"]
 
@@ -85,7 +85,7 @@ _CLASSES = {
 }
 
 
-@rename_settings(follows="average_of", follow_rate="average_rate")
+@suggest_settings(ROLE_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """One model of an algorithm."""

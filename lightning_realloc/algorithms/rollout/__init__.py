@@ -2,7 +2,3 @@
 
 Start with `PolicyModule`, then `RewardedModule` and `PolicyGradient`.
 """
-
-from lightning_realloc.moved_modules import moved_names
-
-__getattr__ = moved_names(__name__)

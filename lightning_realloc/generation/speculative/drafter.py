@@ -5,12 +5,10 @@ Proposals decide how many steps a response takes, never which tokens it gets.
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -31,8 +29,6 @@ class Draft:
     """Tokens proposed to follow a sample's last one."""
 
     tokens: Sequence[int] = ()
-    kinds: Sequence[object] = ()
-    """Ignored. Drafters written for earlier releases pass it; it goes with the next release."""
     laws: Sequence[Tensor | tuple[int, ...]] = ()
     """Distribution that each token was drawn from: probabilities (V,), or equally likely tokens. Empty unless
     `Verification.needs_laws`."""
@@ -51,10 +47,6 @@ Propose = Callable[[Sequence[Sample], Sequence[int]], Sequence[Draft]]
 """As `Drafter.propose`."""
 
 
-_FORMER_NAMES = {"is_acquainted": "has_seen_prompts", "hear": "receive_news"}
-"""Methods of `Drafter` by the names of earlier releases, which go with the next one."""
-
-
 class Drafter:
     """Base class of drafters: this one proposes nothing, others override the methods that they need."""
 
@@ -71,20 +63,6 @@ class Drafter:
     """Whether drafting reads the target's keys and values. If so, samples whose prompts are being read get no draft."""
     cuda_graphs: bool = True
     """Whether forwards of a draft model may be captured and replayed."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        for former, name in _FORMER_NAMES.items():
-            if former in vars(cls) and name not in vars(cls):
-                warnings.warn(
-                    f"{cls.__name__}.{former} is now called {name}, and the former name goes with the next release; "
-                    f"rename the method",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-                setattr(cls, name, vars(cls)[former])
-            elif name in vars(cls):
-                setattr(cls, former, vars(cls)[name])
 
     def share_cache(self, cache: KVCache) -> None:
         """Use the cache of the target's keys and values in the next generation.
@@ -139,8 +117,6 @@ class Drafter:
     def receive_news(self, news: Sequence[Exchange]) -> None:
         """Learn from prompts and responses of other ranks."""
 
-    is_acquainted, hear = has_seen_prompts, receive_news
-
 
 def checked_propose(drafter: Drafter, *, vocabulary: int | None, need_laws: Callable[[], bool]) -> Propose:
     """Return a drafter's `propose` that checks its results, and that of the package's own drafters as it is.
@@ -149,31 +125,13 @@ def checked_propose(drafter: Drafter, *, vocabulary: int | None, need_laws: Call
     """
     if type(drafter).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return drafter.propose
-    propose = _with_two_arguments(drafter)
 
     def propose_checked(running: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
-        drafts = propose(running, limits)
+        drafts = drafter.propose(running, limits)
         check_drafts(drafts, limits, drafter, vocabulary=vocabulary, need_laws=need_laws())
         return drafts
 
     return propose_checked
-
-
-def _with_two_arguments(drafter: Drafter) -> Propose:
-    """Return a drafter's `propose`; pass neutral ``chance`` and ``least_survivals`` to that of an earlier release."""
-    propose: Callable[..., Sequence[Draft]] = drafter.propose
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [own for own in inspect.signature(propose).parameters.values()
-              if own.kind in kinds and own.default is inspect.Parameter.empty]  # fmt: skip
-    if len(needed) != 4:
-        return propose
-    warnings.warn(
-        f"{type(drafter).__name__}.propose takes chance and least_survivals, which go with the next release; write "
-        f"propose(self, running, limits)",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return lambda running, limits: propose(running, limits, lambda kind: 1.0, [0.0] * len(limits))
 
 
 def check_drafts(

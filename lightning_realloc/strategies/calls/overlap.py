@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -63,32 +62,3 @@ class OverlapOptions:
                 f"max_staleness={staleness} it reads samples of the iteration before; use max_staleness=0, or "
                 f"generation_chunks=1"
             )
-
-
-def number_of_chunks(generation_chunks: int, generation_parts: int | None) -> int:
-    """Return the number of chunks, given by its present or its former name.
-
-    Raises:
-        ConfigError: if both names are given, with different values.
-    """
-    if generation_parts is None:
-        return generation_chunks
-    warn_of_former_name("ReallocStrategy(generation_parts=...)", stacklevel=5)
-    if generation_chunks not in (1, generation_parts):
-        raise ConfigError(
-            f"generation_chunks={generation_chunks} has the former name generation_parts={generation_parts}, too; "
-            f"leave generation_parts out"
-        )
-    return generation_parts
-
-
-def former_name(former: str, value: int) -> int:
-    """Return ``value``, that of ``generation_chunks``, and warn of the former name by which it was read."""
-    warn_of_former_name(former, stacklevel=4)
-    return value
-
-
-def warn_of_former_name(former: str, *, stacklevel: int) -> None:
-    """Warn of the former name of ``generation_chunks``."""
-    message = f"{former} is now generation_chunks; the former name goes with the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 import random
 import socket
 from collections.abc import Callable, Mapping, Set
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import lightning_realloc
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
@@ -254,6 +256,23 @@ def _compare_parameters(
             )
 
 
+class _Pickle:
+    """What ``torch.load`` reads of a pickle module, which finds public classes of this package by name.
+
+    Their modules may have moved since the checkpoint was written.
+    """
+
+    load = staticmethod(pickle.load)
+
+    class Unpickler(pickle.Unpickler):
+        """Finds classes for ``torch.load``."""
+
+        def find_class(self, module: str, name: str) -> Any:
+            """Return the class of a name."""
+            is_public = module.startswith(f"{lightning_realloc.__name__}.") and name in lightning_realloc.__all__
+            return super().find_class(lightning_realloc.__name__ if is_public else module, name)
+
+
 def read_meta(folder: AnyPath, *, weights_only: bool) -> dict[str, Any]:
     """Return Lightning's part of a checkpoint.
 
@@ -265,7 +284,8 @@ def read_meta(folder: AnyPath, *, weights_only: bool) -> dict[str, Any]:
         file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"
     ):
         source = file if isinstance(file, Path) else io.BytesIO(file.read_bytes())
-        meta: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=weights_only)
+        pickle_module: Any = None if weights_only else _Pickle
+        meta: dict[str, Any] = torch.load(source, "cpu", pickle_module, weights_only=weights_only)
     if not isinstance(meta, dict):
         raise DamagedCheckpoint(f"{file} holds a {type(meta).__name__}, but Lightning's state is a dict")
     return meta

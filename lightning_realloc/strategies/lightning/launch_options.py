@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -47,24 +46,6 @@ class LaunchOptions:
                 f"max_failures={self.max_failures} needs launcher='ray'; launcher={self.launcher!r} starts processes "
                 f"once, torchrun has --max-restarts"
             )
-
-
-def launcher_name(launcher: LauncherName, start_method: LauncherName | None) -> LauncherName:
-    """Return the launcher, given by its present or its former name.
-
-    Raises:
-        ConfigError: if both names are given, with different values.
-    """
-    if start_method is None:
-        return launcher
-    warnings.warn(
-        "ReallocStrategy(start_method=...) is now launcher=; the former name goes with the next release",
-        DeprecationWarning,
-        stacklevel=4,
-    )
-    if launcher not in ("popen", start_method):
-        raise ConfigError(f"launcher={launcher!r} has the former name start_method={start_method!r}, too; leave it out")
-    return start_method
 
 
 def make_launcher(strategy: DataParallelStrategy, options: LaunchOptions) -> _Launcher:

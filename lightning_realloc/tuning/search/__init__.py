@@ -2,7 +2,3 @@
 
 Start with `search_plan`.
 """
-
-from lightning_realloc.moved_modules import moved_names
-
-__getattr__ = moved_names(__name__)

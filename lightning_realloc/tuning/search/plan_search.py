@@ -17,7 +17,6 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.renamed_settings import rename_arguments
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.parts import usable_bytes
 from lightning_realloc.tuning.search.bound import lower_bound
@@ -58,7 +57,6 @@ class SearchResult:
         return 1.0 - self.lower_bound / self.seconds if self.seconds else 0.0
 
 
-@rename_arguments(generation_parts="generation_chunks")
 def search_plan(
     dataflow: Dataflow,
     models: Mapping[str, ModelSpec],

@@ -16,7 +16,6 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.renamed_settings import rename_arguments
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX, CallTimeline, TimelineEntry
 from lightning_realloc.tuning.timeline.contention import run_tasks
@@ -24,7 +23,6 @@ from lightning_realloc.tuning.timeline.iteration_schedule import Overlap as Over
 from lightning_realloc.tuning.timeline.iteration_schedule import ScheduleBuilder, unroll
 
 
-@rename_arguments(generation_parts="generation_chunks")
 def simulate(
     dataflow: Dataflow,
     plan: ExecutionPlan,

@@ -338,17 +338,3 @@ def test_reward_functions_see_the_fraction_of_an_epoch_only_while_fitting() -> N
     for function in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         trainer.state.fn = function
         assert module._trainer_state().epoch == 2.0
-
-
-def test_old_names_of_a_moving_average_still_work_and_warn() -> None:
-    reference = Role(name="reference", source=torch.nn.Linear(1, 1), trained=False)
-    with pytest.warns(DeprecationWarning, match=r"Role\(follows=\) is now Role\(average_of=\)"):
-        averaged = Role(name="reference", source=reference.source, trained=False, follows="actor", follow_rate=0.5)  # type: ignore[call-arg]
-    assert averaged == replace(reference, average_of="actor", average_rate=0.5)
-    with pytest.raises(ConfigError, match=r"Role\(follows='actor', average_of='critic'\) sets one thing twice"):
-        Role(name="reference", source=reference.source, trained=False, follows="actor", average_of="critic")  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match=r"Role\(follow_rate=\) is now Role\(average_rate=\)"):
-        again = replace(reference, average_of="actor", follow_rate=0.25)  # type: ignore[call-arg]
-    assert (again.average_of, again.average_rate) == ("actor", 0.25)
-    with pytest.warns(DeprecationWarning, match="average_of"):
-        assert averaged.follows == "actor"  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import lightning as L
 import pytest
-from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
 from torch.optim import SGD
 
@@ -165,31 +164,6 @@ def test_chunks_that_would_have_no_effect_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             ReallocStrategy(**settings)  # type: ignore[arg-type]
-
-
-def test_the_former_name_of_generation_chunks_is_accepted_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match=r"generation_parts=\.\.\.\) is now generation_chunks") as caught:
-        strategy = ReallocStrategy(generation_parts=4)
-    assert caught[0].filename == __file__
-    assert strategy.generation_chunks == 4
-    with pytest.warns(DeprecationWarning, match=r"generation_parts is now generation_chunks") as caught:
-        assert strategy.generation_parts == 4
-    assert caught[0].filename == __file__
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(ConfigError, match=r"generation_chunks=2 .* generation_parts=4, too; leave generation_parts out"),
-    ):
-        ReallocStrategy(generation_chunks=2, generation_parts=4)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_configuration_file_may_have_either_name_of_generation_chunks() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(ReallocStrategy, "strategy")
-    for name in ("generation_chunks", "generation_parts"):
-        settings = {"class_path": "lightning_realloc.ReallocStrategy", "init_args": {name: 3}}
-        made = parser.instantiate_classes(parser.parse_object({"strategy": settings}))
-        assert made.strategy.generation_chunks == 3
 
 
 def test_the_first_chunk_arrives_during_the_generation_of_others() -> None:

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,15 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.strategies.checkpoints.checkpoint import random_state, refuse_folder, set_random_state
+from lightning_realloc.strategies.checkpoints.checkpoint import (
+    random_state,
+    read_meta,
+    refuse_folder,
+    set_random_state,
+)
+from lightning_realloc.strategies.checkpoints.checkpoint_files import META_FILE
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoint
 from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS
@@ -224,6 +233,21 @@ def test_hyperparameters_are_read_unless_weights_only_is_requested(workers: Work
     for steps, refusal in answers:
         assert steps == 2
         assert "load_weights_only=False" in refusal
+
+
+def test_a_public_class_in_a_checkpoint_is_found_after_its_module_moved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = {"hyper_parameters": TrainOptions(num_epochs=2)}
+    with monkeypatch.context() as before:
+        module = ModuleType("lightning_realloc.runtime.training")
+        before.setattr(module, "TrainOptions", TrainOptions, raising=False)
+        before.setitem(sys.modules, module.__name__, module)
+        before.setattr(TrainOptions, "__module__", module.__name__)
+        torch.save(written, tmp_path / META_FILE)
+    assert b"runtime.training" in (tmp_path / META_FILE).read_bytes()
+
+    assert read_meta(tmp_path, weights_only=False) == written
 
 
 # ---- errors

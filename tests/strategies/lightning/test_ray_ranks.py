@@ -16,7 +16,6 @@ from lightning_realloc.errors import ConfigError, DataError, RankLost
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning import ray_cluster
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
-from lightning_realloc.strategies.lightning.launchers import FullStateLauncher
 from lightning_realloc.strategies.lightning.ray_launcher import RankWork, RayLauncher, last_complete
 from lightning_realloc.strategies.lightning.ray_ranks import (
     RankFailure,
@@ -172,15 +171,6 @@ def test_settings_without_effect_are_refused() -> None:
         ReallocStrategy(max_failures=2)
     with pytest.raises(ConfigError, match="max_failures=-1 must be at least 0"):
         LaunchOptions(launcher="ray", max_failures=-1)
-
-
-def test_the_former_name_of_the_launcher_works_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match=r"start_method=\.\.\.\) is now launcher=") as caught:
-        strategy = ReallocStrategy(start_method="spawn")
-    assert caught[0].filename == __file__
-    assert isinstance(runs.trainer(strategy, 2).strategy.launcher, FullStateLauncher)
-    with pytest.warns(DeprecationWarning), pytest.raises(ConfigError, match="has the former name start_method='spawn'"):
-        ReallocStrategy(launcher="fork", start_method="spawn")
 
 
 @pytest.mark.parametrize(
