@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.callbacks.progress.bars import TextInBar, add_text, find_bar, has_bars
 from lightning_realloc.callbacks.run_log import can_draw_bars
-from lightning_realloc.runtime.messages.flight_record import BETWEEN, Activity, FlightRecord
+from lightning_realloc.runtime.messages.flight_record import BEFORE, BETWEEN, Activity, FlightRecord
 
 UPDATE_S, RICH_UPDATE_S = 0.5, 1.0
 """Seconds between two updates of tqdm's bar, and of Rich's or one in a notebook, which take ten times as long to draw.
@@ -108,7 +108,7 @@ class _Painter(threading.Thread):
 
 
 class ActivityText:
-    """Describes the activity of a rank in a line; "" between two activities. Called by several threads.
+    """Describes the activity of a rank in a line; "" outside of activities. Called by several threads.
 
     Counts of an activity never decrease: a response that ends a turn counts as finished until its environment answers.
 
@@ -127,7 +127,7 @@ class ActivityText:
 
     def __call__(self) -> str:
         outer, *inside = self._record.current()
-        if outer.name == BETWEEN:
+        if outer.name in (BEFORE, BETWEEN):
             return ""
         with self._lock:
             if outer is not self._activity:

@@ -46,8 +46,10 @@ class Activity:
         return now - self.began_at if self.seconds is None else self.seconds
 
 
+BEFORE = "code before the first call"
+"""Name of a run's start, which takes much longer than the code between two calls."""
 BETWEEN = "code between two calls"
-"""Name of the time outside of all activities: Lightning's loops, callbacks, the start of a run."""
+"""Name of the later time outside of all activities: Lightning's loops and callbacks."""
 
 
 class FlightRecord:
@@ -56,12 +58,16 @@ class FlightRecord:
     def __init__(self) -> None:
         self._latest: deque[Activity] = deque(maxlen=CAPACITY)
         self._open: list[Activity] = []
-        self._between = Activity(BETWEEN, time.monotonic(), 0)
+        self.start_run()
         self._longest: dict[str, float] = {}
         self._counter = PartCounter(None, "")
         """Parts of the latest activity that expects any."""
         self.listener: Callable[[Activity], None] | None = None
         """Receives every activity when it ends."""
+
+    def start_run(self) -> None:
+        """Begin the time before a run's first activity. The time since an earlier run counts for nothing."""
+        self._between = Activity(BEFORE, time.monotonic(), 0)
 
     @contextmanager
     def during(
@@ -139,7 +145,7 @@ class FlightRecord:
         return not self._latest
 
     def current(self) -> tuple[Activity, ...]:
-        """Return the activities that have not ended, the outermost first; the time between two if there are none."""
+        """Return the activities that have not ended, the outermost first; the time outside if there are none."""
         return tuple(self._open) or (self._between,)
 
     def latest(self) -> tuple[Activity, ...]:

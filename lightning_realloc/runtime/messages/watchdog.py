@@ -104,6 +104,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start watching the thread that calls this. Needs the process group."""
+        self.record.start_run()
         self._watched = threading.get_ident()
         self._store, self._host_state, self.store_is_lost = None, None, False  # of an earlier process group
         self._stopped.clear()

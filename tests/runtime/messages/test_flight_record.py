@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from lightning_realloc.runtime.messages.flight_record import BETWEEN, CAPACITY, FlightRecord
+from lightning_realloc.runtime.messages import flight_record
+from lightning_realloc.runtime.messages.flight_record import BEFORE, BETWEEN, CAPACITY, FlightRecord
 from lightning_realloc.runtime.messages.progress import ActivityProgress
 
 
@@ -22,6 +25,23 @@ def test_activities_are_recorded_within_each_other_until_they_end() -> None:
     assert outer.seconds >= inner.seconds >= 0
     assert record.longest_s("actor.generate") == outer.seconds
     assert record.longest_s("actor.train") == 0
+
+
+def test_the_start_of_a_run_sets_no_usual_duration_of_code_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(flight_record, "time", SimpleNamespace(monotonic=lambda: now))
+    record = FlightRecord()
+
+    for now in (60.0, 62.0):  # noqa: B007  the clock reads it
+        with record.during("actor.generate"):
+            pass
+    now = 500.0
+    record.start_run()  # the next run, after a pause
+    now = 530.0
+    with record.during("actor.generate"):
+        pass
+
+    assert (record.longest_s(BEFORE), record.longest_s(BETWEEN)) == (60, 2)
 
 
 def test_a_failed_activity_is_marked_and_sets_no_usual_duration() -> None:

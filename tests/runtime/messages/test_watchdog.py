@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_realloc.runtime.messages import watchdog
-from lightning_realloc.runtime.messages.flight_record import FlightRecord
+from lightning_realloc.runtime.messages.flight_record import BEFORE, FlightRecord
 from lightning_realloc.runtime.messages.stalls import RankState, confirm_stall, describe_stall, is_certain
 from lightning_realloc.runtime.messages.watchdog import Watchdog
 
@@ -148,8 +148,12 @@ def test_the_lost_store_of_an_earlier_process_group_does_not_end_the_next_run(
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.05)
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     monkeypatch.setattr(watchdog, "_connect", lambda: next(stores))
-    watching = Watchdog(FlightRecord(), rank=0, world_size=2, timeout_s=60, action="warn", folder=tmp_path)
+    record = FlightRecord()
+    with record.during("a call before the first run"):
+        pass
+    watching = Watchdog(record, rank=0, world_size=2, timeout_s=60, action="warn", folder=tmp_path)
     watching.start()
+    assert record.current()[0].name == BEFORE
     while (asking := watching._store_thread) is None or not asking.is_alive():
         time.sleep(0.01)  # until the rank has asked
     watching.stop()
