@@ -206,7 +206,7 @@ def refuse_thawed(role: str, model: nn.Module, frozen: Set[str]) -> None:
     if thawed:
         raise PlanError(
             f"{role} parameter {thawed[0]} was frozen when {role} was laid out and is trained now; replicas in other "
-            f"layouts would keep its old values; leave requires_grad unchanged from configure_model on"
+            f"layouts would keep its old values; leave it trained in configure_model, and freeze it in on_train_start"
         )
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Trainer
+from lightning.pytorch.callbacks import Callback
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.callbacks import ParameterReallocation
@@ -163,3 +166,45 @@ def test_a_parameter_that_is_unfrozen_during_training_is_refused() -> None:
         PlanError, match=r"actor parameter model\.norm\.weight was frozen when actor was laid out and is"
     ):
         refuse_thawed("actor", model, frozenset({"model.norm.weight"}))
+
+
+class Freezing(Callback):
+    """Freezes the first block of the actor when training starts, and unfreezes it before an iteration."""
+
+    def __init__(self, thaws_at: int) -> None:
+        self.thaws_at = thaws_at
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Freeze the block."""
+        first_block(pl_module.models()["actor"]).requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Unfreeze the block."""
+        if batch_idx == self.thaws_at:
+            first_block(pl_module.models()["actor"]).requires_grad_(True)
+
+
+def first_block(model: Any) -> nn.Module:
+    """Return the first transformer block."""
+    block: nn.Module = model.model.layers[0]
+    return block
+
+
+def frozen_early_and_late() -> list[runs.Outcome]:
+    """Freeze the first block before a run, in a run, and for a run's first iteration."""
+    frozen = tiny_model("llama")
+    first_block(frozen).requires_grad_(False)
+    plan = calls(actor_train="fsdp2", actor_generate="tp2", reference_infer="dp2")
+    return [
+        runs.train(runs.grpo(actor=actor), plan, 2, runs.Batches(2), callbacks=callbacks)
+        for actor, callbacks in ((frozen, []), (None, [Freezing(9)]), (None, [Freezing(1)]))
+    ]
+
+
+def test_parameters_may_be_frozen_in_training_and_unfrozen_again(workers: WorkerPool) -> None:
+    (early, late, thawed), _ = workers.run(frozen_early_and_late, world_size=2, init_process_group=False)
+    assert late.tokens == early.tokens
+    assert runs.largest_difference(late.weights, early.weights) == 0
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(late.weights[name], tiny_model("llama").get_parameter(name))
+    assert not torch.equal(thawed.weights[name], late.weights[name])
