@@ -113,8 +113,8 @@ def _algorithm_settings(module: LightningModule) -> dict[str, str]:
     holders = [module, *(value for value in vars(module).values() if _is_value(value))]
     found: dict[str, str] = {}
     for name in _parameter_names(type(module)):
-        if name == "learning_rate":
-            continue  # the optimizer's settings include it
+        if name in ("learning_rate", "tokenizer"):
+            continue  # the optimizer's settings include the one, and reading the other may load it, or fail
         for holder in holders:
             text = _setting_text(getattr(holder, name, None))
             if text is not None:

@@ -10,11 +10,12 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lightning_realloc.algorithms import SFT
 from lightning_realloc.callbacks import SaveHuggingFace
-from lightning_realloc.callbacks.model_card import MARK, ModelCard
+from lightning_realloc.callbacks.model_card import MARK, ModelCard, make_model_card
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
-from tests.models import byte_tokenizer
+from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -44,6 +45,12 @@ def test_a_card_of_the_user_is_kept_and_a_written_one_is_renewed(tmp_path: Path)
     file.write_text("mine")
     CARD.write(tmp_path)
     assert file.read_text() == "mine"
+
+
+def test_a_module_without_a_tokenizer_has_a_card() -> None:
+    module = SFT(tiny_model("llama"), seed=3)
+    made = make_model_card(runs.trainer(ReallocStrategy("static"), 1), module, "actor", title="mine", is_adapter=False)
+    assert made.algorithm == "SFT" and made.settings["seed"] == "3"
 
 
 # ---- a run, with a hub that records requests
