@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.dims import format_ranks
+from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.tuner import Tuner
 
 
@@ -44,8 +45,8 @@ def describe_outcome(tuner: Tuner) -> str:
 
 def describe_changes(before: ExecutionPlan, after: ExecutionPlan) -> str:
     """Return the differences between two plans of the same calls."""
-    changed = [name for name, plan in after.calls if plan != before.call(name)]
-    texts = [f"{name} {_entry(before, name)} -> {_entry(after, name)}" for name in changed]
+    pairs = ((name, before.call(name), plan) for name, plan in after.calls)
+    texts = [f"{name} {old.to_text()} -> {new.to_text()}" for name, old, new in pairs if old != new]
     if before.offload != after.offload:
         texts.append(f"offload {', '.join(before.offload) or 'nothing'} -> {', '.join(after.offload) or 'nothing'}")
     return ", ".join(texts)
@@ -64,20 +65,11 @@ def comparison_table(
     rows = [("", "layout", "predicted", "measured")]
     for name, predicted in predicted_calls.items():
         found = measured.calls.get(name)
-        rows.append((name, _entry(plan, name), f"{predicted:.3f} s", "" if found is None else f"{found:.3f} s"))
+        rows.append((name, plan.call(name).to_text(), f"{predicted:.3f} s", "" if found is None else f"{found:.3f} s"))
     rows.append(("an iteration", "", f"{predicted_s:.3f} s", f"{seconds:.3f} s"))
     for ranks, size in predicted_bytes.items():
         found_size = ""
         if measured.peak_bytes:
             found_size = f"{max(measured.peak_bytes[rank] for rank in ranks) / 2**20:.0f} MiB"
         rows.append((f"peak of rank {format_ranks(ranks)}", "", f"{size / 2**20:.0f} MiB", found_size))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _entry(plan: ExecutionPlan, name: str) -> str:
-    entry = plan.call(name).to_entry()
-    if isinstance(entry, str):
-        return entry
-    return " ".join([str(entry["layout"]), *(f"{key}={value}" for key, value in entry.items() if key != "layout")])
+    return aligned(rows, left=(0, 1), indent="")

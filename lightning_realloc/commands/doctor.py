@@ -15,7 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_realloc.commands.parsing import CommandParser, has_bf16
-from lightning_realloc.report.tables import gib
+from lightning_realloc.report.formats import gib
 from lightning_realloc.runtime.measure.nodes import MAX_USED_SHARE
 from lightning_realloc.runtime.transfer.shared_memory import available_bytes
 from lightning_realloc.strategies.measure.profiling import num_cores

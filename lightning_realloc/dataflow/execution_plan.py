@@ -16,11 +16,11 @@ import yaml
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import LayoutError, PlanError
-from lightning_realloc.html_tables import html_table
 from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.output_files import write_text
 from lightning_realloc.remote_path import expand_home
+from lightning_realloc.tables import aligned, html_table
 
 OPTIMIZER_SUFFIX = ".optimizer"
 """Suffix of a trained role's name in ``offload``; it stands for the state of the role's optimizer."""
@@ -315,11 +315,9 @@ class ExecutionPlan:
 
     def table(self) -> str:
         """Return the plan as aligned text, one line per call."""
-        lines = [(name, plan.to_entry()) for name, plan in self.calls]
-        if self.offload:
-            lines.append(("offload", ", ".join(self.offload)))
-        width = max((len(name) for name, _ in lines), default=0)
-        return "\n".join(f"{name:<{width}}  {entry}" for name, entry in lines)
+        offloaded = [("offload", ", ".join(self.offload))] if self.offload else []
+        rows = [*((name, plan.to_text()) for name, plan in self.calls), *offloaded]
+        return aligned(rows, left=(0, 1), indent="")
 
     def _repr_html_(self) -> str:
         """Return the plan as a table, which notebooks show."""

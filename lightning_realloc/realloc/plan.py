@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from lightning_realloc.html_tables import html_table
 from lightning_realloc.layout import ModelLayout
+from lightning_realloc.tables import html_table
 
 Item = TypeVar("Item")
 

@@ -14,6 +14,7 @@ from functools import partial
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.report.formats import gib
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_comparison import (
     NUM_PRICED_ITERATIONS,
@@ -35,7 +36,6 @@ from lightning_realloc.report.plan_report import (
     timeline_table,
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
-from lightning_realloc.report.tables import gib
 from lightning_realloc.strategies.pool.memory_check import settings_of_precision
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator

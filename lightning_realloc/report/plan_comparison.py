@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_realloc.report.formats import gib, short_layout
 from lightning_realloc.report.plan_report import setup_shortage
-from lightning_realloc.report.tables import aligned, gib, short_layout
+from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PricedPlan
 

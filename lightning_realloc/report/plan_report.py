@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.report.tables import aligned, gib, short_layout, short_ranks
+from lightning_realloc.report.formats import gib, short_layout, short_ranks
+from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.memory.forecast import SET_UP
 from lightning_realloc.tuning.memory.parts import MemoryParts
 from lightning_realloc.tuning.search.plan_search import SearchResult

@@ -443,7 +443,8 @@ def test_the_summary_line_names_the_speedup_its_cost_and_the_changed_calls() -> 
     )
     assert tail.split(", ") == [
         "actor.generate fsdp4@0-3 -> dp2@0-1",
-        "actor.train fsdp4@0-3 -> fsdp4@0-3 gradient_checkpointing=True",
+        "actor.train fsdp4@0-3 -> {gradient_checkpointing: true",
+        "layout: fsdp4@0-3}",
         "critic.infer fsdp4@0-3 -> dp2@2-3",
         "critic.train fsdp4@0-3 -> dp2@2-3",
         "reference.infer fsdp4@0-3 -> dp2@0-1",
@@ -466,7 +467,7 @@ def test_the_table_has_predicted_and_measured_values_next_to_each_other() -> Non
     assert [line.split() for line in table.splitlines()] == [
         ["layout", "predicted", "measured"],
         ["actor.generate", "dp2@0-1", "0.400", "s", "0.250", "s"],
-        ["actor.train", "fsdp4@0-3", "gradient_checkpointing=True", "0.600", "s", "0.500", "s"],
+        ["actor.train", "{gradient_checkpointing:", "true,", "layout:", "fsdp4@0-3}", "0.600", "s", "0.500", "s"],
         ["critic.train", "dp2@2-3", "0.200", "s"],
         ["an", "iteration", "1.000", "s", "0.750", "s"],
         ["peak", "of", "rank", "0-1", "4", "MiB", "2", "MiB"],

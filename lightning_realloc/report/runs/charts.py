@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_realloc.report.formats import gib
 from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded, trailing_mean, whole_steps
-from lightning_realloc.report.tables import gib
 
 Json = dict[str, Any]
 

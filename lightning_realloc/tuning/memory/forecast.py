@@ -15,6 +15,7 @@ from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, Executio
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
 from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
@@ -66,18 +67,12 @@ class MemoryForecast:
         """Return a table in MiB with the fullest rank of every phase, followed by each rank's peak."""
         names = [item.name for item in fields(MemoryParts)]
         head = ["phase", "rank", "total", *(name.replace("_", " ") for name in names)]
-        rows = []
+        rows = [head]
         for phase in dict.fromkeys(entry.phase for entry in self.phases):
             most = max((e for e in self.phases if e.phase == phase), key=lambda entry: entry.parts.total)
             sizes = [most.parts.total, *(getattr(most.parts, name) for name in names)]
             rows.append([phase, str(most.rank), *(_mebibytes(size) for size in sizes)])
-        lines = [head, *rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        table = [
-            f"{line[0]:<{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
-            for line in lines
-        ]
-        return "\n".join([*(line.rstrip() for line in table), "", "MiB of the rank that needs most", *self._peaks()])
+        return "\n".join([aligned(rows, indent=""), "", "MiB of the rank that needs most", *self._peaks()])
 
     def _peaks(self) -> Iterator[str]:
         groups: dict[tuple[int, str], list[int]] = {}

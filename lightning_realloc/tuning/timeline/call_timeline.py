@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import format_ranks
+from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.timeline.picture import Bar, Lane, draw
 
 MOVE_PREFIX = "-> "
@@ -89,13 +90,11 @@ class CallTimeline:
         """Return the last iteration as text, one phase a line, with times relative to its first phase."""
         last = [entry for entry in self.entries if entry.iteration == self.num_iterations - 1]
         begin = min((entry.start for entry in last), default=0.0)
-        width = max((len(entry.phase) for entry in last), default=0)
-        lines = [f"{'':<{width}}  {'start':>9}  {'seconds':>9}  ranks"]
+        rows = [("", "start", "seconds", "ranks")]
         for entry in sorted(last, key=lambda entry: (entry.start, entry.end)):
-            times = f"{entry.start - begin:>9.2f}  {entry.seconds:>9.2f}"
-            lines.append(f"{entry.phase:<{width}}  {times}  {format_ranks(sorted(entry.ranks))}")
-        lines.append(f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it")
-        return "\n".join(lines)
+            times = (f"{entry.start - begin:.2f}", f"{entry.seconds:.2f}")
+            rows.append((entry.phase, *times, format_ranks(sorted(entry.ranks))))
+        return f"{aligned(rows, left=(0, 3), indent='')}\n{self._title}"
 
     def lanes(self, *, iteration: int | None = None, is_predicted: bool = False) -> list[Lane]:
         """Return a picture's lane for each rank.
@@ -113,8 +112,11 @@ class CallTimeline:
 
     def _repr_html_(self) -> str:
         """Return a picture of the last iteration, which notebooks show."""
-        title = f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it"
-        return draw(self.lanes(iteration=self.num_iterations - 1), title=title)
+        return draw(self.lanes(iteration=self.num_iterations - 1), title=self._title)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it"
 
 
 def _bar(entry: TimelineEntry, begin: float) -> Bar:

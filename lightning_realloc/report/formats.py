@@ -1,8 +1,8 @@
-"""Formatting of numbers, ranks, layouts and tables for people. Pure."""
+"""Formatting of numbers, ranks and layouts for people. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from lightning_realloc.layout.dims import Layout, format_ranks
 
@@ -29,13 +29,3 @@ def short_ranks(ranks: Iterable[int]) -> str:
 def short_layout(layout: Layout) -> str:
     """Return a layout with summarized ranks."""
     return f"{layout.dims}@{short_ranks(layout.ranks)}"
-
-
-def aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), indent: str = "  ") -> str:
-    """Return rows as aligned columns: left-aligned those in ``left``, the others right-aligned."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = (
-        "  ".join(cell.ljust(widths[at]) if at in left else cell.rjust(widths[at]) for at, cell in enumerate(row))
-        for row in rows
-    )
-    return "\n".join(indent + line.rstrip() for line in lines)

@@ -1,9 +1,19 @@
-"""Tables as HTML for notebooks. Standard library alone."""
+"""Tables as aligned text, and as HTML for notebooks. Standard library alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), indent: str = "  ") -> str:
+    """Return rows as aligned columns: left-aligned those in ``left``, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(widths[at]) if at in left else cell.rjust(widths[at]) for at, cell in enumerate(row))
+        for row in rows
+    )
+    return "\n".join(indent + line.rstrip() for line in lines)
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], *, caption: str = "") -> str:
