@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import lightning
+import torch
+import transformers
+from huggingface_hub import ModelCardData
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+import lightning_realloc
 from lightning_realloc.output_files import write_text
 from lightning_realloc.remote_path import AnyPath, RemotePath, is_path
+from lightning_realloc.setting_hints import setting_defaults
 
 CARD_FILE = "README.md"
 MARK = "<!-- Written by SaveHuggingFace. Without this line it is yours, and is not written again. -->"
 """Line that marks generated cards; a file without it is never overwritten."""
-_PACKAGES = ("lightning-realloc", "torch", "lightning", "transformers")
+_PACKAGES: tuple[Any, ...] = (lightning_realloc, torch, lightning, transformers)
 _OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
 _PLAIN_TYPES = (bool, int, float, str)
 
@@ -48,15 +51,16 @@ class ModelCard:
 
     def text(self) -> str:
         """Return the card as Markdown, with the metadata header of the Hugging Face hub."""
-        head = [f"library_name: {'peft' if self.is_adapter else 'transformers'}"]
-        if self.base is not None and self.base_is_on_hub:
-            head.append(f"base_model: {self.base}")
-        head += ["tags:", "- lightning-realloc", f"- {self.algorithm.lower()}"]
+        head = ModelCardData(
+            library_name="peft" if self.is_adapter else "transformers",
+            base_model=self.base if self.base_is_on_hub else None,
+            tags=["lightning-realloc", self.algorithm.lower()],
+        )
         began = f" It began as `{self.base}`." if self.base is not None else ""
         rows = [f"| {name} | `{shown.replace('|', chr(92) + '|')}` |" for name, shown in self.settings.items()]
         lines = [
             "---",
-            *head,
+            head.to_yaml(),
             "---",
             MARK,
             f"# {self.title}",
@@ -112,13 +116,12 @@ def _algorithm_settings(module: LightningModule) -> dict[str, str]:
     """Return the constructor settings that a module, or a dataclass it holds, keeps as attributes of the same names."""
     holders = [module, *(value for value in vars(module).values() if _is_value(value))]
     found: dict[str, str] = {}
-    for name in _parameter_names(type(module)):
+    for name in setting_defaults(type(module)):
         if name in ("learning_rate", "tokenizer"):
             continue  # the optimizer's settings include the one, and reading the other may load it, or fail
-        for holder in holders:
-            text = _setting_text(getattr(holder, name, None))
-            if text is not None:
-                found.setdefault(name, text)
+        texts = (_setting_text(getattr(holder, name, None)) for holder in holders)
+        if (text := next(filter(None, texts), None)) is not None:
+            found[name] = text
     return found
 
 
@@ -137,21 +140,12 @@ def _run_settings(trainer: Trainer, role: str) -> dict[str, str]:
     if batch_size is not None:
         found["batch_size"] = str(batch_size)
     found |= {"precision": str(trainer.precision), "ranks": str(trainer.world_size)}
-    return found | {package: known for package in _PACKAGES if (known := _version_of(package)) is not None}
+    return found | {package.__name__: package.__version__ for package in _PACKAGES}
 
 
 def _name_of(optimizer: Optimizer) -> str | None:
     name: str | None = optimizer.param_groups[0].get("name")
     return name
-
-
-def _parameter_names(algorithm: type[LightningModule]) -> Iterator[str]:
-    """Yield the constructor parameters of a class and its bases, the class's own first."""
-    for base in algorithm.__mro__:
-        if base is LightningModule:
-            return
-        if "__init__" in vars(base):
-            yield from list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
 
 
 def _is_value(value: object) -> bool:
@@ -179,11 +173,3 @@ def _changed_fields(value: Any) -> Iterator[str]:
         default = known.default if factory is dataclasses.MISSING else factory()
         if now != default:
             yield f"{known.name}={now!r}"
-
-
-@cache  # it reads the package's files, on every save
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
