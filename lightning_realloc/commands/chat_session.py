@@ -15,10 +15,7 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.commands.parsing import has_bf16, refuse_gguf
 from lightning_realloc.data.chat import Text, conversation_text, load_tokenizer, prompt_token_ids
 from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
-from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.speculative.drafter import Draft, Drafter
-from lightning_realloc.generation.speculative.verify import Verification
+from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.remote_path import expand_home, is_path
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import ROLES_FILE
@@ -31,7 +28,7 @@ class ChatSession:
     """Messages so far, and the engine that answers them.
 
     Args:
-        engine: Engine whose drafter is ``stream``.
+        engine: Engine on the model.
         tokenizer: The model's tokenizer.
         stream: Receives the tokens of an answer.
         params: Sampling of the answers.
@@ -85,9 +82,7 @@ class ChatSession:
         chosen = _device(device)
         model, tokenizer = load_model(source, chosen)
         stream = TokenStream(tokenizer, write)
-        # A depth of one calls the drafter at every step; it never drafts.
-        watched = Speculation(drafter="none", num_draft_tokens=1)
-        engine = GenerationEngine(model, tokenizer=tokenizer, max_slots=1, speculation=watched, drafter=stream)
+        engine = GenerationEngine(model, tokenizer=tokenizer, max_slots=1)
         return cls(engine, tokenizer, stream, params, system=system, device=str(chosen))
 
     def reset(self) -> None:
@@ -104,8 +99,8 @@ class ChatSession:
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = prompt_token_ids(self._tokenizer, [self._prompt(messages)])[0]
         sample_id, self._num_asked = self._num_asked, self._num_asked + 1  # other random numbers for each question
-        (completion,) = self._engine.generate([prompt], self._params, sample_ids=[sample_id])
-        self._stream.finish(completion.token_ids)
+        with self._stream as show:
+            (completion,) = self._engine.generate([prompt], self._params, sample_ids=[sample_id], on_tokens=show)
         answer = str(self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
         if self.has_template:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -117,8 +112,8 @@ class ChatSession:
         return conversation_text(self._tokenizer, list(messages), "the conversation", add_generation_prompt=True)
 
 
-class TokenStream(Drafter):
-    """Writes an answer in whole words while it is generated. As a drafter it sees every token, and drafts nothing.
+class TokenStream:
+    """Writes an answer in whole words while it is generated; a context for each answer.
 
     Args:
         tokenizer: Decodes the tokens.
@@ -127,28 +122,16 @@ class TokenStream(Drafter):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
         self._words = _WordStreamer(tokenizer, write)
-        self._num_seen = 0
 
-    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
-        """Start with an empty answer."""
-        self._words.token_cache, self._words.print_len, self._num_seen = [], 0, 0
+    def __enter__(self) -> Callable[[int, Sequence[int]], None]:
+        """Start with an empty answer, and return the function that takes its new tokens."""
+        self._words.token_cache, self._words.print_len = [], 0
+        return lambda sample_id, token_ids: self._words.put(torch.tensor(token_ids))
 
-    def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> Sequence[Draft]:
-        """Write new tokens, and draft nothing."""
-        for sample in running:
-            self._add(sample.token_ids)
-        return super().propose(running, limits)
-
-    def finish(self, token_ids: Sequence[int]) -> None:
-        """Write the rest of an answer, and end its line."""
-        self._add(token_ids)
-        self._words.end()
-
-    def _add(self, token_ids: Sequence[int]) -> None:
-        new = token_ids[self._num_seen :]
-        if new:
-            self._words.put(torch.tensor(new))
-            self._num_seen = len(token_ids)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the rest of an answer, and end its line, unless it was interrupted."""
+        if kind is None:
+            self._words.end()
 
 
 class _WordStreamer(TextStreamer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_realloc.generation.base_engine import Engine
 from lightning_realloc.generation.core.sample import Completion
 from lightning_realloc.generation.core.sampling import SamplingParams
 from lightning_realloc.generation.engine import GenerationEngine
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "Conversation",
+    "Engine",
     "Environment",
     "GenerationEngine",
     "GenerationStats",

@@ -13,26 +13,24 @@ from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
-from lightning_realloc.generation.core.model_config import check_loaded, check_supported, length_bounds, vocabulary_of
-from lightning_realloc.generation.core.sample import Completion, Sample, Tokenizer
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
+from lightning_realloc.generation.core.model_config import check_loaded, check_supported, vocabulary_of
+from lightning_realloc.generation.core.sample import Sample, Tokenizer
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, check_kind
-from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
 from lightning_realloc.generation.engine_parts import CudaGraphs, Runners, build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.batch_invariant import check_invariant
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment, check_environment
-from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
 from lightning_realloc.generation.loop.sample_access import SampleAccess
-from lightning_realloc.generation.loop.streaming import CompletionNotifier, SharingEngine
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
@@ -49,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 @suggest_settings(ENGINE_HINTS)
-class GenerationEngine(SharingEngine):
+class GenerationEngine(Engine):
     """Continuous batching on a Hugging Face decoder, through transformers' attention registry.
 
     The engine uses the model in place. Each forward reads its parameters anew, so a weight update only has to happen
@@ -93,6 +91,9 @@ class GenerationEngine(SharingEngine):
             ``Peers(moves="all")`` running ones do too. None: samples stay.
     """
 
+    name = "native"
+    capabilities = CAPABILITIES["native"]
+
     def __init__(
         self,
         model: nn.Module,
@@ -120,139 +121,62 @@ class GenerationEngine(SharingEngine):
         Raises:
             GenerationError: for a model that the engine cannot run, and for settings that it cannot use.
         """
+        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=max_length)
         check_supported(model, max_length=1)
         check_loaded(model)
-        check_counts(max_slots=max_slots, max_prefill_tokens=max_prefill_tokens)
-        check_counts(optional=True, max_length=max_length)
+        check_counts(max_prefill_tokens=max_prefill_tokens)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
         check_kind("batch_invariant", batch_invariant, bool, "True or False")
         if cuda_graphs not in (True, False, "collective"):
             raise GenerationError(f'cuda_graphs={cuda_graphs!r} must be True, False or "collective"')
-        check_tokenizer(tokenizer)
         check_parts(speculation, drafter, peers, lockstep, poll_weights)
         if batch_invariant:
             check_invariant(model, is_collective=lockstep is not None, compile=compile)
-        self._model = model
-        self._tokenizer = tokenizer
-        self._max_slots = max_slots
-        self._max_length = max_length
         self._max_prefill_tokens = max_prefill_tokens
         self._lockstep = lockstep
         self._agree = agree
         self._poll_weights = poll_weights
         self._wall_clock = wall_clock
-        self._version = 0
-        self._check_stop_strings = StopStringCheck(tokenizer)
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         graphs = cuda_graphs if lockstep is None else False
         self._runners = Runners(model, self._cache, graphs=graphs, compile=compile, is_invariant=batch_invariant)
         self._pack_weights = pack_weights and not batch_invariant
         self._decoding = build_decoding(model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=bool(graphs))
-        self._stats = GenerationStats()
         if agree is None:
             self._check_agreement(peers)
         self._rebalancer = build_rebalancer(peers, agree=agree, clock=clock)
 
     @property
-    def stats(self) -> GenerationStats:
-        """Counts of the last call."""
-        return self._stats
-
-    @property
-    def migration_stats(self) -> MigrationStats:
-        """Samples that moved from and to this rank in the last call, and their cost; zeros without peers."""
-        if self._rebalancer is not None:
-            return self._rebalancer.stats
-        from lightning_realloc.generation.rebalance.handover import MigrationStats
-
-        return MigrationStats()
-
-    def weights_updated(self, version: int | None = None) -> None:
-        """Set the version of updated parameters, by default the last one + 1; before any update it is 0.
-
-        There is nothing to drop: no result of the old parameters outlives a call.
-        """
-        self._version = next_version(self._version, version)
+    def migration_stats(self) -> MigrationStats | None:
+        """Samples that moved from and to this rank in the last call, and their cost; None without peers."""
+        return None if self._rebalancer is None else self._rebalancer.stats
 
     def release(self) -> None:
         """Free the storage of cache and CUDA graphs; the next call allocates it again."""
         self._cache.release()
         self._runners.release()
 
-    @torch.no_grad()  # not inference_mode: its tensors break a later training forward under FSDP
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | None = None,
-        *,
-        sample_ids: Sequence[int] | None = None,
-        length_hints: Sequence[int] | None = None,
-        token_limits: Sequence[int] | None = None,
-        environment: Environment | None = None,
-        conversation: Conversation | None = None,
-        token_budget: int | None = None,
-        seconds_budget: float | None = None,
-        resume: Sequence[Completion] = (),
-        on_finished: Callable[[Completion], None] | None = None,
-        may_stop: Callable[[], bool] | None = None,
-    ) -> list[Completion]:
-        """Return ``params.n`` completions per prompt, in the order of the prompts, and then the resumed ones.
+    def _announced(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rebalancer is None else self._rebalancer.announced()
 
-        Args:
-            prompts: Token ids.
-            params: Sampling parameters; None: the defaults.
-            sample_ids: Distinct id per new completion, which keys its random numbers; None: the numbers after the ids
-                in ``resume``.
-            length_hints: Expected response length per prompt, then per resumed completion. Long ones start first.
-            token_limits: Bound per prompt, then per resumed completion, that may lower ``params.max_new_tokens``.
-            environment: Answers turns that end by their stop rule; its tokens count in ``params.max_new_tokens``.
-            conversation: Bounds of turns and of the environment's time.
-            token_budget: Tokens of the model after which the call ends; completions may then be "unfinished".
-            seconds_budget: The same in seconds.
-            resume: Unfinished completions of an earlier call with the same ``params``, to continue on current weights.
-            on_finished: Called once with each completion: between two steps if it ends on this rank, else at the end.
-            may_stop: Called after ``on_finished`` when a budget is spent; if it returns False, the call continues. It
-                must return the same on all ranks of a tensor-parallel group.
-
-        Raises:
-            GenerationError: for arguments that cannot be generated from, and for logits that are not finite.
-        """
-        params = SamplingParams() if params is None else params
-        requests = Requests(
-            prompts, resume, params, sample_ids, length_hints, token_limits, vocabulary=vocabulary_of(self._model),
-            bounds=length_bounds(self._model, self._max_length),
-        )  # fmt: skip
+    def _complete(self, call: EngineCall) -> GenerationStats:
+        asked = call.requests
 
         def may_end() -> bool:
-            notifier.follow(run.ended)
-            return may_stop is None or may_stop()
+            call.notifier.follow(run.ended)
+            return asked.may_stop is None or asked.may_stop()
 
-        with nullcontext() if self._rebalancer is None else self._rebalancer.announced():
-            check_idle(self._model)
-            check_callables(on_finished=on_finished, may_stop=may_stop)
-            samples = requests.samples()
-            num_own = len(samples)
-            notifier = CompletionNotifier(samples, on_finished, self._completion)
-            budget = self._budget(token_budget, seconds_budget, may_end)
-            run = self._begin(requests, samples, budget, self._conversations(environment, conversation))
-            self._carry_out(run, notifier, requests)
-        del samples[num_own:]  # those of other ranks
-        _warn_of_failures(samples)
-        notifier.report(samples)
-        return list(map(self._completion, samples))
+        check_idle(self._model)
+        run = self._begin(call, self._budget(asked.token_budget, asked.seconds_budget, may_end))
+        self._carry_out(run, call)
+        _warn_of_failures(call.samples)
+        return run.stats()
 
-    def _completion(self, sample: Sample) -> Completion:
-        return sample.completion(self._version)
-
-    def _begin(
-        self, requests: Requests, samples: list[Sample], budget: Budget, conversations: Conversations | None
-    ) -> GenerationRun:
+    def _begin(self, call: EngineCall, budget: Budget) -> GenerationRun:
         """Return a run with nothing admitted yet."""
-        self._follow(samples)
-        params = requests.params
-        stop = stop_rule_of(self._model, params, self._tokenizer)
-        self._check_stop_strings(params.stop_strings)
-        waiting = [prompt for prompt in requests.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
+        asked, samples, stop = call.requests, list(call.samples), call.stop
+        conversations = self._conversations(asked.environment, asked.conversation)
+        waiting = [prompt for prompt in asked.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
         longest = max((sample.max_length for sample in samples), default=1)
         check_supported(self._model, max_length=longest)
         num_own = max(1, len(samples))
@@ -263,26 +187,33 @@ class GenerationEngine(SharingEngine):
         if self._rebalancer is not None:
             max_pause_s = self._rebalancer.max_pause_s
         return GenerationRun(
-            runner, scheduler, samples, params, stop, self._decoding, conversations, budget, max_pause_s=max_pause_s
+            runner,
+            scheduler,
+            samples,
+            asked.params,
+            stop,
+            self._decoding,
+            conversations,
+            budget,
+            max_pause_s=max_pause_s,
         )
 
-    def _carry_out(self, run: GenerationRun, notifier: CompletionNotifier, requests: Requests) -> None:
+    def _carry_out(self, run: GenerationRun, call: EngineCall) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""
         try:
-            with slot_attention(self._model), self._packed_weights(run.samples, requests.params) as pack, run:
+            with slot_attention(self._model), self._packed_weights(run.samples, call.params) as pack, run:
                 if self._rebalancer is not None:
+                    hints, most = call.requests.length_hints, call.params.max_new_tokens
                     self._rebalancer.run_to_end(
-                        run, SampleAccess(run), requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
-                        on_step=notifier.follow,
-                    )  # fmt: skip
+                        run, SampleAccess(run), hints, max_new_tokens=most, on_step=call.notifier.follow
+                    )
                 while self._anybody_has_work(run.has_work):
                     self._take_newer_weights(run, pack)
                     run.step()
-                    notifier.follow(run.ended)
+                    call.notifier.follow(run.ended)
         except BaseException:
             self._cache.release()  # it may hold values that are not finite
             raise
-        self._stats = run.stats()
 
     def _take_newer_weights(self, run: GenerationRun, pack: Callable[[], None]) -> None:
         version = None if self._poll_weights is None else self._poll_weights()

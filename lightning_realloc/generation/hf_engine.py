@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,27 +20,31 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
-from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
-from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, sampling_logprobs
-from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
-from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
+from lightning_realloc.generation.base_engine import Engine, EngineCall
+from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
+from lightning_realloc.generation.core.model_config import length_bounds
+from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
+from lightning_realloc.generation.core.sampling import SamplingParams, sampling_logprobs
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
-from lightning_realloc.generation.loop.streaming import CompletionNotifier, SharingEngine
-from lightning_realloc.generation.native_arguments import refuse_native
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, has_plain_layers
+from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 0.1
 """Share of the logits' standard deviation up to which a difference counts as rounding."""
 
 
-class HFEngine(SharingEngine):
+@suggest_settings(NATIVE_HINTS)
+class HFEngine(Engine):
     """Same interface as `GenerationEngine`, on the model's own ``generate``.
 
     Greedy responses equal the native engine's. Sampled ones follow the same distribution with other random numbers,
-    which depend on ``params.seed``, the first sample's id and the batch. There is no speculative decoding.
+    which depend on ``params.seed``, the first sample's id and the batch. ``length_hints`` sort prompts into batches,
+    and ``on_finished`` is called after each batch.
     """
+
+    name = "hf"
+    capabilities = CAPABILITIES["hf"]
 
     def __init__(
         self,
@@ -49,15 +53,13 @@ class HFEngine(SharingEngine):
         tokenizer: Tokenizer | None = None,
         max_slots: int = 64,
         max_length: int | None = None,
-        **native: object,
     ) -> None:
         """Take the settings of `GenerationEngine` that apply; ``max_slots`` is the size of a batch.
 
         Raises:
             GenerationError: for a model without ``generate``, or whose ``generate`` counts positions differently than
-                its forward, and for settings of the native engine only.
+                its forward.
         """
-        refuse_native(self, "__init__", native)
         if not callable(getattr(model, "generate", None)):
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
@@ -69,16 +71,8 @@ class HFEngine(SharingEngine):
             raise GenerationError(
                 f"{type(model).__name__} cannot be generated from: {reason}; use a decoder-only model such as Llama"
             )
-        check_counts(max_slots=max_slots)
-        check_counts(optional=True, max_length=max_length)
-        check_tokenizer(tokenizer)
+        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=max_length)
         self._model: Any = model
-        self._tokenizer = tokenizer
-        self._check_stop_strings = StopStringCheck(tokenizer)
-        self._max_slots = max_slots
-        self._max_length = max_length
-        self._version = 0
-        self._stats = GenerationStats()
         self._may_pad: bool | None = None
         """Whether a batch may be padded; None: not checked yet."""
 
@@ -87,67 +81,29 @@ class HFEngine(SharingEngine):
         device: torch.device = next(self._model.parameters()).device
         return device
 
-    @property
-    def stats(self) -> GenerationStats:
-        """Counts of the last call."""
-        return self._stats
-
-    def weights_updated(self, version: int | None = None) -> None:
-        """Set the version of updated parameters, by default the last one + 1; before any update it is 0."""
-        self._version = next_version(self._version, version)
-
     def release(self) -> None:
         """Do nothing: no storage is kept between calls."""
 
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | None = None,
-        *,
-        sample_ids: Sequence[int] | None = None,
-        length_hints: Sequence[int] | None = None,
-        token_limits: Sequence[int] | None = None,
-        on_finished: Callable[[Completion], None] | None = None,
-        **native: object,
-    ) -> list[Completion]:
-        """Return ``params.n`` completions per prompt, in the order of the prompts.
-
-        Arguments and errors are those of `GenerationEngine.generate`. ``length_hints`` sort prompts into batches, and
-        ``on_finished`` is called after each batch. Arguments that only that engine supports are refused.
-        """
-        refuse_native(self, "generate", native)
+    def _complete(self, call: EngineCall) -> GenerationStats:
         failing = experts_obstacle(self._model)
         if failing is not None:
             raise GenerationError(f"{type(self._model).__name__} cannot generate: {'; '.join(failing)}")
-        params = SamplingParams() if params is None else params
-        check_callables(on_finished=on_finished)
-        requests = Requests(
-            prompts, (), params, sample_ids, length_hints, token_limits, vocabulary=vocabulary_of(self._model),
-            bounds=length_bounds(self._model, self._max_length),
-        )  # fmt: skip
-        samples = requests.samples()
-        self._follow(samples)
-        stop = stop_rule_of(self._model, params, self._tokenizer)
-        self._check_stop_strings(params.stop_strings)
-        hints = [prompt.length_hint for prompt in requests.queue(samples)]
-        order = sorted(samples, key=lambda sample: -hints[sample.prompt_number])
-        stats = GenerationStats()
-        notifier = CompletionNotifier(samples, on_finished, lambda sample: sample.completion(self._version))
+        samples, stats = call.samples, GenerationStats()
         context = min(length_bounds(self._model, None).values(), default=math.inf)
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
             with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
                 torch.manual_seed(samples[0].key >> 1 if samples else 0)
-                for batch in _batches(order, most=self._max_slots, context=context, pads=self._pads(samples)):
-                    stats = self._run_batch(batch, params, stop, stats)
-                    notifier.report(batch)
+                for batch in _batches(
+                    call.longest_first(), most=self._max_slots, context=context, pads=self._pads(samples)
+                ):
+                    stats = self._run_batch(batch, call.params, call.stop, stats)
+                    call.notifier.report(batch)
         finally:
             for module in training:
                 module.training = True
-        self._stats = stats
-        return [sample.completion(self._version) for sample in samples]
+        return stats
 
     def _pads(self, samples: Sequence[Sample]) -> bool:
         """Return whether prompts of different lengths may share a batch; checked once, when there are any.

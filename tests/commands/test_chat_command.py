@@ -12,8 +12,6 @@ from lightning_realloc.commands.chat_command import run_chat
 from lightning_realloc.commands.chat_session import ChatSession, TokenStream, load_model, model_folder
 from lightning_realloc.errors import CheckpointError, ConfigError, GenerationError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.speculative.drafter import NO_DRAFT
 from tests.models import byte_tokenizer, tiny_model
 
 TEMPLATE = "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\n' }}{% endfor %}"
@@ -55,12 +53,10 @@ def test_streamed_text_is_the_answer_and_arrives_in_pieces(folder: Path) -> None
 def test_words_are_written_while_tokens_come() -> None:
     tokenizer, pieces = byte_tokenizer(), []
     stream = TokenStream(tokenizer, pieces.append)
-    sample = Sample(0, 0, (1,), 20, 0)
-    for token in tokenizer("one two\nthree", add_special_tokens=False)["input_ids"]:
-        sample.token_ids.append(token)
-        assert stream.propose([sample], [1]) == [NO_DRAFT]
-    assert pieces == ["one ", "two\n"]
-    stream.finish(sample.token_ids)
+    with stream as show:
+        for token in tokenizer("one two\nthree", add_special_tokens=False)["input_ids"]:
+            show(0, [token])
+        assert pieces == ["one ", "two\n"]
     assert pieces == ["one ", "two\n", "three\n"]
 
 

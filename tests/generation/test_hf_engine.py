@@ -16,7 +16,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from tests.generation.test_engine import draw_prompts
 from tests.models import SIZES, byte_tokenizer, tiny_model
@@ -167,12 +167,12 @@ def test_invalid_models_slots_and_prompts_are_refused() -> None:
 
 def test_arguments_of_the_native_engine_only_are_refused_by_name() -> None:
     model, params = tiny_model("llama"), SamplingParams(max_new_tokens=2)
-    with pytest.raises(GenerationError, match=r"HFEngine has no max_cache_bytes, .* GenerationEngine .* or leave max_"):
+    with pytest.raises(ConfigError, match=r"HFEngine has no setting max_cache_bytes; .* GenerationEngine\(max_"):
         HFEngine(model, max_cache_bytes=10**6)
     for name, value in (("environment", print), ("token_budget", 5), ("resume", [object()])):
-        with pytest.raises(GenerationError, match=f"HFEngine has no {name}, which only the native engine supports"):
+        with pytest.raises(GenerationError, match=f"{name} needs an engine that .* engine='hf' does not; leave it out"):
             HFEngine(model).generate([[5]], params, **{name: value})
-    assert len(HFEngine(model, speculation=None).generate([[5]], params, environment=None, resume=[])) == 1
+    assert len(HFEngine(model).generate([[5]], params, environment=None, resume=[])) == 1
     with pytest.raises(TypeError, match="unexpected keyword argument 'enviroment'"):
         HFEngine(model).generate([[5]], params, enviroment=print)
 

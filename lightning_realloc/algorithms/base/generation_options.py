@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Literal, get_args
@@ -11,12 +12,10 @@ from lightning_realloc.algorithms.settings import check_choice, check_type
 from lightning_realloc.batch.training import check_compile_backend
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import RolloutBudget, Speculation, VLLMOptions
+from lightning_realloc.generation.core.capabilities import CAPABILITIES, Capability, EngineName, require_capability
 from lightning_realloc.generation.engine_parts import CudaGraphs
 from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
 
-EngineName = Literal["native", "hf", "vllm"]
-"""Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``, ``vllm`` vLLM in a process
-of its own."""
 FreeCache = bool | Literal["auto"]
 """When the memory of a generation's cache and CUDA graphs is freed: ``"auto"``, where other calls need it; True, after
 each generation; False, not before memory runs out."""
@@ -86,62 +85,47 @@ class GenerationOptions:
                 f"batch_invariant=True captures no steps that compile={self.compile!r} could compile; leave one of "
                 f"them out"
             )
-        if self.engine != "native":
-            self._check_foreign()
-        if self.vllm is not None and self.engine != "vllm":
-            raise ConfigError(f"{self.vllm} is for engine='vllm', and engine={self.engine!r}; leave one of them out")
+        self._check_capabilities()
         if self.max_cache_bytes is not None and not 1 <= self.max_cache_bytes < math.inf:
             raise ConfigError(
                 f"max_cache_bytes={self.max_cache_bytes} must be at least 1 and finite; leave it out for no bound"
             )
-        is_native = self.engine == "native"
-        if self.rollout_budget is not None and (not is_native or self.sample_reallocation):
-            kind = f"sample_reallocation={self.sample_reallocation!r}" if is_native else f"engine={self.engine!r}"
+        if self.rollout_budget is not None and self.sample_reallocation:
             raise ConfigError(
-                f"rollout_budget cannot be used with {kind}: ranks of the native engine stop on their own, and keep "
-                f"their samples until then; leave one of the two out"
+                f"rollout_budget cannot be used with sample_reallocation={self.sample_reallocation!r}: ranks stop on "
+                f"their own, and keep their samples until then; leave one of the two out"
             )
 
-    def _check_foreign(self) -> None:
-        """Refuse what only the native engine does."""
-        if self.compile is not None:
-            raise ConfigError(
-                f"engine={self.engine!r} captures no steps that compile={self.compile!r} could compile; leave compile "
-                f"out, or use engine='native'"
-            )
-        if self.cuda_graphs is not True:
-            raise ConfigError(
-                f"engine={self.engine!r} captures no CUDA graphs of ours, so cuda_graphs={self.cuda_graphs!r} has no "
-                f"effect; leave cuda_graphs out, or use engine='native'"
-            )
-        if not self.free_cache:
-            raise ConfigError(
-                f"engine={self.engine!r} manages its cache itself, so free_cache=False has no effect; leave free_cache "
-                f"out, or use engine='native'"
-            )
-        if self.batch_invariant:
-            raise ConfigError(
-                f"engine={self.engine!r} gives a response other bits in another batch, which batch_invariant=True "
-                f"rules out; leave batch_invariant out, or use engine='native'"
-            )
-        if self.speculation is not None:
-            raise ConfigError(f"engine={self.engine!r} does not draft; leave speculation out, or use engine='native'")
-        if self.sample_reallocation:
-            raise ConfigError(
-                f"engine={self.engine!r} cannot hand samples over in the middle; leave sample_reallocation out, or use "
-                f"engine='native'"
-            )
-        if self.max_cache_bytes is not None and self.engine == "hf":
-            raise ConfigError(
-                f"engine='hf' does not bound its cache, as max_cache_bytes={self.max_cache_bytes} asks; leave "
-                f"max_cache_bytes out, or use engine='native'"
-            )
+    def _check_capabilities(self) -> None:
+        """Refuse options that need a capability which the engine lacks."""
+        for field in fields(self):
+            value, capability = getattr(self, field.name), _NEEDS.get(field.name)
+            if capability is None or value == field.default or (field.name, value) in _NEED_NOTHING:
+                continue
+            asked, known = f"{field.name}={value!r}", CAPABILITIES[self.engine]
+            require_capability(capability, asked, engine=self.engine, capabilities=known, error=ConfigError)
 
     def over(self, others: GenerationOptions) -> GenerationOptions:
         """Return these options, with the values of ``others`` for fields that are at their defaults."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self)}
         return replace(others, **{name: value for name, value in given.items() if value != defaults[name]})
+
+
+_NEEDS: Mapping[str, Capability] = {
+    "vllm": "vllm",
+    "speculation": "drafts",
+    "max_cache_bytes": "cache_bound",
+    "free_cache": "keeps_cache",
+    "sample_reallocation": "moves",
+    "compile": "captures",
+    "cuda_graphs": "captures",
+    "batch_invariant": "batch_invariant",
+    "rollout_budget": "budget",
+}
+"""Option -> the capability that it needs of the engine, unless it has its default."""
+_NEED_NOTHING = (("free_cache", True), ("sample_reallocation", None))
+"""Further values that every engine can follow."""
 
 
 def _check_sample_reallocation(value: object) -> None:

@@ -25,7 +25,7 @@ from lightning_realloc.algorithms.base.adapters import (
     starts_at_base,
 )
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
-from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions, SampleReallocation
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, random_stream, without_weights
 from lightning_realloc.algorithms.base.optimizers import (
     NoDecay,
@@ -47,6 +47,7 @@ from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Speculation
+from lightning_realloc.generation.core.capabilities import EngineName
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.packed_attention import check_packable, check_segments

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import TOKEN_AGES, Column, Ragged, Samples
-from lightning_realloc.generation import Completion, Conversation, Environment, GenerationEngine, SamplingParams, Turn
+from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
@@ -57,7 +57,7 @@ class Dialogue:
 
 
 def sample_responses(
-    engine: GenerationEngine,
+    engine: Engine,
     prompts: Samples,
     sampling: SamplingParams,
     *,

@@ -17,7 +17,7 @@ from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, Di
 from lightning_realloc.algorithms.losses.functional import sequence_sums
 from lightning_realloc.batch.samples import Divided, Ragged, Samples, samples_from_state, samples_state
 from lightning_realloc.errors import DataError
-from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
+from lightning_realloc.generation import Completion, Engine, RolloutBudget, SamplingParams
 
 _UNFINISHED = FINISH_REASONS.index("unfinished")
 
@@ -77,9 +77,7 @@ class BudgetedRollout:
     """Whether a finished response waits for the others to its prompt."""
     dialogue: Dialogue | None = None
 
-    def run(
-        self, engine: GenerationEngine, prompts: Samples, sampling: SamplingParams, earlier: Samples | None
-    ) -> Divided:
+    def run(self, engine: Engine, prompts: Samples, sampling: SamplingParams, earlier: Samples | None) -> Divided:
         """Generate responses to prompts, and continue those from ``earlier`` iterations."""
         done, unfinished_parts = _begun(earlier, prompts)
         seen = {prompt for part in (*done, *unfinished_parts) for prompt in part.tensor("prompt_id").tolist()}

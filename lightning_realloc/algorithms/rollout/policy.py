@@ -26,7 +26,8 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
-from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
+from lightning_realloc.generation import Conversation, Engine, Environment, RolloutBudget, SamplingParams
+from lightning_realloc.generation.core.capabilities import CAPABILITIES, require_capability
 from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
@@ -111,11 +112,9 @@ class PolicyModule(MultiModelModule):
             if conversation is not None:
                 raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
             return
-        if self.engine != "native":
-            raise ConfigError(
-                f"engine={self.engine!r} generates whole responses and cannot ask an environment between turns; leave "
-                f"environment out, or use engine='native'"
-            )
+        require_capability(
+            "environment", "environment", engine=self.engine, capabilities=CAPABILITIES[self.engine], error=ConfigError
+        )
         self._environment = import_environment(environment)
 
     def configure_model(self) -> None:
@@ -148,14 +147,14 @@ class PolicyModule(MultiModelModule):
         return self.sampling
 
     @generate("actor", produces="rollout")
-    def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
+    def roll_out(self, actor: Engine, prompts: Samples) -> Samples | Divided:
         """Sample responses to every prompt, with ``evaluation_sampling`` for held-out ones."""
         made = self._responses(actor, prompts)
         if self._environment is not None and self.training_now:
             self._require_answers(made.finished if isinstance(made, Divided) else made)
         return made
 
-    def _responses(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
+    def _responses(self, actor: Engine, prompts: Samples) -> Samples | Divided:
         sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
         sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
         if self.rollout_budget is None or not self.training_now:

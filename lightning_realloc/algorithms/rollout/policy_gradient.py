@@ -46,6 +46,7 @@ from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.generation import SamplingParams
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CHECKPOINT_KEY = "dynamic_sampling"
@@ -153,7 +154,7 @@ class PolicyGradient(RewardedModule):
         self.ratio_to, self.engine_correction = engine_defaults(
             given(options.ratio_to, ratio_to),
             given(options.engine_correction, engine_correction),
-            is_other_engine=self.engine == "vllm" and self.policy_loss.loss != "vespo",
+            is_other_engine="same_logprobs" not in CAPABILITIES[self.engine] and self.policy_loss.loss != "vespo",
         )
         self.loss_average = given(options.loss_average, loss_average)
         self.entropy_coef = given(options.entropy_coef, entropy_coef)

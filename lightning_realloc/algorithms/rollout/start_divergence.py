@@ -15,6 +15,7 @@ from lightning_realloc.algorithms.base.adapters import changes_base
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import num_model_tokens
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 
 START_KL = "kl_at_start"
 """Metric of the actor's loss while the first rollout is awaited: divergence from the reference per token."""
@@ -42,7 +43,7 @@ def rounding_limit(actor: nn.Module, *, precision: str, engine: str) -> float:
         engine: Engine of the rollout.
     """
     is_wide = all(weight.is_floating_point() and weight.dtype.itemsize >= 4 for weight in actor.parameters())
-    exact = is_wide and precision in ("32-true", "64-true") and engine != "vllm"
+    exact = is_wide and precision in ("32-true", "64-true") and "same_logprobs" in CAPABILITIES[engine]
     return MAX_KL_IN_FLOAT32 if exact else MAX_KL_IN_16_BIT
 
 

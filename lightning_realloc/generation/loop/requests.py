@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -13,28 +13,58 @@ from typing import Any
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.capabilities import Capability, require_capability
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.sample import Completion, Sample
 from lightning_realloc.generation.core.sampling import SamplingParams, check_kind, is_of_kind
+from lightning_realloc.generation.loop.environment import Conversation, Environment
 from lightning_realloc.generation.schedule.scheduler import Prompt
 
 _log = logging.getLogger(__name__)
 
+_NEEDS: Mapping[str, Capability] = {
+    "environment": "environment",
+    "conversation": "environment",
+    "token_budget": "budget",
+    "seconds_budget": "budget",
+    "may_stop": "budget",
+    "resume": "budget",
+    "on_tokens": "stream",
+}
+"""Argument -> the capability that it needs of the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Arguments of one call; each list holds one entry per prompt, followed by one per ``resume``."""
+    """Arguments of one call of an engine, as `Engine.generate` describes them.
 
-    prompts: Sequence[Sequence[int]]
-    resume: Sequence[Completion]
-    params: SamplingParams
-    sample_ids: Sequence[int] | None
-    length_hints: Sequence[int] | None
-    token_limits: Sequence[int] | None
+    Each list holds one entry per prompt, followed by one per ``resume``.
+    """
+
     vocabulary: int
+    """Tokens of the model's vocabulary."""
     bounds: Mapping[str, int]
     """Most tokens of prompt and response together, by the source of the bound."""
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    sample_ids: Sequence[int] | None = None
+    length_hints: Sequence[int] | None = None
+    token_limits: Sequence[int] | None = None
+    environment: Environment | None = None
+    conversation: Conversation | None = None
+    token_budget: int | None = None
+    seconds_budget: float | None = None
+    resume: Sequence[Completion] = ()
+    on_finished: Callable[[Completion], None] | None = None
+    on_tokens: Callable[[int, Sequence[int]], None] | None = None
+    may_stop: Callable[[], bool] | None = None
+
+    def require(self, capabilities: Collection[Capability], *, engine: str) -> None:
+        """Raise GenerationError for an argument that needs a capability which an engine lacks."""
+        for name, capability in _NEEDS.items():
+            if getattr(self, name) not in (None, (), []):
+                require_capability(capability, name, engine=engine, capabilities=capabilities, error=GenerationError)
 
     def samples(self) -> list[Sample]:
         """Return ``params.n`` samples per prompt, those of one prompt adjacent, then the resumed ones.
@@ -68,6 +98,8 @@ class Requests:
         return samples
 
     def _check_kinds(self) -> None:
+        for name in ("on_finished", "on_tokens", "may_stop"):
+            check_kind(name, getattr(self, name), Callable, "a function", optional=True)  # type: ignore[arg-type]
         if not isinstance(self.params, SamplingParams):
             raise GenerationError(
                 f"params={self.params!r} is a {type(self.params).__name__}; write SamplingParams(...)"
@@ -185,12 +217,6 @@ def _whole_numbers(name: str, given: Any, wanted: str) -> tuple[int, ...]:
         return as_token_ids(given)
     except TypeError as error:
         raise GenerationError(f"{name}={given!r} must be a list of whole numbers, {wanted}") from error
-
-
-def check_callables(**given: object) -> None:
-    """Raise GenerationError for the first argument that is neither a function nor None."""
-    for name, function in given.items():
-        check_kind(name, function, Callable, "a function", optional=True)  # type: ignore[arg-type]
 
 
 def next_version(last: int, given: int | None) -> int:

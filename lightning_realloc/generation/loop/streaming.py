@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation.core.sample import Completion, Sample
-from lightning_realloc.runtime.messages.progress import ActivityProgress
 
 
 class PartialResults:
@@ -46,75 +44,48 @@ class PartialResults:
         return add
 
 
-class SharingEngine:
-    """Base of engines whose finished responses other calls use, and whose progress they show, while they generate."""
-
-    partial_results: PartialResults | None = None
-    """Sends finished responses in chunks while a call runs; None: nothing is sent."""
-    _followed: list[Sample] | None = None
-    """Samples of all generations inside `sharing`, without those of other ranks; None outside."""
-
-    def progress(self) -> ActivityProgress | None:
-        """Return the progress of all generations inside `sharing`; None outside. Any thread may call it.
-
-        A sample that moved to another rank counts as unfinished until it returns.
-        """
-        followed = self._followed  # the thread that trains may end the call meanwhile
-        if followed is None:
-            return None
-        samples = tuple(followed)
-        longest = max((len(sample.token_ids) for sample in samples if sample.finish_reason is None), default=None)
-        done = sum(sample.finish_reason is not None for sample in samples)
-        num_tokens = sum(len(sample.token_ids) for sample in samples)
-        return ActivityProgress(done, len(samples), "samples", num_tokens, longest)
-
-    def _follow(self, samples: Sequence[Sample]) -> None:
-        """Report the progress of these samples, too."""
-        if self._followed is not None:
-            self._followed.extend(samples)
-
-    @contextmanager
-    def sharing(self, partial_results: PartialResults | None = None) -> Iterator[None]:
-        """Share finished responses with other calls inside this context.
-
-        Args:
-            partial_results: Sends finished responses in chunks; None: nothing is sent.
-        """
-        self.partial_results, self._followed = partial_results, []
-        try:
-            yield
-        finally:
-            self.partial_results = self._followed = None
-
-
-class CompletionNotifier:
-    """Calls a listener once for each sample of a call when it has finished.
+class CallNotifier:
+    """Reports tokens and finished samples of a call to its caller.
 
     Args:
         samples: Samples of the call.
-        listener: Function to call; None: none.
+        on_finished: Called once with each finished sample's completion; None: never.
         completion_of: Returns a finished sample's completion.
+        on_tokens: Called with a sample's id and its new tokens; None: never.
     """
 
     def __init__(
         self,
-        samples: Iterable[Sample],
-        listener: Callable[[Completion], None] | None,
+        samples: Sequence[Sample],
+        on_finished: Callable[[Completion], None] | None,
         completion_of: Callable[[Sample], Completion],
+        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
     ) -> None:
+        self._samples = samples
         self._due = {sample.sample_id for sample in samples}
-        self._listener, self._completion_of = listener, completion_of
+        self._on_finished, self._completion_of, self._on_tokens = on_finished, completion_of, on_tokens
+        self._num_tokens = [len(sample.token_ids) for sample in samples]
         self._num_seen = 0
 
     def follow(self, ended: Sequence[Sample]) -> None:
-        """Report the new samples at the end of a growing list."""
-        if self._listener is not None:
+        """Report new tokens, and the new samples at the end of a growing list."""
+        self._report_tokens()
+        if self._on_finished is not None:
             self.report(ended[self._num_seen :])
             self._num_seen = len(ended)
 
     def report(self, samples: Iterable[Sample]) -> None:
         """Report samples of this call that were not reported yet."""
+        self._report_tokens()
         for sample in samples:
-            if self._listener is not None and sample.sample_id in self._due:
+            if self._on_finished is not None and sample.sample_id in self._due:
                 self._due.remove(sample.sample_id)
-                self._listener(self._completion_of(sample))
+                self._on_finished(self._completion_of(sample))
+
+    def _report_tokens(self) -> None:
+        if self._on_tokens is None:
+            return
+        for number, sample in enumerate(self._samples):
+            begin, self._num_tokens[number] = self._num_tokens[number], len(sample.token_ids)
+            if begin < len(sample.token_ids):
+                self._on_tokens(sample.sample_id, sample.token_ids[begin:])

@@ -78,7 +78,7 @@ def serve_rank() -> None:
     if settings is None:  # another version than the rank works with
         return
     try:
-        engine = Engine(connection, **settings)
+        engine = ServedEngine(connection, **settings)
         send(connection, engine.description())
         while (message := receive(connection, most_bytes=most_bytes)) is not None:
             send(connection, {"done": getattr(engine, message.pop("do"))(**message)})
@@ -102,7 +102,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-class Engine:
+class ServedEngine:
     """Methods that the rank calls by name; their arguments and results are JSON.
 
     Args:

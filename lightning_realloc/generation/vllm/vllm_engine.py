@@ -7,34 +7,36 @@ Arguments that need the native engine's caches or steps are refused: drafts, sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
-from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
+from lightning_realloc.generation.base_engine import Engine, EngineCall
+from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
+from lightning_realloc.generation.core.model_config import length_bounds
+from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
 from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
-from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
-from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import GenerationStats, not_finite
-from lightning_realloc.generation.loop.streaming import CompletionNotifier, SharingEngine
-from lightning_realloc.generation.native_arguments import refuse_native
 from lightning_realloc.generation.vllm.hand_over import weights_of
 from lightning_realloc.generation.vllm.messages import Connection, TokenRequest, TokenResponse
 from lightning_realloc.generation.vllm.process import VLLMProcess
 from lightning_realloc.generation.vllm.service import VLLMService
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.generation.vllm.vllm_server import VLLMServer
+from lightning_realloc.setting_hints import suggest_settings
 
 
-class VLLMEngine(SharingEngine):
+@suggest_settings(NATIVE_HINTS)
+class VLLMEngine(Engine):
     """Same interface as `GenerationEngine`, by a vLLM that gets the model's weights before each call on new ones.
 
     Greedy responses equal the native engine's up to rounding. Sampled ones follow the same distribution with other
-    random numbers, which depend on ``params.seed`` and the sample's id.
+    random numbers, which depend on ``params.seed`` and the sample's id. ``length_hints`` order the requests.
+
+    `generate` raises `EngineLost` if vLLM ends or falls silent, and may not be restarted.
 
     Args:
         model: The model whose weights vLLM gets; whole on this rank.
@@ -45,6 +47,9 @@ class VLLMEngine(SharingEngine):
         service: A vLLM that an earlier engine of the same model left running; None: one is started when needed.
     """
 
+    name = "vllm"
+    capabilities = CAPABILITIES["vllm"]
+
     def __init__(
         self,
         model: nn.Module,
@@ -54,34 +59,22 @@ class VLLMEngine(SharingEngine):
         max_cache_bytes: int | None = None,
         options: VLLMOptions | None = None,
         service: VLLMService | None = None,
-        **native: object,
     ) -> None:
-        refuse_native(self, "__init__", native)
-        check_counts(max_slots=max_slots)
-        check_counts(optional=True, max_cache_bytes=max_cache_bytes)
-        check_tokenizer(tokenizer)
-        self._model, self._tokenizer, self._max_slots = model, tokenizer, max_slots
         self._options = options or VLLMOptions()
+        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=self._options.max_length)
+        check_counts(optional=True, max_cache_bytes=max_cache_bytes)
         weights_of(model)
         if self._options.sleep and next(model.parameters()).device.type == "cpu" and self._options.address is None:
             raise GenerationError("sleep=True frees memory of a GPU, and the model is on the CPU; leave sleep out")
-        self._check_stop_strings = StopStringCheck(tokenizer)
         # Without the model: the service may outlive it.
         connect = partial(
             _connect, options=self._options, tokenizer=tokenizer, max_slots=max_slots, max_cache_bytes=max_cache_bytes
         )
         self.service = service or VLLMService(connect, restarts=self._options.restarts)
-        self._version = 0
-        self._stats = GenerationStats()
-
-    @property
-    def stats(self) -> GenerationStats:
-        """Counts of the last call: forward passes, and tokens of prompts and responses."""
-        return self._stats
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Set the version of updated parameters, by default the last one + 1; before any update it is 0."""
-        self._version = next_version(self._version, version)
+        """Set the version of updated parameters; vLLM gets them before the next call."""
+        super().weights_updated(version)
         self.service.weights_changed()
 
     def release(self) -> None:
@@ -89,61 +82,27 @@ class VLLMEngine(SharingEngine):
         if self._options.sleep:
             self.service.sleep()
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | None = None,
-        *,
-        sample_ids: Sequence[int] | None = None,
-        length_hints: Sequence[int] | None = None,
-        token_limits: Sequence[int] | None = None,
-        on_finished: Callable[[Completion], None] | None = None,
-        **native: object,
-    ) -> list[Completion]:
-        """Return ``params.n`` completions per prompt, in the order of the prompts.
+    def _length_bounds(self) -> Mapping[str, int]:
+        return length_bounds(self._model, self.service.max_length or self._max_length)
 
-        Arguments and errors are those of `GenerationEngine.generate`. ``length_hints`` order the requests. Arguments
-        that only that engine supports are refused.
-
-        Raises:
-            EngineLost: if vLLM ends or falls silent, and may not be restarted.
-        """
-        refuse_native(self, "generate", native)
-        params = SamplingParams() if params is None else params
-        check_callables(on_finished=on_finished)
-        requests = Requests(
-            prompts,
-            (),
-            params,
-            sample_ids,
-            length_hints,
-            token_limits,
-            vocabulary=vocabulary_of(self._model),
-            bounds=length_bounds(self._model, self.service.max_length or self._options.max_length),
-        )
-        samples = requests.samples()
-        self._follow(samples)
-        stop = stop_rule_of(self._model, params, self._tokenizer)
-        self._check_stop_strings(params.stop_strings)
-        hints = [prompt.length_hint for prompt in requests.queue(samples)]
-        order = sorted(range(len(samples)), key=lambda index: -hints[samples[index].prompt_number])
-        asked = [_request(index, samples[index]) for index in order]
-        notifier = CompletionNotifier(samples, on_finished, lambda sample: sample.completion(self._version))
+    def _complete(self, call: EngineCall) -> GenerationStats:
+        samples, stop = call.samples, call.stop
+        number_of = {sample.sample_id: number for number, sample in enumerate(samples)}
+        asked = [_request(number_of[sample.sample_id], sample) for sample in call.longest_first()]
 
         def accept(response: TokenResponse) -> None:
             sample = samples[response.index]
             _fill(sample, response, stop)
-            notifier.report([sample])
+            call.notifier.report([sample])
 
-        num_steps = self.service.generate(self._model, asked, _sampling(params, stop), accept) if asked else 0
+        num_steps = self.service.generate(self._model, asked, _sampling(call.params, stop), accept) if asked else 0
         num_generated = sum(len(sample.token_ids) for sample in samples)
-        self._stats = GenerationStats(
+        return GenerationStats(
             num_steps=num_steps,
             row_steps=num_generated,
             generated_tokens=num_generated,
             prefill_tokens=sum(len(sample.prompt) for sample in samples),
         )
-        return [sample.completion(self._version) for sample in samples]
 
 
 def _connect(

@@ -20,10 +20,11 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.flight_record import ActivityKind, FlightRecord
 from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
-from lightning_realloc.strategies.calls.engine_pool import EnginePool, PeerFailure
+from lightning_realloc.strategies.calls.engine_pool import EnginePool
 from lightning_realloc.strategies.calls.full_device import naming_full_device
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls, refuse_long_prompts
 from lightning_realloc.strategies.calls.infer_call import InferCalls
+from lightning_realloc.strategies.calls.lockstep import PeerFailure
 from lightning_realloc.strategies.calls.metrics import RunMetrics, as_tensors, mean_age
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.train_call import TrainCalls

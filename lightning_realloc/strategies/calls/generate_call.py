@@ -9,7 +9,9 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.engine_pool import EnginePool, PeerFailure, ReplicaEngine
+from lightning_realloc.strategies.calls.engine_factory import ReplicaEngine
+from lightning_realloc.strategies.calls.engine_pool import EnginePool
+from lightning_realloc.strategies.calls.lockstep import PeerFailure
 from lightning_realloc.strategies.calls.metrics import IdleClock, speculation_metrics
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
@@ -75,7 +77,7 @@ class GenerateCalls:
             report.sums |= speculation_metrics(call, stats)
         if algorithm.max_cache_bytes is not None:
             report.sums[f"preemptions/{call}"] = float(stats.num_preemptions)
-        if self._context.device.type == "cuda" and algorithm.engine == "native":
+        if self._context.device.type == "cuda" and "captures" in generator.engine.capabilities:
             report.maxima[f"capture_s/{call}"] = stats.capture_s
         if moved is not None:
             report.sums[f"moved_samples/{call}"] = float(moved.num_received)

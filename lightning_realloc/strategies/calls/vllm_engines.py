@@ -6,27 +6,30 @@ from typing import TYPE_CHECKING
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.calls.engine_factory import EngineFactory, ReplicaEngine
+from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
 from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation import VLLMEngine
     from lightning_realloc.generation.vllm.service import VLLMService
 
 
-class VLLMEngines:
+class VLLMEngines(EngineFactory):
     """Builds engines on one vLLM per role.
 
     Args:
-        algorithm: The algorithm, with the options of vLLM.
+        context: The algorithm with the options of vLLM, and this rank.
     """
 
-    def __init__(self, algorithm: RunnableAlgorithm) -> None:
-        self._algorithm = algorithm
+    def __init__(self, context: CallContext) -> None:
+        super().__init__(context)
         self._services: dict[tuple[str, int], VLLMService] = {}
         """(Role, slots) -> its vLLM; one for each role."""
 
-    def build(self, replica: Replica, max_slots: int) -> VLLMEngine:
+    def _build(
+        self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
+    ) -> ReplicaEngine:
         """Return a replica's engine, on the vLLM of its role if that has as many slots."""
         from lightning_realloc.generation import VLLMEngine
 
@@ -42,14 +45,10 @@ class VLLMEngines:
             service=self._services.get(key),
         )
         self._services[key] = engine.service
-        return engine
+        return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)
 
-    def check(self, call: ModelFunctionCall, replica: Replica) -> None:
-        """Refuse layouts that vLLM cannot take weights from.
-
-        Raises:
-            GenerationError: for tensor parallelism, and for several ranks with one server.
-        """
+    def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
+        """Refuse also layouts that vLLM cannot take weights from: tensor parallelism, several ranks of one server."""
         layout, options = replica.layout, self._algorithm.generation_options.vllm
         if layout.dims.tp > 1:
             raise GenerationError(
@@ -61,6 +60,7 @@ class VLLMEngines:
                 f"{call.name} runs in the layout {layout} of {len(layout.ranks)} ranks, which would all give weights "
                 f"to the server {options.address}; give it a layout of one rank, or leave address out"
             )
+        super()._check(call, replica)
 
     def close(self) -> None:
         """End all processes; a later call starts them again."""

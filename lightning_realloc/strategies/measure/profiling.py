@@ -22,6 +22,7 @@ import transformers
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout import ParallelDims
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelSpec
@@ -294,7 +295,7 @@ def make_plan_evaluator(
     _, settings = with_callbacks(callbacks, dataflow, plan, builder.memory_settings())
     typical = TypicalLengths.from_iterations(iterations)
     longest = max(*typical.responses, _longest_allowed(module, dataflow))
-    captures = module.engine == "native" and bool(module.generation_options.cuda_graphs)
+    captures = "captures" in CAPABILITIES[module.engine] and bool(module.generation_options.cuda_graphs)
 
     def estimate(lengths: TypicalLengths) -> Estimator:
         roofline = RooflineEstimator(

@@ -23,7 +23,7 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, sequence_scores, token_logprobs
-from lightning_realloc.strategies.calls.engine_pool import Lockstep
+from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.tuning.estimate.pass_samples import Size
 from lightning_realloc.tuning.memory.parts import Workload

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
@@ -245,7 +246,7 @@ class PoolBuilder:
             workload: The largest one that memory must have room for; None if it is unknown.
         """
         wanted = self.module.generation_options.free_cache
-        if wanted != "auto" or self.module.engine != "native" or self.device.type == "cpu":
+        if wanted != "auto" or "keeps_cache" not in CAPABILITIES[self.module.engine] or self.device.type == "cpu":
             return wanted is False
         if workload is None or torch.are_deterministic_algorithms_enabled():
             return False

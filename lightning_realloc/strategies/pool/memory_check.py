@@ -23,6 +23,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.generation import Speculation
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.forward.packed_linear import packs
 from lightning_realloc.generation.speculative.draft_model import describe_draft_model
 from lightning_realloc.runtime.messages.objects import gather_objects
@@ -103,7 +104,7 @@ def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: t
     Raises:
         GenerationError: for a draft model whose configuration cannot be read.
     """
-    if module.engine != "native":
+    if "keeps_cache" not in CAPABILITIES[module.engine]:
         return EngineMemory()
     speculation = module.speculation
     return EngineMemory(

@@ -193,7 +193,10 @@ def test_environments_are_functions_classes_or_import_paths() -> None:
         ({"environment": 3}, "environment=3 is a int; give a function of a Turn"),
         ({"environment": "nowhere:tool"}, "environment 'nowhere:tool' cannot be imported"),
         ({"environment": "tool"}, "an? environment's import path is 'package.module:name'; got 'tool'"),
-        ({"environment": silent, "engine": "hf"}, "engine='hf' generates whole responses and cannot ask"),
+        (
+            {"environment": silent, "engine": "hf"},
+            "environment needs an engine that asks an environment",
+        ),
         ({"conversation": Conversation(max_turns=2)}, "bounds a conversation without environment"),
     ],
 )

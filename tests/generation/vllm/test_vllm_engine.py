@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import Completion, SamplingParams, VLLMEngine, VLLMOptions
 from lightning_realloc.generation.vllm.messages import EngineLost
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
@@ -220,23 +220,20 @@ def test_the_process_ends_with_its_engine_and_after_a_listener_that_raises(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "name"),
-    [
-        ("generate", {"environment": lambda turn: None}, "environment"),
-        ("generate", {"token_budget": 9}, "token_budget"),
-        ("generate", {"seconds_budget": 1.0}, "seconds_budget"),
-        ("generate", {"resume": [object()]}, "resume"),
-        ("__init__", {"drafter": object()}, "drafter"),
-        ("__init__", {"peers": object()}, "peers"),
-        ("__init__", {"lockstep": object()}, "lockstep"),
-    ],
+    "settings",
+    [{"environment": lambda turn: None}, {"token_budget": 9}, {"seconds_budget": 1.0}, {"resume": [object()]}],
 )
-def test_what_only_the_native_engine_does_is_refused_by_name(
-    method: str, settings: dict[str, Any], name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(GenerationError, match=f"VLLMEngine has no {name}, which only the native engine supports"):
-        engine = VLLMEngine(tiny_model("llama"), **(settings if method == "__init__" else {}))
-        engine.generate([[5]], GREEDY, **settings)
+def test_arguments_that_need_another_engine_are_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(GenerationError, match=f"{next(iter(settings))} needs an engine .* engine='vllm' does not"):
+        VLLMEngine(tiny_model("llama")).generate([[5]], GREEDY, **settings)
+
+
+@pytest.mark.parametrize("name", ["drafter", "peers", "lockstep"])
+def test_settings_of_the_native_engine_are_answered_with_its_name(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"VLLMEngine has no setting {name}; here it is GenerationEngine\({name}=...\)"
+    ):
+        VLLMEngine(tiny_model("llama"), **{name: object()})
 
 
 def test_stop_strings_need_a_tokenizer_that_vllm_can_load(tmp_path: Path) -> None:

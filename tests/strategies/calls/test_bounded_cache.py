@@ -50,7 +50,7 @@ def test_a_bound_below_one_sample_ends_the_run_on_every_rank(workers: WorkerPool
 
 
 def test_a_bound_on_the_cache_needs_the_native_engine() -> None:
-    with pytest.raises(ConfigError, match="engine='hf' does not bound its cache"):
+    with pytest.raises(ConfigError, match="bounds the bytes of its cache, and engine='hf' does not"):
         runs.grpo(engine="hf", max_cache_bytes=10**6)
     with pytest.raises(ConfigError, match="max_cache_bytes=0"):
         runs.grpo(max_cache_bytes=0)

@@ -56,7 +56,7 @@ def run_grpo(free_cache: FreeCache) -> tuple[Outcome, list[int], list[int]]:
     kept = Kept(recorder)
     captured = partial(StepGraphs, make_record=lambda: recorder, device_type="cpu")
     module = runs.grpo(sampling=SAMPLING, generation=GenerationOptions(free_cache=free_cache))
-    target = "lightning_realloc.strategies.calls.engine_pool.GenerationEngine"
+    target = "lightning_realloc.strategies.calls.native_engines.GenerationEngine"
     with mock.patch.object(engine_parts, "StepGraphs", captured), mock.patch(target, ListedEngine):
         plan = runs.calls(actor_generate="dp1", reference_infer="dp1", actor_train="dp1")
         outcome = runs.train(module, plan, 1, Batches(4), callbacks=[kept])
@@ -113,7 +113,7 @@ def fit_on_gpu(
     settings = GenerationOptions(free_cache=free_cache)
     module = runs.grpo(**models, peft_config=peft, sampling=SAMPLING, generation=settings)
     options = {"precision": "bf16-mixed", "accelerator": "cuda", "deterministic": deterministic}
-    with mock.patch("lightning_realloc.strategies.calls.engine_pool.GenerationEngine", ListedEngine):
+    with mock.patch("lightning_realloc.strategies.calls.native_engines.GenerationEngine", ListedEngine):
         trainer = runs.trainer(ReallocStrategy(PLAN, memory_per_device=memory), 1, callbacks=[held], **options)
         trainer.fit(module, PromptDataModule(ROWS, batch_size=2))
     (engine,) = ENGINES

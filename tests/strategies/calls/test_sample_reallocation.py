@@ -12,7 +12,6 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_realloc.algorithms.base.generation_options import SampleReallocation
-from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
@@ -98,8 +97,3 @@ def test_queued_samples_move_under_true_and_queued(workers: WorkerPool, setting:
     assert sum(counts) >= 1.0
     assert moved.tokens == stayed.tokens
     assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
-
-
-def test_an_engine_that_cannot_move_samples_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot hand samples over in the middle"):
-        runs.grpo(engine="hf", sample_reallocation=True)

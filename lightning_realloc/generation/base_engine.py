@@ -1,0 +1,216 @@
+"""Base of the generation engines: it checks a call's arguments, makes its samples, and reports them as they finish.
+
+An engine itself completes these samples. Other calls see their progress, and get finished ones, while it generates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from lightning_realloc.generation.core.capabilities import Capability
+from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
+from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
+from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
+from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.loop.environment import Conversation, Environment
+from lightning_realloc.generation.loop.requests import Requests, next_version
+from lightning_realloc.generation.loop.run import GenerationStats
+from lightning_realloc.generation.loop.streaming import CallNotifier, PartialResults
+from lightning_realloc.runtime.messages.progress import ActivityProgress
+
+if TYPE_CHECKING:  # imported where samples move
+    from lightning_realloc.generation.rebalance.handover import MigrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCall:
+    """One call of an engine, with checked arguments."""
+
+    samples: Sequence[Sample]
+    """Samples to complete, in the order of the call's result."""
+    requests: Requests
+    """Arguments that the samples were made of."""
+    stop: StopRule
+    """Ends turns."""
+    notifier: CallNotifier
+    """Reports tokens and finished samples to the caller."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters of all samples."""
+        return self.requests.params
+
+    def longest_first(self) -> list[Sample]:
+        """Return the samples, those with the largest length hints first."""
+        hints = [prompt.length_hint for prompt in self.requests.queue(self.samples)]
+        return sorted(self.samples, key=lambda sample: -hints[sample.prompt_number])
+
+
+class Engine(ABC):
+    """A generation engine on a model whose weights change between calls.
+
+    A subclass names its capabilities and completes the samples of a call; see `Engine._complete`.
+
+    Args:
+        model: The model.
+        tokenizer: Its end-of-sequence token ends responses, as the model's does; stop strings need it.
+        max_slots: Samples that run at a time.
+        max_length: Most tokens of prompt and response together; None: the model's context.
+    """
+
+    name: ClassVar[str]
+    """Name of the engine in an algorithm's settings."""
+    capabilities: ClassVar[frozenset[Capability]]
+    """What options may ask of the engine."""
+    partial_results: PartialResults | None = None
+    """Sends finished responses in chunks while a call runs; None: nothing is sent."""
+    _followed: list[Sample] | None = None
+    """Samples of all generations inside `sharing`, without those of other ranks; None outside."""
+
+    def __init__(
+        self, model: nn.Module, *, tokenizer: Tokenizer | None, max_slots: int, max_length: int | None
+    ) -> None:
+        check_counts(max_slots=max_slots)
+        check_counts(optional=True, max_length=max_length)
+        check_tokenizer(tokenizer)
+        self._model, self._tokenizer = model, tokenizer
+        self._max_slots, self._max_length = max_slots, max_length
+        self._version = 0
+        self._check_stop_strings = StopStringCheck(tokenizer)
+        self._stats = GenerationStats()
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts of the last call."""
+        return self._stats
+
+    @property
+    def migration_stats(self) -> MigrationStats | None:
+        """Samples that moved from and to this rank in the last call, and their cost; None where samples stay."""
+        return None
+
+    def weights_updated(self, version: int | None = None) -> None:
+        """Set the version of updated parameters, by default the last one + 1; before any update it is 0.
+
+        There is nothing to drop: no result of the old parameters outlives a call.
+        """
+        self._version = next_version(self._version, version)
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free storage that is kept between calls; the next call allocates it again."""
+
+    @torch.no_grad()  # not inference_mode: its tensors break a later training forward under FSDP
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        sample_ids: Sequence[int] | None = None,
+        length_hints: Sequence[int] | None = None,
+        token_limits: Sequence[int] | None = None,
+        environment: Environment | None = None,
+        conversation: Conversation | None = None,
+        token_budget: int | None = None,
+        seconds_budget: float | None = None,
+        resume: Sequence[Completion] = (),
+        on_finished: Callable[[Completion], None] | None = None,
+        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+        may_stop: Callable[[], bool] | None = None,
+    ) -> list[Completion]:
+        """Return ``params.n`` completions per prompt, in the order of the prompts, and then the resumed ones.
+
+        Args:
+            prompts: Token ids.
+            params: Sampling parameters; None: the defaults.
+            sample_ids: Distinct id per new completion, which keys its random numbers; None: the numbers after the ids
+                in ``resume``.
+            length_hints: Expected response length per prompt, then per resumed completion. Long ones start first.
+            token_limits: Bound per prompt, then per resumed completion, that may lower ``params.max_new_tokens``.
+            environment: Answers turns that end by their stop rule; its tokens count in ``params.max_new_tokens``.
+            conversation: Bounds of turns and of the environment's time.
+            token_budget: Tokens of the model after which the call ends; completions may then be "unfinished".
+            seconds_budget: The same in seconds.
+            resume: Unfinished completions of an earlier call with the same ``params``, to continue on current weights.
+            on_finished: Called once with each completion: between two steps if it ends on this rank, else at the end.
+            on_tokens: Called between two steps with a sample's id and its new tokens, an environment's included.
+            may_stop: Called after ``on_finished`` when a budget is spent; if it returns False, the call continues. It
+                must return the same on all ranks of a tensor-parallel group.
+
+        Raises:
+            GenerationError: for arguments that cannot be generated from, for those that need a capability which the
+                engine lacks, and for logits that are not finite.
+        """
+        requests = Requests(
+            vocabulary_of(self._model), self._length_bounds(), prompts, SamplingParams() if params is None else params,
+            sample_ids, length_hints, token_limits, environment, conversation, token_budget, seconds_budget, resume,
+            on_finished, on_tokens, may_stop,
+        )  # fmt: skip
+        requests.require(self.capabilities, engine=self.name)
+        with self._announced():
+            samples = requests.samples()
+            self._follow(samples)
+            stop = stop_rule_of(self._model, requests.params, self._tokenizer)
+            self._check_stop_strings(requests.params.stop_strings)
+            notifier = CallNotifier(samples, on_finished, self._completion, on_tokens)
+            self._stats = self._complete(EngineCall(samples=samples, requests=requests, stop=stop, notifier=notifier))
+        notifier.report(samples)
+        return list(map(self._completion, samples))
+
+    @abstractmethod
+    def _complete(self, call: EngineCall) -> GenerationStats:
+        """Give every sample of a call its tokens, log-probabilities and finish reason, and return the counts.
+
+        Finished samples may be given to ``call.notifier`` before the end.
+        """
+
+    def _length_bounds(self) -> Mapping[str, int]:
+        """Return the most tokens of prompt and response together, by the source of the bound."""
+        return length_bounds(self._model, self._max_length)
+
+    def _announced(self) -> AbstractContextManager[None]:
+        """Return a context that encloses the checks and the generation of a call."""
+        return nullcontext()
+
+    def _completion(self, sample: Sample) -> Completion:
+        return sample.completion(self._version)
+
+    # ---- other calls during a generation
+    def progress(self) -> ActivityProgress | None:
+        """Return the progress of all generations inside `sharing`; None outside. Any thread may call it.
+
+        A sample that moved to another rank counts as unfinished until it returns.
+        """
+        followed = self._followed  # the thread that trains may end the call meanwhile
+        if followed is None:
+            return None
+        samples = tuple(followed)
+        longest = max((len(sample.token_ids) for sample in samples if sample.finish_reason is None), default=None)
+        done = sum(sample.finish_reason is not None for sample in samples)
+        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        return ActivityProgress(done, len(samples), "samples", num_tokens, longest)
+
+    def _follow(self, samples: Sequence[Sample]) -> None:
+        """Report the progress of these samples, too."""
+        if self._followed is not None:
+            self._followed.extend(samples)
+
+    @contextmanager
+    def sharing(self, partial_results: PartialResults | None = None) -> Iterator[None]:
+        """Share finished responses with other calls inside this context.
+
+        Args:
+            partial_results: Sends finished responses in chunks; None: nothing is sent.
+        """
+        self.partial_results, self._followed = partial_results, []
+        try:
+            yield
+        finally:
+            self.partial_results = self._followed = None

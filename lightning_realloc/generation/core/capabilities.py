@@ -1,0 +1,72 @@
+"""Capabilities of the generation engines, and the refusal of options that need one which an engine lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from lightning_realloc.errors import ReallocError
+
+EngineName = Literal["native", "hf", "vllm"]
+"""Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``, ``vllm`` vLLM in a process
+of its own."""
+
+Capability = Literal[
+    "batch_invariant", "budget", "cache_bound", "captures", "drafts", "environment", "keeps_cache", "moves",
+    "same_logprobs", "sharded", "stream", "vllm",
+]  # fmt: skip
+
+_MEANINGS: Mapping[Capability, str] = {
+    "batch_invariant": "gives a response the same bits in any batch",
+    "budget": "stops at a budget and continues its responses later",
+    "cache_bound": "bounds the bytes of its cache",
+    "captures": "captures its steps as CUDA graphs",
+    "drafts": "drafts tokens",
+    "environment": "asks an environment between turns",
+    "keeps_cache": "leaves its cache to us between calls",
+    "moves": "hands samples over to other ranks",
+    "same_logprobs": "computes log-probabilities as training does",
+    "sharded": "runs where all ranks gather a model's blocks together",
+    "stream": "reports tokens while it generates",
+    "vllm": "runs vLLM",
+}
+
+CAPABILITIES: Mapping[str, frozenset[Capability]] = {
+    "native": frozenset(_MEANINGS) - {"vllm"},
+    "hf": frozenset({"same_logprobs"}),
+    "vllm": frozenset({"cache_bound", "vllm"}),
+}
+"""Engine -> its capabilities."""
+
+_NATIVE_SETTINGS = (
+    "agree", "batch_invariant", "clock", "compile", "cuda_graphs", "drafter", "lockstep", "max_cache_bytes",
+    "max_prefill_tokens", "pack_weights", "peers", "poll_weights", "speculation", "wall_clock",
+)  # fmt: skip
+NATIVE_HINTS = {name: f"GenerationEngine({name}=...), the engine 'native'" for name in _NATIVE_SETTINGS}
+"""Setting of the native engine's constructor -> hint for the other engines', which have no such setting."""
+
+
+def require_capability(
+    capability: Capability,
+    asked: str,
+    *,
+    engine: str,
+    capabilities: Collection[Capability],
+    error: type[ReallocError],
+) -> None:
+    """Raise ``error`` if an engine lacks the capability that an option needs.
+
+    Args:
+        capability: The capability.
+        asked: The option with its value.
+        engine: The engine's name.
+        capabilities: The engine's capabilities.
+        error: Class of the exception.
+    """
+    if capability in capabilities:
+        return
+    able = [f"engine={other!r}" for other, known in CAPABILITIES.items() if capability in known]
+    raise error(
+        f"{asked} needs an engine that {_MEANINGS[capability]}, and engine={engine!r} does not; leave it out, or use "
+        f"{' or '.join(able)}"
+    )

@@ -1,0 +1,145 @@
+"""One replica's engine on this rank, and the base of the factories that build it; one factory for each engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Engine, HFEngine
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
+from lightning_realloc.generation.rebalance.handover import MigrationStats
+from lightning_realloc.generation.rebalance.peers import Peers
+from lightning_realloc.generation.speculative.drafter import Drafter
+from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.calls.lockstep import Lockstep
+from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.pool.replica import Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaEngine:
+    """The engine of one replica on this rank."""
+
+    replica: Replica
+    """The replica."""
+    engine: Engine
+    """Generates with the replica's model."""
+    peers: tuple[int, ...]
+    """Data-parallel ranks: they generate other samples with the same shard of the model."""
+    lockstep: Lockstep | None = None
+    """Keeps ranks in step whose forward passes are collective; None if they are not."""
+    drafter: Drafter = field(default_factory=Drafter)
+    """Drafts tokens for the engine."""
+    moves: Peers | None = None
+    """Moves samples between the peers; None if samples stay."""
+    updates: WeightUpdates | None = None
+    """Newer weights while it generates; None if weights change between calls only."""
+
+    @property
+    def migration_stats(self) -> MigrationStats | None:
+        """Statistics of moved samples in the last call; None if samples stay."""
+        return self.engine.migration_stats
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds in which this rank waited for samples of peers in the last call."""
+        stats = self.migration_stats
+        return 0.0 if stats is None else stats.waited_s
+
+    def begin(self, data: IterationData, index: int) -> None:
+        """Start call number ``index`` of an iteration."""
+        newer = None if self.updates is None else self.updates.begin(data.iteration)
+        self.engine.weights_updated(data.version if newer is None else newer)
+        if self.moves is not None:
+            self.moves.at(data.run, index)
+        if self.lockstep is not None:
+            self.lockstep.begin()
+
+
+class EngineFactory(ABC):
+    """Builds the engines of one kind for replicas on this rank.
+
+    Args:
+        context: The algorithm with its settings of engines, speculation and caches, and this rank.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        self._context, self._algorithm = context, context.algorithm
+
+    def build(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
+        """Return a replica's engine.
+
+        Raises:
+            GenerationError: for a layout in which the engine, or one of its options, cannot run.
+        """
+        self._check(call, replica)
+        ranks = replica.layout.group(self._context.rank, "dp", "fsdp")
+        peers = tuple(rank for rank in ranks if rank != self._context.rank)
+        max_slots = self._context.pool.plan.call(call.name).max_slots
+        return self._build(replica, peers, max_slots, self._updates(call, replica))
+
+    @abstractmethod
+    def _build(
+        self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
+    ) -> ReplicaEngine:
+        """Return the engine of a replica that is checked."""
+
+    def forget(self, engines: Iterable[ReplicaEngine]) -> None:  # noqa: B027 - most engines leave nothing
+        """Keep of a finished plan's engines what those of the next plan need."""
+
+    def close(self) -> None:  # noqa: B027 - most engines have no processes
+        """End all processes of engines; a later call starts them again."""
+
+    def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
+        """Refuse options that cannot be followed where ranks gather a model's blocks together in every step."""
+        speculation, asked = self._algorithm.speculation, None
+        if speculation is not None and speculation.drafter == "blocks":
+            asked = "draft by its own first blocks"
+        if self._algorithm.generation_options.batch_invariant:
+            asked = "generate with batch_invariant=True"
+        if "sharded" not in CAPABILITIES[self._algorithm.engine]:
+            asked = f"generate by engine={self._algorithm.engine!r}"
+        if replica.is_sharded and asked is not None:
+            raise GenerationError(
+                f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
+                f"and cannot {asked}; give it a layout with fsdp=1, or another engine or drafter"
+            )
+
+    def _updates(self, call: ModelFunctionCall, replica: Replica) -> WeightUpdates | None:
+        """Return the source of newer weights in a generation; None if weights change between calls only."""
+        context, streams = self._context, self._context.pool.streams
+        if not streams.is_allowed(call.name):
+            return None
+        self._check_updates(call)
+        group = context.pool.meshes.group(replica.layout, "tp")
+        return WeightUpdates(
+            streams, call.name, group, context.device, context.version_log, record=context.mailbox.record
+        )
+
+    def _check_updates(self, call: ModelFunctionCall) -> None:
+        """Refuse options that do not go with weights that change while a rank generates."""
+        if self._algorithm.sample_reallocation:
+            raise GenerationError(
+                f"the ranks of {call.name} take newer weights at steps of their own under max_staleness of 2 and more, "
+                f"and samples cannot move between them; use sample_reallocation=False, or max_staleness=1"
+            )
+        speculation = self._algorithm.speculation
+        if self._context.version_log.is_replayed and speculation is not None and speculation.num_draft_tokens is None:
+            raise GenerationError(
+                "replay_versions takes weights after the same steps again, and a measured draft length makes other "
+                "steps; use Speculation(num_draft_tokens=4), say, in both runs, or leave replay_versions out"
+            )
+
+
+class HFEngines(EngineFactory):
+    """Builds engines on the models' own ``generate``."""
+
+    def _build(
+        self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
+    ) -> ReplicaEngine:
+        engine = HFEngine(replica.model, tokenizer=self._algorithm.tokenizer, max_slots=max_slots)
+        return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)

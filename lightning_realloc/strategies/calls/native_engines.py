@@ -1,0 +1,124 @@
+"""Engines ``"native"`` of the replicas on this rank, with their drafters, which outlive the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_realloc.generation import GenerationEngine
+from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
+from lightning_realloc.generation.speculative.drafter import Drafter
+from lightning_realloc.generation.speculative.registry import build_drafter
+from lightning_realloc.runtime.model.adapter_layers import adapter_config
+from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.calls.engine_factory import EngineFactory, ReplicaEngine
+from lightning_realloc.strategies.calls.lockstep import Lockstep
+from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
+from lightning_realloc.strategies.pool.replica import Replica
+
+
+class NativeEngines(EngineFactory):
+    """Builds engines of continuous batching.
+
+    Args:
+        context: The algorithm with its settings of speculation and caches, and this rank.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        super().__init__(context)
+        self._kept: dict[str, list[Drafter]] = {}
+        """Role -> drafters of the last plan in which this rank generated for it."""
+
+    def _build(
+        self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
+    ) -> ReplicaEngine:
+        context, algorithm, options = self._context, self._algorithm, self._algorithm.generation_options
+        lockstep = self._lockstep(replica)
+        drafter = self._drafter(replica)
+        drafter.has_listeners = bool(peers)
+        # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
+        moves = self._moves(peers) if lockstep is None else None
+        engine = GenerationEngine(
+            replica.model,
+            tokenizer=algorithm.tokenizer,
+            max_slots=max_slots,
+            lockstep=lockstep,
+            speculation=algorithm.speculation,
+            drafter=None if algorithm.speculation is None else drafter,
+            max_cache_bytes=algorithm.max_cache_bytes,
+            cuda_graphs=options.cuda_graphs,
+            compile=options.compile,
+            batch_invariant=options.batch_invariant,
+            agree=_agreement(context.pool.meshes.group(replica.layout, "tp"), context.device),
+            # Adapters are merged into the weights during a generation; newer ones wait for the next.
+            poll_weights=None if updates is None or adapter_config(replica.model) is not None else updates.poll,
+            peers=moves,
+        )
+        return ReplicaEngine(
+            replica=replica,
+            engine=engine,
+            peers=peers,
+            lockstep=lockstep,
+            drafter=drafter,
+            moves=moves,
+            updates=updates,
+        )
+
+    def forget(self, engines: Iterable[ReplicaEngine]) -> None:
+        """Keep the drafters for the next plan's engines."""
+        last: dict[str, list[Drafter]] = {}
+        for generator in engines:
+            if not generator.drafter.reads_target_cache:  # else it is a part of that model
+                last.setdefault(generator.replica.role, []).append(generator.drafter)
+        self._kept |= last
+
+    def _lockstep(self, replica: Replica) -> Lockstep | None:
+        group = self._context.pool.meshes.group(replica.layout, "dp", "fsdp") if replica.is_sharded else None
+        return None if group is None else Lockstep(group, self._context.device)
+
+    def _moves(self, peers: tuple[int, ...]) -> Peers | None:
+        setting = self._algorithm.sample_reallocation
+        if not setting or not peers:
+            return None
+        movable: MovableSamples = "all" if setting == "all" else "queued"
+        return Peers(self._context.mailbox, self._context.rank, peers, movable)
+
+    def _drafter(self, replica: Replica) -> Drafter:
+        """Return a drafter for a replica: one of an earlier plan, if there is one.
+
+        Tensor-parallel ranks start anew. They must draft alike, and drafters of other ranks learnt in another order.
+        """
+        speculation = self._algorithm.speculation
+        if speculation is None:
+            return Drafter()
+        group = self._context.pool.meshes.group(replica.layout, "tp")
+        if group is not None:
+            return build_drafter(speculation, replica.model, spread=partial(_spread, group))
+        kept = self._kept.get(replica.role)
+        return kept.pop() if kept else build_drafter(speculation, replica.model)
+
+
+def _agreement(
+    group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[Sequence[float]], Sequence[float]] | None:
+    """Return a function that broadcasts the first rank's numbers; None without a group."""
+    if group is None:
+        return None
+
+    def first_ones(numbers: Sequence[float]) -> list[float]:
+        agreed = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.broadcast(agreed, group=group, group_src=0)
+        values: list[float] = agreed.tolist()
+        return values
+
+    return first_ones
+
+
+def _spread(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """Broadcast the first rank's tensors."""
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=0)
