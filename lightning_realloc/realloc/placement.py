@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ParallelDims
 from lightning_realloc.realloc.families import match_families
@@ -131,9 +132,11 @@ def _assigned_by_group(packed: Order, problem: _Problem) -> Order:
     blocks = [packed[start : start + tp] for start in range(0, len(packed), tp)]
     spans = [range(start, start + tp) for start in range(0, len(packed), tp)]
     tables = [
-        [[[problem.gains[rank][column] for column in span] for rank in block] for span in spans] for block in blocks
+        [tuple(tuple(problem.gains[rank][column] for column in span) for rank in block) for span in spans]
+        for block in blocks
     ]
-    jobs = [[assign_jobs(table) for table in row] for row in tables]
+    assigned = cache(assign_jobs)  # replicas of a tensor-parallel group have equal tables
+    jobs = [[assigned(table) for table in row] for row in tables]
     values = [
         [
             sum(line[job] for line, job in zip(table, chosen, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
@@ -102,16 +103,13 @@ def forecast_memory(
         PlanError: for a role without a model.
         LayoutError: for a layout that does not fit its model.
     """
-    missing = [role for role in dataflow.roles if role not in roles]
-    if missing:
+    if missing := [role for role in dataflow.roles if role not in roles]:
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
     elements = {name: RoleElements(role) for name, role in roles.items()}
     forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
-    by_position: dict[object, list[PhaseMemory]] = {}
     positions = {rank: forecaster.position(rank) for rank in ranks}
-    for rank, position in positions.items():
-        if position not in by_position:
-            by_position[position] = list(forecaster.rank_phases(rank))
+    rank_at = {position: rank for rank, position in positions.items()}
+    by_position = {position: list(forecaster.rank_phases(rank)) for position, rank in rank_at.items()}
     return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in by_position[positions[rank]]))
 
 
@@ -119,7 +117,7 @@ _Place = tuple[str, Layout]
 """Role and layout."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Forecaster:
     dataflow: Dataflow
     plan: ExecutionPlan
@@ -133,15 +131,14 @@ class _Forecaster:
 
         Data-parallel ranks need the same bytes. So do FSDP's padded shards in layouts that no weights move from or to.
         """
-        exact = {layout for role, copy in self._copied_layouts() for layout in (copy, self._home(role))}
         found = []
         for layout in self.plan.layouts:
             at = layout.coordinate(rank) if rank in layout else None
-            found.append(None if at is None else (at.pp, at.fsdp if layout in exact else 0, at.tp))
+            found.append(None if at is None else (at.pp, at.fsdp if layout in self._moved else 0, at.tp))
         return tuple(found)
 
     def rank_phases(self, rank: int) -> Iterator[PhaseMemory]:
-        copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
+        copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
         caches = self._kept_caches(rank)
@@ -215,13 +212,16 @@ class _Forecaster:
     def _home(self, role: str) -> Layout:
         return self.plan.layout(self.dataflow.home_call(role).name)
 
-    def _copied_layouts(self) -> Iterator[tuple[str, Layout]]:
-        for role in self._owners:
-            calls = (call for call in self.dataflow.model_calls if self._owner(str(call.role)) == role)
-            layouts = {self.plan.layout(call.name) for call in calls}
-            for layout in sorted(layouts, key=str):
-                if self._is_copied(role, layout):
-                    yield role, layout
+    @cached_property
+    def _copied(self) -> list[_Place]:
+        """Roles and layouts of the replicas next to homes."""
+        places = {(self._owner(str(call.role)), self.plan.layout(call.name)) for call in self.dataflow.model_calls}
+        return [place for place in places if self._is_copied(*place)]
+
+    @cached_property
+    def _moved(self) -> set[Layout]:
+        """Layouts that weights move from or to."""
+        return {layout for role, copy in self._copied for layout in (copy, self._home(role))}
 
     def _is_copied(self, role: str, layout: Layout) -> bool:
         """Return whether a role has a replica in a layout, next to its home.
@@ -300,7 +300,7 @@ class _Forecaster:
         for name in self._owners:
             if rank in self._home(name):
                 filled = 0 if name in whole else self._home_shard(name, rank)[0]
-                largest = max(param.numel for param in self.roles[name].model.params) * self._home_bytes(name)
+                largest = self.elements[name].largest * self._home_bytes(name)
                 most = max(most, undivided + shards + filled + largest)
             undivided -= whole.get(name, 0)
             shards += self._home_shard(name, rank)[0]

@@ -8,8 +8,9 @@ not estimated, so that the choice depends on no measured rate, and all ranks of 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -92,6 +93,7 @@ class _Candidates:
         self._per_node = min(world_size, task.cluster.devices_per_node)
         self._sharers = sharers_of(task.roles)
         self._bytes = functools.cache(phase_bytes)
+        self.heuristic = functools.cache(self._heuristic)
 
     # ---- memory
     def fits(self, plan: ExecutionPlan, limit: int) -> bool:
@@ -104,9 +106,8 @@ class _Candidates:
 
     def first_that_fits(self, limit: int) -> ExecutionPlan | None:
         """Return the first plan that fits, with as few changed options as it needs; None without one."""
-        layouts = self._layouts()
-        for min_slots, plans in ((MIN_SLOTS, layouts), (1, layouts), (1, self._offloaded(layouts))):
-            for plan in plans:
+        for min_slots, plans in ((MIN_SLOTS, self._layouts), (1, self._layouts), (1, self._offloaded)):
+            for plan in plans():
                 fitting = self._with_options(plan, limit, min_slots)
                 if fitting is not None:
                     return fitting
@@ -154,7 +155,7 @@ class _Candidates:
         return [chosen, *smaller[:1], *recomputing]
 
     # ---- layouts
-    def heuristic(self, divisor: int) -> ExecutionPlan:
+    def _heuristic(self, divisor: int) -> ExecutionPlan:
         """Return the heuristic plan for devices with a fraction of the memory."""
         task = self._task
         memory_bytes = max(1, task.cluster.device_memory_bytes // divisor)
@@ -167,17 +168,17 @@ class _Candidates:
             sharers=self._sharers,
         ).completed(task.dataflow)
 
-    def _layouts(self) -> list[ExecutionPlan]:
-        """Return the heuristic plan, then plans that train and infer on all ranks.
+    def _layouts(self) -> Iterator[ExecutionPlan]:
+        """Yield the heuristic plan, then plans that train and infer on all ranks.
 
         Their replicas for generation are divided further from plan to plan, and at last sharded as for training.
         """
         nothing_fits = self._task.cluster.device_memory_bytes
-        generating = [self.heuristic(divisor) for divisor in (*MEMORY_DIVISORS, nothing_fits)]
         common = math.gcd(self._per_node, len(self._ranks))
         degrees = [tp for tp in range(1, common + 1) if common % tp == 0]
-        sharded = [self._sharded(plan, tp) for tp in degrees for plan in generating]
-        return list(dict.fromkeys([generating[0], *sharded]))
+        yield self.heuristic(1)
+        for tp, divisor in itertools.product(degrees, (*MEMORY_DIVISORS, nothing_fits)):
+            yield self._sharded(self.heuristic(divisor), tp)
 
     def _sharded(self, plan: ExecutionPlan, tp: int) -> ExecutionPlan:
         """Return a plan with training and inference sharded over all ranks, and generation too if it is in ``plan``."""
@@ -194,13 +195,13 @@ class _Candidates:
         degree = max(one for one in model.tensor_parallel_degrees(tp) if tp % one == 0)
         return Layout(ParallelDims(fsdp=len(self._ranks) // degree, tp=degree), self._ranks)
 
-    def _offloaded(self, layouts: Sequence[ExecutionPlan]) -> Iterator[ExecutionPlan]:
+    def _offloaded(self) -> Iterator[ExecutionPlan]:
         """Yield plans that offload frozen roles, then those that offload optimizer states, too."""
         flow = self._task.dataflow
         frozen = tuple(r for r in flow.roles if r not in flow.trained_roles and r not in self._sharers)
         states = tuple(role + OPTIMIZER_SUFFIX for role in flow.trained_roles)
         for parts in (frozen, frozen + states):
-            yield from (replace(plan, offload=parts) for plan in layouts)
+            yield from (replace(plan, offload=parts) for plan in self._layouts())
 
 
 def _with_calls(plan: ExecutionPlan, calls: Mapping[str, CallPlan]) -> ExecutionPlan:

@@ -50,6 +50,7 @@ class RoleElements:
 
     def __init__(self, role: RoleMemory) -> None:
         self.role = role
+        self.largest = max((param.numel for param in role.model.params), default=0)
         outside: dict[str, list[_Param]] = {"input": [], "output": []}
         blocks: list[list[_Param]] = [[] for _ in range(role.model.num_blocks)]
         for param in role.model.params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
@@ -28,6 +28,11 @@ class RoleMemory:
     """Whether the model can recompute activations in the backward pass."""
     shares: str | None = None
     """The role whose replicas this role's calls use, since it has none of its own; None: it has its own."""
+    divides_logits: bool = field(init=False, repr=False, compare=False)
+    """Whether tensor parallelism cuts the head by vocabulary, so that each rank computes a part of the logits."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "divides_logits", self._cuts_vocabulary())  # forecasts read it for every rank
 
     @property
     def built_whole(self) -> bool:
@@ -39,9 +44,7 @@ class RoleMemory:
         """Number of elements of ``frozen_params``."""
         return sum(param.numel for param in self.model.params if param.name in self.frozen_params)
 
-    @property
-    def divides_logits(self) -> bool:
-        """Whether tensor parallelism cuts the head by vocabulary, so that each rank computes a part of the logits."""
+    def _cuts_vocabulary(self) -> bool:
         if self.shape is None or self.shape.num_outputs == 1:
             return False
         by_token = [param for param in self.model.params if param.shape[:-1] == (self.shape.num_outputs,)]

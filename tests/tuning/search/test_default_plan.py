@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -183,6 +184,18 @@ def test_generation_stays_replicated_while_training_and_inference_use_all_ranks(
     found = Case(h100(PPO_FLOW, "Qwen3-8B", "1x8")).planned()
     layouts = {name: str(call.layout) for name, call in found.plan.calls}
     assert layouts.pop("actor.generate") == "dp8@0-7" and set(layouts.values()) == {"fsdp8@0-7"}
+
+
+def test_rank_orders_are_chosen_only_for_plans_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ExecutionPlan] = []  # each takes seconds for a thousand ranks
+
+    def counted(*args: Any, **options: Any) -> ExecutionPlan:
+        made.append(heuristic_plan(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(f"{default_plan.__module__}.heuristic_plan", counted)
+    found = Case(h100(PPO_FLOW, "Qwen3-8B", "2x8")).planned()
+    assert found.plan != found.heuristic and len(made) == 1
 
 
 @pytest.mark.parametrize("has_other_options", [False, True])
