@@ -32,6 +32,8 @@ NUMBER = re.compile(r" = [-+*/%<>() ]*\d[-+*/%<>().\de ]*$")
 QUESTION = re.compile(r"[^.]*\?(\s|$)")
 BANNED = re.compile(r"(?<![a-z])(stood|acquainted|told|hear|outlet|whoever|come to)(?![a-z])", re.IGNORECASE)
 BANNED_START = re.compile(r"Of |Return (what|who|where)\b")
+ENGINE = re.compile(r"engine\b.* (==|!=|in) .*'(native|hf|vllm)'")
+AXES = ("dp", "fsdp", "tp", "pp")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HINTS = {
     "files_per_folder": "move some files into a sub-package",
@@ -43,6 +45,9 @@ HINTS = {
     "one_importer_and_small": "move the file into the module that imports it",
     "file_cycles": "move the name that both need into a third module",
     "folder_cycles": "move the file to the folder that needs it",
+    "engine_comparisons": "ask CAPABILITIES for the capability that is meant",
+    "axis_literals": "ask the layout, such as Layout.batch_axes",
+    "file_cycles_with_types": "move the name that both need into a third module",
     "step_files": "import it in the function that needs it, or under TYPE_CHECKING",
     "generation_numbers": "compute the number, or use a constant that is there",
     "duplicate_classes": "add to the name what tells them apart",
@@ -143,13 +148,16 @@ def measure_sizes(modules: list[Module]) -> dict[str, Figure]:
     functions = [(node.end_lineno - node.lineno + 1, m.place(node)) for m in modules for node in m.nodes(*FUNCTIONS)]
     lengths = sorted(length for length, _ in functions)
     classes = [(_class_sizes(node), m.place(node)) for m in modules for node in m.nodes(ast.ClassDef)]
+    rooms = Counter[str]()
+    for module in modules:
+        rooms[module.path.parts[1] if len(module.path.parts) > 2 else "(top)"] += len(module.lines)
     folders = Counter(m.path.parent for m in modules if m.path.name != "__init__.py")
     generation = [(m, node) for m in modules if "generation" in m.path.parts for node in m.tree.body]
     constants = [(m, node) for m, node in generation if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
     numbers = (f"{m.place(node)} {ast.unparse(node)}" for m, node in constants if NUMBER.search(ast.unparse(node)))
     return {
         "files": (len(modules), []),
-        "lines": (sum(len(m.lines) for m in modules), []),
+        "lines": (sum(rooms.values()), [f"{room} {number}" for room, number in rooms.most_common()]),
         "long_files": _count(f"{m.path} {len(m.lines)}" for m in modules if len(m.lines) > LONG_FILE_LINES),
         "files_per_folder": _largest((number, str(folder)) for folder, number in folders.items()),
         "function_lines_p90": (lengths[len(lengths) * 9 // 10], []),
@@ -180,6 +188,17 @@ def measure_names(modules: list[Module]) -> dict[str, Figure]:
         "duplicate_classes": _duplicates((node.name, m.path) for node, m in top if isinstance(node, ast.ClassDef)),
         "duplicate_functions": _duplicates((node.name, m.path) for node, m in top if isinstance(node, FUNCTIONS)),
         "duplicate_files": _duplicates((m.path.stem, m.path) for m in files),
+    }
+
+
+def measure_seams(modules: list[Module]) -> dict[str, Figure]:
+    """Return the figures of names that one room should know alone: engines and axes."""
+    outside = [m for m in modules if "layout" not in m.path.parts]
+    compared = [(m, node, ast.unparse(node)) for m in modules for node in m.nodes(ast.Compare)]
+    return {
+        "engine_comparisons": _count(m.place(node) for m, node, text in compared if ENGINE.search(text)),
+        "axis_literals": _count(m.place(node) for m in outside for node in m.nodes(ast.Constant) if node.value in AXES),
+        "file_cycles_with_types": cycles(import_graph(modules, at_start=False)),
     }
 
 
@@ -246,7 +265,7 @@ def _class_sizes(node: ast.ClassDef) -> tuple[int, int, int]:
 def measure(root: Path = ROOT) -> dict[str, Figure]:
     """Return all figures of the package below ``root``, by name."""
     modules = read_modules(root)
-    return measure_sizes(modules) | measure_names(modules) | measure_text(modules, root)
+    return measure_sizes(modules) | measure_names(modules) | measure_seams(modules) | measure_text(modules, root)
 
 
 def changed_files(root: Path = ROOT) -> list[str]:

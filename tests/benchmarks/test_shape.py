@@ -36,10 +36,11 @@ SOURCES = {
         "    def _hidden(self): ...\n"
     ),
     "generation/table.py": "#\n" * 401,
+    "layout/axes.py": "AXES = ('dp', 'tp')\nIS_OURS = getattr(AXES, 'engine', None) != 'native'\n",
     "strategies/__init__.py": "",
     "strategies/pool.py": (
         "from lightning_realloc.strategies import sample\n"
-        "class Pool:\n    def load(self, state: Any, names: dict[str, Any]): ...\n"
+        "class Pool:\n    def load(self, state: Any, names: dict[str, Any]): return 'dp'\n"
     ),
     "strategies/sample.py": "from lightning_realloc.strategies import pool\nclass Sample: ...\ndef _same(): ...\n",
 }  # fmt: skip
@@ -79,9 +80,17 @@ def test_imports_are_followed_as_python_does_at_start(figures: dict[str, shape.F
     assert figures["step_files_of_generation"][1] == [core, run]
     assert figures["file_cycles"][1] == ["lightning_realloc.strategies.pool <-> lightning_realloc.strategies.sample"]
     assert figures["folder_cycles"] == (0, [])
+    assert figures["file_cycles_with_types"][0] == 1
     single = ["errors.py", "generation/core/sample.py", "strategies/sample.py"]
     assert figures["one_importer"][1] == [f"lightning_realloc/{path}" for path in single]
-    assert figures["small_files"][0] == 5
+    assert figures["small_files"][0] == 6
+
+
+def test_names_that_one_room_knows_alone_are_counted_elsewhere(figures: dict[str, shape.Figure]) -> None:
+    assert figures["engine_comparisons"][1] == ["lightning_realloc/layout/axes.py:2"]
+    assert figures["axis_literals"][1] == ["lightning_realloc/strategies/pool.py:3"]
+    rooms = dict(place.split() for place in figures["lines"][1])
+    assert rooms["layout"] == "2" and rooms["(top)"] == "6"
 
 
 def test_duplicate_names_are_found(figures: dict[str, shape.Figure]) -> None:

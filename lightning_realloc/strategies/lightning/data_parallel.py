@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.parent_watch import end_with_parent
 from lightning_realloc.runtime.measure.allocators import expand_cuda_segments, keep_freed_memory
@@ -164,11 +165,10 @@ class DataParallelStrategy(ModelParallelStrategy):
             keep_freed_memory()
         elif self.root_device.type == "cuda":
             warn_of_other_processes(self.root_device)
-            if getattr(self.connected_module, "engine", None) != "vllm":  # it maps the weights' memory
+            if "vllm" not in CAPABILITIES.get(getattr(self.connected_module, "engine", ""), ()):  # maps weights' memory
                 expand_cuda_segments()
-        self._device_mesh = init_device_mesh(
-            self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
-        )
+        names = ("data_parallel",)
+        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=names)
         self.connected_module._device_mesh = self._device_mesh
 
     def _setup_distributed(self) -> None:
