@@ -61,11 +61,6 @@ class ReallocationReport:
     transport: str
     """Transport of the run: "push" or "direct"."""
 
-    @property
-    def gigabytes_per_s(self) -> float:
-        """Bytes moved per second, in units of 1e9."""
-        return self.bytes_moved / self.seconds / 1e9 if self.seconds > 0 else 0.0
-
 
 class Reallocation:
     """Copies one model's weights from one layout to another; `run` it when the target needs the source's values.
