@@ -66,7 +66,7 @@ from lightning_realloc.output_files import write_text
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.rewards import __all__ as _REWARDS
-from lightning_realloc.setting_hints import describe_unknown_settings, hint_for, setting_defaults
+from lightning_realloc.setting_hints import CLASS_HINTS, describe_unknown_settings, hint_for, setting_defaults
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.failures import (
     CALLER_ERRORS,
@@ -112,9 +112,12 @@ _UNION_LINE = re.compile(
     r"|Given value type: .*|Given value: .*)(?=\n|$)"
 )
 """A line about how a value of an optional setting was tried. Between these, the sentence that helps is hard to find."""
-_UNKNOWN_OPTION = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
-_UNKNOWN_KEY = re.compile(
-    r"Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)"
+_UNKNOWN_OPTION = re.compile(
+    r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted|"
+    r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'"  # of a callable, such as a reward
+)
+_UNKNOWN_KEY = re.compile(  # an option at the beginning is of a class that the outer parser's message names
+    r"\sOption '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)"
 )
 _ONE_LINE_ERRORS = (*CALLER_ERRORS, torch.OutOfMemoryError)
 """Exceptions that end a command with one line and exit code 2."""
@@ -135,9 +138,10 @@ class Parser(LightningArgumentParser):
 
         A nested parser's message, which contains its hints already, is part of this one; the hints move to its end.
         """
-        unknown = _UNKNOWN_OPTION.findall(message)
         hints = [
-            describe_unknown_settings(cls, [name]) for path, name in unknown if isinstance(cls := locate(path), type)
+            describe_unknown_settings(cls, [name or other])
+            for path, name, other, of_callable in _UNKNOWN_OPTION.findall(message)
+            if isinstance(cls := locate(path or of_callable), type)
         ]
         if not hints:
             hints = [self._option_hint("".join(found)) for found in _UNKNOWN_KEY.findall(message)]
@@ -170,7 +174,8 @@ def _class_hint(name: str) -> str:
     known = {reward: f"lightning_realloc.rewards.{reward}" for reward in _REWARDS}
     known |= {public: f"lightning_realloc.{public}" for public in _PUBLIC}
     known |= {short.__name__: short.__name__ for short in SHORT_NAMES}
-    near = [known[similar] for similar in difflib.get_close_matches(name.rpartition(".")[2], known, n=3)]
+    wanted = name.rpartition(".")[2]
+    near = [known[similar] for similar in difflib.get_close_matches(CLASS_HINTS.get(wanted, wanted), known, n=3)]
     way_out = f"did you mean {' or '.join(near)}?" if near else "write package.module.Class of one that can be imported"
     return f"there is no class {name}: {way_out}"
 
@@ -314,14 +319,9 @@ class ReallocCLI(LightningCLI):
             action.add_subcommand(name, ArgumentParser(description=summary), help=summary)
 
 
-def default_precision() -> str | None:
-    """Return the precision of one-line runs on this machine: bf16-mixed on GPUs that have it; None: Lightning's."""
-    return "bf16-mixed" if has_bf16() else None
-
-
 def _run_short(name: str, arguments: Sequence[str]) -> int:
     """Run ``fit`` with the configuration of a short command line, or write that configuration to a file."""
-    asked = read_command_line(name, arguments, precision=default_precision)
+    asked = read_command_line(name, arguments, precision=lambda: "bf16-mixed" if has_bf16() else None)
     sys.argv[1:] = asked.fit_arguments  # ranks that Lightning starts repeat this command line
     if asked.save_config is None:
         ReallocCLI()

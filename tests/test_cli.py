@@ -415,6 +415,7 @@ def make_callback(every: int = 1) -> Callback:
     return Callback()
 
 
+OLD_PENALTY = "{class_path: lightning_realloc.rewards.OverlongPenalty, init_args: {max_tokens: 3, buffer: 2}}"
 MISTAKES = [
     (
         "--trainer.strategy.plan",
@@ -459,7 +460,9 @@ MISTAKES = [
     ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),
     ("--model", "lightning_realloc.SFTT", "there is no class lightning_realloc.SFTT: did you mean SFT"),
     ("--model", "lightning_realloc.rewards.pooled.PooledReward", "did you mean lightning_realloc.rewards.PooledReward"),
+    ("--trainer.callbacks", "lightning_realloc.SampleTable", "did you mean RolloutTable"),
     ("--trainer.strategy.start_method", "spawn", "here it is launcher="),
+    ("--model.reward", OLD_PENALTY, "OverlongPenalty has no setting max_tokens; did you mean max_length=?"),
     ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
     ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
     ("--config", "nowhere.yaml", 'Parser key "config"'),
