@@ -37,14 +37,10 @@ def rollout(**columns: torch.Tensor) -> Samples:
 
 
 @pytest.mark.parametrize("wrap", [lambda source: source, lambda source: [source]])
-def test_a_module_a_configuration_a_name_and_a_folder_are_models(wrap: Callable[[Any], Any]) -> None:
-    for source in (
-        tiny_scorer("llama"),
-        tiny_scorer("llama").config,
-        "gpt2",
-        "owner/scorer-1.5",
-        Path(__file__).parent,
-    ):
+def test_a_module_a_configuration_a_name_and_a_folder_are_models(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    config = tiny_scorer("llama").config
+    config.save_pretrained(tmp_path)
+    for source in (tiny_scorer("llama"), config, "gpt2", "owner/scorer-1.5", tmp_path):
         assert [role.source for role in runs.grpo(reward=wrap(source)).roles()[2:]] == [source]
     assert len(runs.grpo(reward=wrap("tests.strategies.runs:low_tokens")).roles()) == 2
 

@@ -23,7 +23,7 @@ LORA = {"peft_type": "LORA"}
     ("actor", "reference", "alike"),
     [
         ({"source": "org/base"}, {"source": "org/base"}, True),
-        ({"source": "."}, {"source": Path(".")}, True),
+        ({"source": "org/base"}, {"source": Path("org/base")}, True),
         ({"source": "org/base"}, {"source": "org/other"}, False),
         ({"source": CONFIG}, {"source": CONFIG}, True),
         ({"source": MODEL}, {"source": MODEL}, True),
