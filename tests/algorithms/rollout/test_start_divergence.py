@@ -23,7 +23,7 @@ LORA = {"peft_type": "LORA"}
     ("actor", "reference", "alike"),
     [
         ({"source": "org/base"}, {"source": "org/base"}, True),
-        ({"source": "org/base"}, {"source": Path("org/base")}, True),
+        ({"source": "."}, {"source": Path(".")}, True),
         ({"source": "org/base"}, {"source": "org/other"}, False),
         ({"source": CONFIG}, {"source": CONFIG}, True),
         ({"source": MODEL}, {"source": MODEL}, True),
@@ -40,8 +40,10 @@ LORA = {"peft_type": "LORA"}
     ],
 )
 def test_a_reference_starts_as_the_actor_with_its_source_and_adapters(
-    actor: dict[str, Any], reference: dict[str, Any], alike: bool
+    actor: dict[str, Any], reference: dict[str, Any], alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
     roles = Role(name="reference", trained=False, **reference), Role(name="actor", trained=True, **actor)
     assert starts_as(*roles) is alike
 
