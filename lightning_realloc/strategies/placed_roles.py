@@ -216,7 +216,12 @@ class PlacedRoles:
             self._watchdog.stop()
 
     def write_record_after(self, error: BaseException) -> None:
-        """Write this rank's latest activities to a file after an error, unless it is a mistake of the caller."""
+        """Write this rank's latest activities to a file after an error, unless it is a mistake of the caller.
+
+        A connection that broke between calls gets a note with the lost ranks.
+        """
+        if self._watchdog is not None:
+            self._watchdog.explain(error)
         is_mistake = isinstance(error, CALLER_ERRORS) and not isinstance(error, RankLost | DeviceFull)
         if self._strategy.world_size == 1 or is_mistake or not isinstance(error, Exception) or self._record.is_empty:
             return

@@ -17,6 +17,7 @@ from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import CheckpointError, ReallocError
 from lightning_realloc.remote_path import AnyPath, as_path
+from lightning_realloc.runtime.messages.failure_store import is_loss_of_first_rank
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     age_s,
@@ -199,13 +200,17 @@ def _gib(size: int) -> str:
 
 # ---- after a failure
 def log_way_to_resume(trainer: Trainer | None, error: BaseException) -> None:
-    """Log how to resume training from the newest checkpoint, unless the error may be about this checkpoint."""
+    """Log how to resume training from the newest checkpoint, unless the error may be about this checkpoint.
+
+    Rank 0 logs it, and every rank if rank 0 was lost.
+    """
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return
     newest = newest_checkpoint(trainer)
     may_be_damaged = isinstance(error, CheckpointError) and newest == as_path(trainer.ckpt_path or "")
     if newest is not None and not may_be_damaged:
-        rank_zero_info(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
+        say = log.warning if is_loss_of_first_rank(error) else rank_zero_info
+        say(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
 
 
 def newest_checkpoint(trainer: Trainer) -> AnyPath | None:

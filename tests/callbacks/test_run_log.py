@@ -14,6 +14,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_realloc import GenerationOptions
 from lightning_realloc.algorithms.sft import SFT
@@ -21,9 +23,10 @@ from lightning_realloc.callbacks import run_log
 from lightning_realloc.callbacks.run_log import RemainingTime, RunLog, format_duration
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import CheckpointError
+from lightning_realloc.errors import CheckpointError, RankLost
 from lightning_realloc.layout import Layout
-from lightning_realloc.strategies.run_messages import _first_iterations_line, _shortage
+from lightning_realloc.runtime.messages.failure_store import STORE_LOST
+from lightning_realloc.strategies.run_messages import _first_iterations_line, _shortage, log_way_to_resume
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -226,6 +229,21 @@ def test_a_failed_run_says_how_to_resume_where_there_is_a_checkpoint(workers: Wo
     path = re.fullmatch(r"To resume: trainer\.fit\(\.\.\., ckpt_path='(.*)'\), or --ckpt_path=\1", line)[1]  # type: ignore[index]
     assert Path(path).exists() and Path(path).parent == tmp_path
     assert not any(text.startswith("To resume") for text in unsaved)
+
+
+def test_another_rank_says_how_to_resume_only_if_rank_0_was_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    trainer: Any = SimpleNamespace(
+        state=TrainerState(fn=TrainerFn.FITTING), ckpt_path=tmp_path, checkpoint_callbacks=[]
+    )
+    log_way_to_resume(trainer, RankLost("rank 2 was lost"))
+    assert not caplog.messages
+    for message in (f"{STORE_LOST}; rank 0 was last seen in actor.train", "rank 0 was lost in actor.train"):
+        caplog.clear()
+        log_way_to_resume(trainer, RankLost(message))
+        assert caplog.messages == [f"To resume: trainer.fit(..., ckpt_path='{tmp_path}'), or --ckpt_path={tmp_path}"]
 
 
 def resume_from_damaged(folder: str) -> list[str]:

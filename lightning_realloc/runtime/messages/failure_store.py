@@ -22,11 +22,14 @@ from lightning_realloc.errors import RankLost, ReallocError
 
 CHECK_S = 1.0
 """Seconds between two questions to the store while a rank waits."""
+STORE_LOST = "the process that hosts the process group's store, mostly rank 0, was lost"
+"""Text of errors of ranks that cannot reach the store any more."""
 _COUNT_KEY = "failures_and_losses"
 """Key for the number of failures and losses published since the store exists, also of earlier runs."""
 Value = TypeVar("Value")
 _BROKEN = re.compile(r"gloo/transport.*(by peer|broken pipe|time(d )?out|connect)", re.IGNORECASE | re.DOTALL)
 """Messages of the RuntimeErrors that gloo raises when another process has ended."""
+_FIRST_LOST = re.compile("rank 0,? was lost")
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -34,6 +37,11 @@ def is_broken_connection(error: BaseException) -> bool:
     if isinstance(error, RankLost | dist.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+
+
+def is_loss_of_first_rank(error: BaseException) -> bool:
+    """Return whether an error or its notes name rank 0 as lost, or the process that hosts the store."""
+    return _FIRST_LOST.search("\n".join((str(error), *getattr(error, "__notes__", ())))) is not None
 
 
 def publish_failure(rank: int, error: BaseException) -> None:
@@ -101,7 +109,7 @@ def _cause_to_end(world_size: int) -> str | None:
             return f"rank {rank} failed with {name}: {message}"
         lost = next(filter(is_lost, range(world_size)), None)
     except dist.DistNetworkError:
-        return "the process that hosts the process group's store, mostly rank 0, was lost"
+        return STORE_LOST
     return None if lost is None else f"rank {lost} was lost"
 
 
@@ -126,8 +134,11 @@ def explain_broken_connection(error: BaseException, rank: int, world_size: int) 
     if isinstance(error, RankLost):  # names the rank already, and the store may be lost with it
         return
     if is_broken_connection(error):
-        for other, (name, message) in peer_failures(world_size).items():
-            error.add_note(f"rank {other} failed first, with {name}: {message}")
+        try:
+            for other, (name, message) in _published(world_size).items():
+                error.add_note(f"rank {other} failed first, with {name}: {message}")
+        except RuntimeError:
+            error.add_note(STORE_LOST)
     elif isinstance(error, Exception | SystemExit):
         publish_failure(rank, error)
 

@@ -26,7 +26,8 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lightning_realloc.runtime.messages.failure_store import publish_loss
+from lightning_realloc.errors import RankLost
+from lightning_realloc.runtime.messages.failure_store import STORE_LOST, is_broken_connection, publish_loss
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
 from lightning_realloc.runtime.messages.kept_states import keep_state
 from lightning_realloc.runtime.messages.stalls import (
@@ -123,6 +124,12 @@ class Watchdog:
         with suppress(_StoreSilentError):
             self._reach_store(lambda: self._publish(self._state(self._answered, looks_at_code=False), has_ended=True))
 
+    def explain(self, error: BaseException) -> None:
+        """Add a note with the lost ranks to an error that is a broken connection of unknown cause."""
+        is_known = isinstance(error, RankLost) or bool(getattr(error, "__notes__", ()))
+        if is_broken_connection(error) and not is_known and (lost := self.describe_lost()):
+            error.add_note(lost)
+
     def describe_lost(self, known: Collection[int] = ()) -> str:
         """Return the lost ranks, with the last known activity of each; empty if all answer. Other ranks learn of them.
 
@@ -135,7 +142,7 @@ class Watchdog:
             return self._reach_store(lambda: self._name_lost(known))
         except _StoreSilentError:
             host = "" if self._host_state is None else f"; rank 0 was last seen{in_activity(self._host_state)}"
-            return f"the process that hosts the process group's store, mostly rank 0, was lost{host}"
+            return f"{STORE_LOST}{host}"
 
     def _name_lost(self, known: Collection[int]) -> str:
         lost = sorted(known) or [rank for rank, state in self._ask().items() if state is None]

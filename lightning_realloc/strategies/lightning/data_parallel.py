@@ -265,15 +265,15 @@ class DataParallelStrategy(ModelParallelStrategy):
             return output
 
     def on_exception(self, exception: BaseException) -> None:
-        """Log how to resume, and publish the error; to a broken connection, add those of the ranks that caused it."""
+        """Publish the error, or add to a broken connection those of the ranks that caused it; log how to resume."""
         super().on_exception(exception)
         trainer = self.connected_module._trainer  # None in a process that started the ranks by spawn or fork
-        log_way_to_resume(trainer, exception)
         if isinstance(exception, SIGTERMException):  # on all ranks alike
             self.stop.end_with(exception, trainer)
         elif self.world_size > 1 and dist.is_initialized():
             explain_broken_connection(exception, self.global_rank, self.world_size)
         self._record_failure(exception)
+        log_way_to_resume(trainer, exception)
         forget_groups()
         failures.dismiss_observer(self._launcher)
 

@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_realloc.errors import RankLost
 from lightning_realloc.parent_watch import children_watch_this_process
 from lightning_realloc.runtime.messages.kept_states import states_kept_in
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failed_ranks
@@ -25,6 +26,7 @@ from lightning_realloc.strategies.lightning.last_checkpoint import with_last_res
 from lightning_realloc.strategies.lightning.launchers import STUCK_S
 from lightning_realloc.strategies.lightning.process_group import LOOPBACK
 from lightning_realloc.strategies.lightning.signals import STOP_SIGNALS
+from lightning_realloc.strategies.run_messages import log_way_to_resume
 
 REPORT_S = 0.5
 """Seconds between two checks for ranks that a signal has ended."""
@@ -40,12 +42,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Seconds that the started ranks may outlive this process's script."""
     _is_success = False
     """Whether this process exits with 0, as far as its own run is concerned."""
+    _trainer: Trainer | None = None
+    """Trainer of the latest run."""
 
     def launch(
         self, function: Callable[..., Any], *args: object, trainer: Trainer | None = None, **kwargs: object
     ) -> Any:
         """Start the processes unless they exist, and call the function here, too."""
-        self._patience_s, self._is_success = STUCK_S, False
+        self._patience_s, self._is_success, self._trainer = STUCK_S, False, trainer
         args, kwargs = with_last_resolved(trainer, function, args, kwargs)
         try:
             result = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -78,13 +82,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return set()
 
     def _report_killed(self) -> None:
-        """Name the first rank that a signal ends, and its call. Lightning's observer kills this process soon after."""
+        """Name the first rank that a signal ends, its call, and the way to resume.
+
+        Lightning's observer kills this process soon after, mostly before it fails with a lost connection.
+        """
         while self.procs:
             time.sleep(REPORT_S)
             for number, process in enumerate(list(self.procs), start=1):
                 code = process.poll() or 0
                 if code < 0 and -code not in STOP_SIGNALS and process in self.procs:
                     report_failed_ranks(self.cluster_environment.global_rank(), {number: code}, self)
+                    log_way_to_resume(self._trainer, RankLost("a started rank was killed"))
                     return
 
     def _end_last(self) -> None:

@@ -203,6 +203,21 @@ class _CountingStore(dist.HashStore):
         return super().check(keys)
 
 
+class _ClosedStore:
+    """A store whose process has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Fail as torch's store does."""
+        raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+
+def test_a_closed_connection_gets_a_note_about_a_lost_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_store, "_store", _ClosedStore)
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+    explain_broken_connection(error, 1, 2)
+    assert error.__notes__ == [failure_store.STORE_LOST]
+
+
 def test_a_waiting_rank_reads_the_keys_of_other_ranks_only_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     store = _CountingStore()
     monkeypatch.setattr(failure_store, "_store", lambda: store)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_realloc.runtime.messages.kept_states import keep_state, states_kept_in
 from lightning_realloc.runtime.messages.stalls import RankState
-from lightning_realloc.strategies.lightning import failures
+from lightning_realloc.strategies.lightning import failures, script_launcher
 from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
 from tests.strategies import runs
 
@@ -62,9 +62,11 @@ def test_a_rank_that_fails_after_the_run_decides_the_exit_code(
     assert capsys.readouterr().err == lines
 
 
-def test_a_killed_rank_is_named_at_once_with_its_last_known_call(
+def test_a_killed_rank_is_named_at_once_with_its_last_known_call_and_the_way_to_resume(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    resumed: list[object] = []
+    monkeypatch.setattr(script_launcher, "log_way_to_resume", lambda trainer, error: resumed.append(trainer))
     monkeypatch.setenv("LOCAL_RANK", "0")
     launcher = ScriptLauncher(LightningEnvironment(), 3, 1)
     with states_kept_in(launcher.states_folder):
@@ -74,6 +76,7 @@ def test_a_killed_rank_is_named_at_once_with_its_last_known_call(
     launcher._report_killed()
     failures.report_failed_ranks(0, {2: -9}, launcher)
     launcher.procs[0].kill()
+    assert resumed == [launcher._trainer]
     assert capsys.readouterr().err == (
         "rank 2 was ended by SIGKILL; it was last seen in actor.generate, at last in rewards.py:7 in judge\n"
     )
