@@ -154,6 +154,25 @@ def test_advantages_by_hand() -> None:
     assert float(whitened.return_moments.count) == 3.0
 
 
+def test_an_environments_tokens_count_in_no_moment_of_returns() -> None:
+    # No divergence and no discount: the return of each of the model's tokens is the score of its response, 2, 2 and 5.
+    columns = {
+        "response_ids": Ragged.from_list([[1, 2, 3, 4], [5]]),
+        "model_mask": Ragged.from_list([[True, False, False, True], [True]], dtype=torch.bool),
+        "num_model_tokens": torch.tensor([2, 1]),
+        "behaviour_logprobs": floats([-1.0, 0.0, 0.0, -2.0], [-1.0]),
+        "values": floats([0.0] * 4, [0.0]),
+        "scores": torch.tensor([2.0, 5.0]),
+        "finish_reason": torch.tensor([0, 0]),
+    }
+    samples = Samples(torch.arange(2), columns)
+    module = runs.ppo(kl_coef=0.0, discount=1.0, gae_lambda=1.0, normalize_values=True)
+    module.on_iteration_end(samples.with_columns(**module.estimate_advantages(samples)).lengths_only())
+    assert float(module.return_moments.count) == 3.0
+    assert float(module.return_moments.mean) == pytest.approx(3.0)
+    assert float(module.return_moments.std) == pytest.approx(2.0**0.5)
+
+
 def names(module: PPO) -> list[str]:
     """Return the module's calls."""
     return [call.name for call in module.dataflow.calls]

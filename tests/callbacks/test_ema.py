@@ -154,6 +154,25 @@ def test_averages_are_evaluated_after_training_and_from_checkpoints(
         assert runs.largest_difference(found[f"read {averages}"], held) <= 1e-6
 
 
+def train_with_an_offloaded_optimizer() -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the weights after every iteration, and the averages at the end."""
+    plan = calls(actor_generate="dp1", reference_infer="dp1", actor_train="dp1") | {"offload": ["actor.optimizer"]}
+    weights = Weights()
+    trainer = runs.trainer(ReallocStrategy(plan), 1, callbacks=[weights, EMA(DECAY)])
+    trainer.fit(runs.grpo(optimizer=OPTIMIZERS["adam"]), Batches(3))
+    with averaged_weights(trainer.strategy, "actor"):
+        return weights.trained, whole(trainer.strategy)
+
+
+def test_averages_stay_updated_while_other_calls_run(workers: WorkerPool) -> None:
+    ((trained, averages),) = workers.run(train_with_an_offloaded_optimizer, world_size=1, init_process_group=False)
+    expected, *later = trained
+    for now in later:
+        expected = {key: torch.lerp(expected[key], now[key], 1 - DECAY) for key in now}
+    assert runs.largest_difference(expected, trained[-1]) > 1e-3, "the test averages what does not change"
+    assert runs.largest_difference(averages, expected) <= 1e-6
+
+
 def resume(folder: Path) -> None:
     """Train four iterations, and repeat the last two under another layout."""
     world_size, half = runs.world_size(), folder / "straight-2"

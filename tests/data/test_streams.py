@@ -86,12 +86,16 @@ def test_a_resumed_stream_continues_after_the_last_batch(
     epochs: Iterator[Samples] = chain.from_iterable(iter(begun) for _ in range(NUM_DRAWN))
     assert drawn(islice(epochs, stop)) == whole[:stop]
     state = json.loads(json.dumps(begun.state_dict()))
-    # A resumed run, a run resumed from the state that this one saves before its first batch, and the run that went on.
+    # A resumed run, a run resumed from the state that this one saves before its first batch, the run that went on, and
+    # its loader in a run that begins again at the state.
     resumed, again = (loader(num_rows, **order) for _ in range(2))
     resumed.load_state_dict(state)
     again.load_state_dict(resumed.state_dict())
     for other in (resumed, again):
         assert drawn(islice(other, NUM_DRAWN - stop)) == whole[stop:]
+    assert drawn(islice(epochs, NUM_DRAWN - stop)) == whole[stop:]
+    begun.load_state_dict(state)
+    epochs = chain.from_iterable(iter(begun) for _ in range(NUM_DRAWN))
     assert drawn(islice(epochs, NUM_DRAWN - stop)) == whole[stop:]
 
 

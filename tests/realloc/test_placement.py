@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ParallelDims
+from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ModelSpec, ParallelDims, ParamSpec
 from lightning_realloc.realloc import choose_rank_order, plan_reallocation
 from lightning_realloc.realloc.placement import assign_jobs
 from tests.layout.examples import LLAMA_7B, SMALL, layout_pairs
@@ -56,6 +56,14 @@ def test_tensor_parallel_groups_go_where_their_fsdp_chunks_lie() -> None:
     chosen = choose_rank_order(source, ParallelDims(dp=2, tp=2), range(4))
     assert str(chosen) == "dp2.tp2@0,2,1,3"
     assert moved(source, chosen) < 0.8 * moved(source, Layout.parse("dp2.tp2"))
+
+
+def test_equal_parameters_count_as_often_as_they_occur() -> None:
+    # The first of two chunks has two of three rows. Rank 0 keeps 10 elements more there, and rank 1 keeps 5 * 4 more.
+    params = [ParamSpec("embed", (3, 10), section="input")]
+    params += [ParamSpec(f"head.{index}", (3, 4), section="output") for index in range(5)]
+    source = ModelLayout(ModelSpec(tuple(params), num_blocks=2), Layout.parse("pp2"))
+    assert choose_rank_order(source, ParallelDims(fsdp=2), range(2)).ranks == (1, 0)
 
 
 def test_the_given_order_wins_ties() -> None:

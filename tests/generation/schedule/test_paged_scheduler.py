@@ -237,3 +237,11 @@ def test_a_parked_sample_is_preempted_before_the_last_running_one() -> None:
     assert play.history[20:55] == [[1]] * 35
     # Sample 1 reaches 58 positions, 15 pages: it took the unfinished page of sample 0, and two of its five full ones.
     assert play.num_held == 12
+
+
+def test_a_sample_that_is_preempted_while_it_is_read_offers_no_unread_pages() -> None:
+    # One position is read per step, and four pages hold the longest sample alone.
+    prompts = [[20, 20], [20], [20], [20, 20, 20, 20, 20], [20]]
+    setting = Setting(prompts, 2, [8] + [1] * 9, 8, num_slots=2, num_pages=1, num_spare=0, max_prefill_tokens=1)
+    play = Play(setting, {0: Pause(after=1, num_steps=0, num_tokens=1)}).run()
+    assert play.num_preempted > 0

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def test_work_is_spread_and_only_requested_columns_are_sent() -> None:
         assert functions(["2+2="] * 2, ["4", "4"], [[1], [2]], columns).total.tolist() == [1.0, 0.0]
         functions.close()
         assert reward.pids == ()
+
+
+def test_a_forked_process_that_ends_leaves_the_workers_alone() -> None:
+    with pooled(workers=2) as reward:
+        reward.start()
+        before = reward.pids
+        forked = get_context("fork").Process(target=reward.close)
+        forked.start()
+        forked.join()
+        assert judge(reward, ["a", "bb"]) == [1.0, 2.0]
+        assert reward.pids == before
 
 
 def test_a_call_that_hangs_or_crashes_fails_alone_and_its_worker_is_replaced() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,6 +169,19 @@ def test_tiles_under_autocast_have_the_gradients_of_whole_logits(name: str) -> N
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+def test_many_tiles_in_half_precision_sum_to_a_gradient_as_exact_as_one() -> None:
+    model, packed = a_model().bfloat16(), a_pack(num_tokens=400)
+    head = model.get_output_embeddings().weight
+    exact = copy.deepcopy(model).float()
+    outcome(exact, packed)
+    errors = []
+    for rows in (packed.num_tokens, 1):
+        with tiles(rows):
+            outcome(model, packed)
+        errors.append(float((head.grad.float() - exact.get_output_embeddings().weight.grad).norm()))
+    assert errors[1] < 1.2 * errors[0]
 
 
 def test_inference_in_tiles_has_no_graph() -> None:

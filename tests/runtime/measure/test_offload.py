@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.measure.offload import Offload, make_copier
 
 CPU = torch.device("cpu")
+
+
+class LateCopier:
+    """Copies back only when it is waited for, as a slow disk may."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for fast, slow in pairs:
+            slow.copy_(fast)
+
+    def start_copy_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._started += pairs
+        for fast, _ in pairs:
+            fast.zero_()
+
+    def wait(self) -> None:
+        for fast, slow in self._started:
+            fast.copy_(slow)
+        self._started.clear()
 
 
 def test_tensors_and_their_views_come_back_as_they_were() -> None:
@@ -57,6 +83,15 @@ def test_leaving_and_returning_twice_changes_nothing() -> None:
     offload.move_out([tensor], version=1)
     offload.move_out([tensor], version=2)
     offload.finish_return()
+    offload.finish_return()
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_return_under_way_ends_before_the_tensors_leave_again() -> None:
+    offload, tensor = Offload(LateCopier()), torch.arange(6.0)
+    offload.move_out([tensor], version=1)
+    offload.start_return()
+    offload.move_out([tensor], version=2)
     offload.finish_return()
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 

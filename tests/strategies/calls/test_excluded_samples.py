@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import MicroBatch, Totals
 from lightning_realloc.rewards import Failed
+from lightning_realloc.strategies.calls.train_call import TrainCalls
+from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -55,3 +61,23 @@ def test_a_mean_over_tokens_leaves_out_samples_that_are_not_learnt(layout: str, 
     for loss, expected in workers.run(losses, layout, world_size=2, init_process_group=False):
         assert abs(expected) > 1e-3
         assert loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_sample_that_is_repeated_to_stay_in_step_counts_once() -> None:
+    # Positions 1, 4 and 6 have 2, 3 and 4 tokens, and 4 is not learnt. The rank repeats 1.
+    columns = {
+        "response_ids": Ragged.from_list([[5] * 2, [5] * 3, [5] * 4]),
+        "advantages": torch.tensor([1.0, math.nan, -1.0]),
+    }
+    job: Any = SimpleNamespace(
+        rows=PositionedRows(Samples(torch.arange(3), columns), [1, 4, 6]), replica=SimpleNamespace(layout=None)
+    )
+    context = SimpleNamespace(
+        algorithm=SimpleNamespace(excluded_by=("advantages",)),
+        device=torch.device("cpu"),
+        pool=SimpleNamespace(meshes=SimpleNamespace(group=lambda *_: None)),
+    )
+    ours: Any = SimpleNamespace(_context=context)
+    call: Any = SimpleNamespace(needs=("rollout", "advantages"))
+    micro_batches = [MicroBatch((1, 4), True), MicroBatch((6,), True), MicroBatch((1,), False)]
+    assert TrainCalls._without_excluded(ours, job, call, micro_batches, Totals(3, 9)).num_tokens == 6

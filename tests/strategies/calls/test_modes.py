@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_realloc import SFT, infer, train
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import Loss, Totals
+from lightning_realloc.layout import Layout
+from lightning_realloc.strategies.calls.train_call import TrainCalls
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
@@ -49,3 +54,16 @@ def test_only_training_calls_run_in_training_mode(workers: WorkerPool) -> None:
     ((modes, warned),) = workers.run(run_scored, Batches(2, responses=True), world_size=1, init_process_group=False)
     assert modes == ["evaluation", "training"] * 2
     assert warned == []
+
+
+@pytest.mark.parametrize("text", ["pp2.dp2.tp2", "dp2.fsdp2.tp2", "pp2.fsdp3", "pp2.dp2.fsdp2.tp2"])
+def test_ranks_draw_equal_dropout_masks_if_they_work_on_the_same_activations(text: str) -> None:
+    layout, masks = Layout.parse(text), {}
+    for rank in layout.ranks:
+        context = SimpleNamespace(rank=rank, algorithm=SimpleNamespace(seed=1), device=torch.device("cpu"))
+        calls: Any = SimpleNamespace(_context=context, _hooks=SimpleNamespace(iteration=5))
+        replica: Any = SimpleNamespace(layout=layout)
+        with TrainCalls._dropout_masks(calls, replica):
+            masks[rank] = torch.rand(()).item()
+    for rank, mask in masks.items():
+        assert [other for other in masks if masks[other] == mask] == list(layout.group(rank, "tp"))

@@ -29,7 +29,8 @@ MOVES = {
 GRPO_MOVES = {
     1: calls(actor_train="fsdp2@0-1", actor_generate="dp2@2-3", reference_infer="tp2@2-3"),
     2: calls(actor_train="dp2.tp2", actor_generate="dp4", reference_infer="dp1@3"),
-    3: calls(actor_train="dp2.tp2", actor_generate="tp4", reference_infer="fsdp4"),
+    3: calls(actor_train="dp4", actor_generate="dp4", reference_infer="dp1@3"),  # generates where the home lies now
+    4: calls(actor_train="dp2.tp2", actor_generate="tp4", reference_infer="fsdp4"),
 }
 
 
@@ -89,8 +90,8 @@ def test_weights_and_optimizer_state_move_and_training_continues(workers: Worker
 
 
 def test_every_role_may_move_between_iterations_of_grpo(workers: WorkerPool) -> None:
-    (moved,) = on_ranks(workers, run_grpo, [GRPO_MOVES], {}, Batches(4), 4)
-    (stayed,) = on_ranks(workers, run_grpo, [{}], {}, Batches(4), 1)
+    (moved,) = on_ranks(workers, run_grpo, [GRPO_MOVES], {}, Batches(5), 4)
+    (stayed,) = on_ranks(workers, run_grpo, [{}], {}, Batches(5), 1)
     assert moved.tokens == stayed.tokens
     assert moved.rewards == stayed.rewards
     assert runs.largest_difference(moved.weights, stayed.weights) <= 1e-5

@@ -135,6 +135,16 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     assert few.pipeline > 1.9 * four.pipeline
 
 
+@pytest.mark.parametrize(("call", "num_ways"), [("reference.infer", 1), ("actor.train", 2)])
+def test_a_pipeline_sends_hidden_states_forward_and_their_gradients_back(call: str, num_ways: int) -> None:
+    thin, wide = (
+        seconds(call, "pp4", estimator(cluster=replace(CLUSTER, intra_node_bytes_per_s=rate), efficiency=IDEAL))
+        for rate in (1e9, 1e18)
+    )
+    # 2 bytes of 4096 features for each of 8192 tokens, in 32 micro-batches and 3 turns that fill and drain.
+    assert thin.pipeline - wide.pipeline == pytest.approx(num_ways * (32 + 3) * 8192 * 4096 * 2 / 1e9, rel=1e-3)
+
+
 def test_shards_across_nodes_cost_more_than_inside_one() -> None:
     answers = estimator(efficiency=replace(Efficiency(), hides_communication=False))
     inside = seconds("actor.train", "fsdp4@0-3", answers)

@@ -182,6 +182,16 @@ def _logits_bytes(call: str, head: ParamSpec | None, layout: str, response_token
     return forecast(plan(layout, layout, layout), load, {"actor": role, "reference": role}).at(call, 0).logits
 
 
+def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_from_it_on() -> None:
+    untied = RoleMemory(model=ModelSpec(SPEC.params, num_blocks=3), shape=SHAPE)
+    load = Workload(num_sequences=8, prompt_tokens=900, response_tokens=100, micro_batch_tokens=1000)
+    found = forecast(plan("dp1", "dp1", "pp3@0-2"), load, {"actor": untied, "reference": untied})
+    # One block each, in fp32.
+    kept, backward = 1000 * SHAPE.saved_bytes(1, 4), 1000 * 4 * SHAPE.backward_elements(1)
+    assert found.at("actor.train", 0).activations == 3 * kept + backward
+    assert found.at("actor.train", 1).activations == 2 * kept + backward
+
+
 def test_logits_divided_among_ranks_count_on_each_of_them() -> None:
     cut = ParamSpec("head", (10_000, 10), TensorParallelCut(0), section="output")
     whole = ParamSpec("head", (10_000, 10), section="output")
