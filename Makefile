@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint lint-types lint-rest docs demo demo-real vllm-env bench chaos bad-input resume soak test-gpu test-emulated-gpu test-multinode test-ray clean
+.PHONY: test test-all lint lint-types lint-rest docs demo demo-real vllm-env bench chaos bad-input resume soak seeded-faults test-gpu test-emulated-gpu test-multinode test-ray clean
 
 PYTEST = $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -87,6 +87,10 @@ resume: $(VENV)/.ready
 # Thousands of iterations, and many fits in one process: does anything grow? Ten minutes on two cores.
 soak: $(VENV)/.ready
 	$(RUN) tests.soak
+
+# Does a test fail for each of forty mistakes in copies of the package? Half an hour on two cores.
+seeded-faults: $(VENV)/.ready
+	$(RUN) tests.seeded_faults --jobs $(JOBS)
 
 # Tests marked `gpu`, on one CUDA device, in under five minutes; without one they are skipped.
 test-gpu: $(VENV)/.ready
