@@ -16,9 +16,9 @@ from benchmarks.llamas import Shape, build_llama
 from benchmarks.one_gpu_setting import Recorder, Scale, Setting
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.generation.cache.kv_cache import SlotCache
+from lightning_realloc.generation.core.step import DecodeRow
 from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.generation.forward.packed_step import DecodeRow
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.runtime.transfer.point_to_point import Arena
 

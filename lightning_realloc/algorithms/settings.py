@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_realloc.batch.training import TrainOptions, group_name
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation.core.sampling import is_of_kind
+from lightning_realloc.generation.core.params import is_of_kind
 from lightning_realloc.setting_hints import setting_defaults
 
 if TYPE_CHECKING:

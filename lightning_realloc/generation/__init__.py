@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_realloc.generation.base_engine import Engine
+from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Completion
-from lightning_realloc.generation.core.sampling import SamplingParams
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.hf_engine import HFEngine
 from lightning_realloc.generation.loop.environment import Conversation, Environment, Turn

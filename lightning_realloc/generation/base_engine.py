@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_realloc.generation.core.capabilities import Capability
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
+from lightning_realloc.generation.core.params import SamplingParams, check_counts
 from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
-from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
 from lightning_realloc.generation.loop.environment import Conversation, Environment
 from lightning_realloc.generation.loop.requests import Requests, next_version

@@ -21,11 +21,12 @@ from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.core.model_config import check_loaded, check_supported, vocabulary_of
+from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.sample import Sample, Tokenizer
-from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.engine_parts import CudaGraphs, Runners, build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.batch_invariant import check_invariant
+from lightning_realloc.generation.forward.model_executor import ModelExecutor
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment, check_environment
@@ -167,13 +168,13 @@ class GenerationEngine(Engine):
             return asked.may_stop is None or asked.may_stop()
 
         check_idle(self._model)
-        run = self._begin(call, self._budget(asked.token_budget, asked.seconds_budget, may_end))
-        self._carry_out(run, call)
+        run, runner = self._begin(call, self._budget(asked.token_budget, asked.seconds_budget, may_end))
+        self._carry_out(run, runner, call)
         _warn_of_failures(call.samples)
         return run.stats()
 
-    def _begin(self, call: EngineCall, budget: Budget) -> GenerationRun:
-        """Return a run with nothing admitted yet."""
+    def _begin(self, call: EngineCall, budget: Budget) -> tuple[GenerationRun, ModelRunner]:
+        """Return a run with nothing admitted yet, and what runs its model."""
         asked, samples, stop = call.requests, list(call.samples), call.stop
         conversations = self._conversations(asked.environment, asked.conversation)
         waiting = [prompt for prompt in asked.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
@@ -186,8 +187,8 @@ class GenerationEngine(Engine):
         max_pause_s = 0.0 if self._lockstep is not None else math.inf
         if self._rebalancer is not None:
             max_pause_s = self._rebalancer.max_pause_s
-        return GenerationRun(
-            runner,
+        run = GenerationRun(
+            ModelExecutor(runner),
             scheduler,
             samples,
             asked.params,
@@ -197,15 +198,16 @@ class GenerationEngine(Engine):
             budget,
             max_pause_s=max_pause_s,
         )
+        return run, runner
 
-    def _carry_out(self, run: GenerationRun, call: EngineCall) -> None:
+    def _carry_out(self, run: GenerationRun, runner: ModelRunner, call: EngineCall) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""
         try:
             with slot_attention(self._model), self._packed_weights(run.samples, call.params) as pack, run:
                 if self._rebalancer is not None:
                     hints, most = call.requests.length_hints, call.params.max_new_tokens
                     self._rebalancer.run_to_end(
-                        run, SampleAccess(run), hints, max_new_tokens=most, on_step=call.notifier.follow
+                        run, SampleAccess(run, runner), hints, max_new_tokens=most, on_step=call.notifier.follow
                     )
                 while self._anybody_has_work(run.has_work):
                     self._take_newer_weights(run, pack)

@@ -23,8 +23,9 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
 from lightning_realloc.generation.core.model_config import length_bounds
+from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
-from lightning_realloc.generation.core.sampling import SamplingParams, sampling_logprobs
+from lightning_realloc.generation.core.sampling import sampling_logprobs
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, has_plain_layers
 from lightning_realloc.setting_hints import suggest_settings

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
-from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams, sample_tokens, sampling_weights
+from lightning_realloc.generation.core.params import SamplingParams
+from lightning_realloc.generation.core.sampling import sample_tokens, sampling_weights
+from lightning_realloc.generation.core.step import Forbidden
 
 KINDS = ("random", "flat", "nearly flat", "peaked", "tied", "mostly impossible", "bfloat16")
 

@@ -22,7 +22,8 @@ from transformers import (
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.speculative.drafter import Draft, Drafter
+from lightning_realloc.generation.core.step import Draft
+from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.lookup import HistoryDrafter
 from tests.models import SIZES, tiny_model
 

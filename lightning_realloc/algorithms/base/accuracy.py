@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation.core.sampling import is_of_kind
+from lightning_realloc.generation.core.params import is_of_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

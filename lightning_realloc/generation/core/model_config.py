@@ -12,7 +12,7 @@ from lightning_realloc.errors import GenerationError, ReallocError
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, rotary_bounds
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation.core.sampling import SamplingParams
+    from lightning_realloc.generation.core.params import SamplingParams
 
 _OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which calls the model's own generate()"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.model_config import eos_ids_of, vocabulary_of
+from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import StopRule, Tokenizer
-from lightning_realloc.generation.core.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, Places
 from lightning_realloc.generation.core.model_config import text_config_of
+from lightning_realloc.generation.core.step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.attention import Tile
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
-from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner, run_packed
 from lightning_realloc.generation.forward.step_shapes import within_window
 from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE, THREAD_VALUES, VECTOR_VALUES

@@ -9,40 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.generation.cache.kv_cache import Segment, StepPlaces
+from lightning_realloc.generation.core.step import PrefillChunk
 
 _CALL_IN_TOKENS = {"cpu": 16.0}
 """Cost of one more call of attention, in padded tokens, by device type. On other devices padding is always cheaper."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Tokens of a sequence whose keys and values are computed, without logits."""
-
-    tokens: Sequence[int]
-    slots: tuple[int, ...]
-    """Slots that store the keys and values."""
-    begin: int = 0
-    """Position of the first token; the slots hold all positions before it."""
-
-
-class DecodeRow(NamedTuple):
-    """Tokens that the sample of one slot reads in a forward: its last one and the drafted ones."""
-
-    tokens: Sequence[int]
-    """At least one."""
-    position: int
-    """Position of the first token."""
-
-    @property
-    def end(self) -> int:
-        """Position after the last token."""
-        return self.position + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import KVCache, LayerShape, Places
+from lightning_realloc.generation.core.step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.attention import STEP_ARGUMENT, StepArgument, Tile, check_attended
-from lightning_realloc.generation.forward.packed_step import DecodeRow, PackedStep, PrefillChunk, segments_of
+from lightning_realloc.generation.forward.packed_step import PackedStep, segments_of
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import CapturableCache
-from lightning_realloc.generation.forward.packed_step import DecodeRow
+from lightning_realloc.generation.core.step import DecodeRow
 
 _READING_IN_TOKENS = 256
 """Tokens whose products take as long as reading the weights, measured on H100 and H200."""

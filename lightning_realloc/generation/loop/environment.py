@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
+from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.sampling import check_counts, check_kind
 from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)

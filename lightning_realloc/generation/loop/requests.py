@@ -16,8 +16,8 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.capabilities import Capability, require_capability
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.noise import sample_key
+from lightning_realloc.generation.core.params import SamplingParams, check_kind, is_of_kind
 from lightning_realloc.generation.core.sample import Completion, Sample
-from lightning_realloc.generation.core.sampling import SamplingParams, check_kind, is_of_kind
 from lightning_realloc.generation.loop.environment import Conversation, Environment
 from lightning_realloc.generation.schedule.scheduler import Prompt
 

@@ -1,8 +1,8 @@
 """The generation loop of one call of the engine.
 
 Each step is one forward of one packed row: tokens of prompts and of environments' answers, and of each running sample
-one token and those drafted to follow it. The scheduler assigns slots, the runner keeps keys and values, `Decoding`
-drafts and picks tokens, environments answer turns. This module connects them.
+one token and those drafted to follow it. The scheduler assigns slots, the executor runs the model and draws tokens,
+`Decoding` drafts, environments answer turns. This module connects them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.core.plain_decoding import Decoding, Emitted
+from lightning_realloc.generation.core.params import SamplingParams, check_kind
+from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import FinishReason, Sample, StopRule
-from lightning_realloc.generation.core.sampling import SamplingParams, check_kind
-from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
-from lightning_realloc.generation.forward.runner import ModelRunner
+from lightning_realloc.generation.core.step import Emitted, ForwardStep, PrefillChunk, StepExecutor
 from lightning_realloc.generation.schedule.scheduler import Admission, Move, Prompt, Scheduler, Step, Swap
 
 if TYPE_CHECKING:
@@ -102,12 +101,12 @@ class GenerationRun:
     """State of one call, and its steps. Make steps within its context.
 
     Args:
-        runner: Runs the model and keeps keys and values.
+        executor: Runs the model, draws tokens, and keeps keys and values.
         scheduler: Assigns slots to samples.
         samples: Samples of the call; those of other ranks are appended.
         params: Sampling parameters.
         stop: Ends turns.
-        decoding: Drafts and picks tokens.
+        decoding: Drafts tokens.
         conversations: Ask the environment; None: each response is one turn.
         budget: Ends the call.
         max_pause_s: Most seconds that a step waits for environments. 0: it never does, because other ranks' forwards
@@ -116,7 +115,7 @@ class GenerationRun:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: StepExecutor,
         scheduler: Scheduler,
         samples: list[Sample],
         params: SamplingParams,
@@ -127,7 +126,7 @@ class GenerationRun:
         *,
         max_pause_s: float,
     ) -> None:
-        self.runner = runner
+        self._executor = executor
         self.scheduler = scheduler
         self.samples = samples
         self.decoding = decoding
@@ -144,7 +143,7 @@ class GenerationRun:
         """Values of `GenerationStats` by field."""
 
     def __enter__(self) -> None:
-        self.decoding.begin(self.samples, self._params, self.scheduler.num_slots)
+        self._executor.begin(self._params, self.decoding.begin(self.samples, self._params, self.scheduler.num_slots))
         for index, sample in enumerate(self.samples):  # resumed samples may be at the end of a turn
             if sample.finish_reason == "stop":
                 self._ask(index, sample)
@@ -168,8 +167,8 @@ class GenerationRun:
 
     def stats(self) -> GenerationStats:
         """Return the counts so far."""
-        of_runner = {"cache_bytes": self.runner.cache.num_bytes, "capture_s": self.runner.capture_s}
-        return GenerationStats(**self._counts, **self.decoding.counts(), **of_runner)  # type: ignore[arg-type]
+        of_executor = {"cache_bytes": self._executor.cache_bytes, "capture_s": self._executor.capture_s}
+        return GenerationStats(**self._counts, **self.decoding.counts(), **of_executor)  # type: ignore[arg-type]
 
     def weights_updated(self, before: int) -> None:
         """Record that all tokens so far are of the version ``before`` or an earlier one."""
@@ -180,7 +179,7 @@ class GenerationRun:
         """Advance every running sample by a token or more; if all samples wait for their environment, wait for it."""
         if self.conversations is not None:
             self._take_answers(self.conversations)
-        self.scheduler.batch_prefills(is_worthwhile=self.runner.replays_steps)
+        self.scheduler.batch_prefills(is_worthwhile=self._executor.replays_steps)
         prefills = self._apply(self.scheduler.next_step())
         running = [self.samples[index] for index in self.scheduler.running if index is not None]
         if prefills or running or not self._max_pause_s:
@@ -191,19 +190,20 @@ class GenerationRun:
             self._stop_all()
 
     def _forward(self, prefills: Sequence[PrefillChunk], running: Sequence[Sample]) -> None:
-        drafts: Sequence[Sequence[int]] = []
+        step = ForwardStep(prefills)
         if running:
             being_read = {slot for prefill in prefills for slot in prefill.slots}
             drafts = self.decoding.propose(running, being_read, is_tail=not self.scheduler.num_waiting)
-        rows = [DecodeRow((sample.last_token, *draft), sample.position)
-                for sample, draft in zip(running, drafts, strict=True)]  # fmt: skip
-        logits = self.runner.forward(prefills, rows)
+            forbidden = self._stop.forbidden(running, [draft.tokens for draft in drafts])
+            step = ForwardStep(prefills, running, drafts, forbidden)
+        self._executor.submit(step)
         self._counts["num_steps"] += 1
         self._counts["row_steps"] += len(running)
+        emitted = self._executor.collect()
         if running:
-            emitted = self.decoding.emit(logits, running, self._stop.forbidden(running, drafts))
+            self.decoding.verified(emitted)
             self._take_tokens(emitted, running)
-            self.decoding.end_step(is_typical=not prefills and self.runner.was_usual)
+            self.decoding.end_step(is_typical=not prefills and self._executor.was_usual)
 
     # ---- before the forward
     def _apply(self, step: Step) -> list[PrefillChunk]:
@@ -211,7 +211,7 @@ class GenerationRun:
         self._counts["num_preemptions"] += len(step.preempted)
         for index in step.preempted:
             self.samples[index].num_read = 0
-        self.runner.make_room(0, len(self.scheduler.slots))
+        self._executor.make_room(0, len(self.scheduler.slots))
         for admission in step.admissions:
             self._admit(admission)
         for move in step.moves:
@@ -234,7 +234,7 @@ class GenerationRun:
             self._counts["shared_prefill_tokens"] += length
         else:
             length = len(self.samples[admission.samples[0]].prompt) - 1
-            self.runner.cache.copy(source, targets, length)
+            self._executor.copy(source, targets, length)
             self.decoding.copied(source, targets, length)
             if source in admission.slots:
                 self.decoding.kept(source, length)
@@ -242,14 +242,14 @@ class GenerationRun:
             self.samples[index].num_read = length
 
     def _move(self, move: Move | Swap) -> None:
-        cache, slots = self.runner.cache, self.scheduler.slots
+        executor, slots = self._executor, self.scheduler.slots
         moved = self.samples[slots[move.target]]  # type: ignore[index]
         if isinstance(move, Move):
             self.decoding.copied(move.source, [move.target], moved.num_read)
-            cache.move(move.source, move.target, moved.num_read)
+            executor.move(move.source, move.target, moved.num_read)
         else:
             other = self.samples[slots[move.source]]  # type: ignore[index]
-            cache.swap(move.source, move.target, max(moved.num_read, other.num_read))
+            executor.swap(move.source, move.target, max(moved.num_read, other.num_read))
             self.decoding.swapped(move.source, move.target)
 
     # ---- after the forward

@@ -8,16 +8,21 @@ from torch import Tensor
 
 from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.schedule.scheduler import Prompt
 
 
 class SampleAccess:
-    """Reads, removes and adds samples of a `GenerationRun`, by their index in ``run.samples``."""
+    """Reads, removes and adds samples of a `GenerationRun`, by their index in ``run.samples``.
 
-    def __init__(self, run: GenerationRun) -> None:
-        self._run = run
-        self._runner = run.runner
+    Args:
+        run: The generation.
+        runner: Keeps the keys and values of its samples.
+    """
+
+    def __init__(self, run: GenerationRun, runner: ModelRunner) -> None:
+        self._run, self._runner = run, runner
         self._scheduler = run.scheduler
 
     @property

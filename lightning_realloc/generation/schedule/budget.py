@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Literal, get_args
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation.core.sampling import is_of_kind
+from lightning_realloc.generation.core.params import is_of_kind
 from lightning_realloc.setting_hints import suggest_settings
 
 LateResponses = Literal["finish", "drop"]

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.core.sampling import SamplingParams, check_kind
+from lightning_realloc.generation.core.params import SamplingParams, check_kind
 from lightning_realloc.generation.speculative.verify import GumbelDraws, KeyedDraws, Rejection, Verification
 from lightning_realloc.setting_hints import SPECULATION_HINTS, suggest_settings
 

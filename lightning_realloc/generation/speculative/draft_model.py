@@ -26,12 +26,12 @@ from lightning_realloc.generation.cache.kv_cache import KVCache, SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.model_config import check_supported, text_config_of, vocabulary_of
 from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.core.step import NO_DRAFT, DecodeRow, Draft, PrefillChunk
 from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
-from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange
+from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
 from lightning_realloc.generation.speculative.verify import Verification
 from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels

@@ -6,15 +6,13 @@ Proposals decide how many steps a response takes, never which tokens it gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.params import is_of_kind
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.sampling import is_of_kind
+from lightning_realloc.generation.core.step import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.cache.kv_cache import KVCache
@@ -23,25 +21,6 @@ if TYPE_CHECKING:
 Exchange = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and one response to it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens proposed to follow a sample's last one."""
-
-    tokens: Sequence[int] = ()
-    laws: Sequence[Tensor | tuple[int, ...]] = ()
-    """Distribution that each token was drawn from: probabilities (V,), or equally likely tokens. Empty unless
-    `Verification.needs_laws`."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def cut(self, length: int) -> Draft:
-        """Return the first ``length`` tokens."""
-        return Draft(self.tokens[:length], laws=self.laws[:length])
-
-
-NO_DRAFT = Draft()
 
 Propose = Callable[[Sequence[Sample], Sequence[int]], Sequence[Draft]]
 """As `Drafter.propose`."""

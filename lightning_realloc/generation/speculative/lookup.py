@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, Exchange
+from lightning_realloc.generation.core.step import NO_DRAFT, Draft
+from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
 from lightning_realloc.generation.speculative.verify import Verification
 
 ORDERS = (8, 4, 3, 2, 1)

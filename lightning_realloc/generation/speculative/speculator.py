@@ -7,18 +7,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import KVCache
-from lightning_realloc.generation.core.plain_decoding import Decoding, Emitted
+from lightning_realloc.generation.core.params import SamplingParams
+from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
+from lightning_realloc.generation.core.step import NO_DRAFT, Draft, DrawRule, Emitted
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
-from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.controller import DepthController, DraftOutcome, MeasuredStep
-from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter, checked_propose
+from lightning_realloc.generation.speculative.drafter import Drafter, checked_propose
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation.cache.kv_cache import KVCache
+    from lightning_realloc.generation.speculative.config import Speculation
 
 STEPS_PER_AGREEMENT = 16
 """Steps whose seconds ranks agree on at once. Larger: fewer messages, and older costs."""
@@ -81,8 +83,8 @@ class Speculator(Decoding):
         """Steps that the controller has not learnt from, the last ones if there are many. Recording many at once is
         cheaper: right after a forward the caches are full of weights, and the same code takes twice as long."""
 
-    def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> None:
-        """Start a generation of these samples.
+    def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> DrawRule:
+        """Start a generation of these samples, and return the rule that verifies drafts.
 
         Raises:
             GenerationError: where the rule needs draft lengths that do not depend on the tokens left out.
@@ -99,14 +101,13 @@ class Speculator(Decoding):
         self._record()  # before the controller turns to other prompts
         self._controller.begin(seen_prompts=self.drafter.has_seen_prompts(samples))
         self.drafter.begin(samples, self._rule, num_slots)
+        return self._rule
 
     def end(self, *, has_failed: bool = False) -> None:
         """End the generation."""
         self.drafter.end(has_failed=has_failed)
 
-    def propose(
-        self, running: Sequence[Sample], being_read: Collection[int], *, is_tail: bool
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, running: Sequence[Sample], being_read: Collection[int], *, is_tail: bool) -> Sequence[Draft]:
         """Return the tokens to verify after each running sample's last one."""
         self._depth, self._num_drafted, self._drafting_s = self._speculation.most_ahead, 0, 0.0
         self._outcomes = ()
@@ -116,11 +117,10 @@ class Speculator(Decoding):
             self.stats.planning_s += self._clock() - begin
         self._drafts = self._draft(running, being_read) if self._depth else [NO_DRAFT] * len(running)
         self._begin_s = self._clock()
-        return [draft.tokens for draft in self._drafts]
+        return self._drafts
 
-    def emit(self, logits: Tensor, running: Sequence[Sample], forbidden: Forbidden | None) -> list[Emitted]:
-        """Return each sample's accepted tokens and the one after them."""
-        emitted = self._rule.emit(logits, running, self._drafts, forbidden)
+    def verified(self, emitted: Sequence[Emitted]) -> None:
+        """Count each sample's accepted tokens; one token follows them."""
         if self._num_drafted:
             self.stats.verified_tokens += self._num_drafted
             self.stats.accepted_tokens += sum(len(tokens) for tokens, _ in emitted) - len(emitted)
@@ -129,7 +129,6 @@ class Speculator(Decoding):
                 DraftOutcome(limit, len(draft), len(tokens) - 1)
                 for limit, draft, (tokens, _) in zip(self._limits, self._drafts, emitted, strict=True)
             ]
-        return emitted
 
     def end_step(self, *, is_typical: bool) -> None:
         """Measure a step; ``is_typical``: other steps of its size will take about as long."""

@@ -15,19 +15,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lightning_realloc.generation.core.keyed_sampler import HeldTokens, KeyedSampler
 from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, stream_key, uniforms_on
-from lightning_realloc.generation.core.plain_decoding import Emitted, HeldTokens, KeyedSampler
+from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import (
-    Forbidden,
     Repeated,
-    SamplingParams,
     draw_gumbel,
     draw_weights,
     sampling_logprobs,
     sampling_weights,
 )
-from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft
+from lightning_realloc.generation.core.step import NO_DRAFT, Draft, Emitted, Forbidden
 
 _ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # random streams of a sample, since rejection needs several numbers for each token
 

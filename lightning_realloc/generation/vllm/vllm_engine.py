@@ -17,8 +17,8 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
 from lightning_realloc.generation.core.model_config import length_bounds
+from lightning_realloc.generation.core.params import SamplingParams, check_counts
 from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
-from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
 from lightning_realloc.generation.loop.run import GenerationStats, not_finite
 from lightning_realloc.generation.vllm.hand_over import weights_of
 from lightning_realloc.generation.vllm.messages import Connection, TokenRequest, TokenResponse

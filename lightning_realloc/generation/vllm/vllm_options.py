@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.core.sampling import check_counts, check_kind
+from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.setting_hints import suggest_settings
 
 _OWN_ARGUMENTS = {

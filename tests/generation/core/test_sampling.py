@@ -19,10 +19,11 @@ from transformers import (
 )
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.keyed_sampler import HeldTokens
 from lightning_realloc.generation.core.noise import keyed_uniforms, sample_key
-from lightning_realloc.generation.core.plain_decoding import HeldTokens
+from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.sampling import SamplingParams, Scratch, sample_tokens, sampling_weights
+from lightning_realloc.generation.core.sampling import Scratch, sample_tokens, sampling_weights
 
 MASK = (1 << 64) - 1
 

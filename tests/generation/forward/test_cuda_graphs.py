@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, engine_parts
 from lightning_realloc.generation.cache.kv_cache import SlotCache
+from lightning_realloc.generation.core.step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, state_of
-from lightning_realloc.generation.forward.packed_step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.forward.step_shapes import StepShape, filled_up, rounded_up
 from lightning_realloc.generation.schedule.scheduler import PrefillBatching

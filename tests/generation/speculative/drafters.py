@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.generation import Completion, GenerationEngine, Speculation
 from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.core.step import Draft
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter
-from lightning_realloc.generation.speculative.drafter import Draft, Drafter
+from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.lookup import HistoryDrafter, NgramDrafter
 from tests.generation.markov import VOCABULARY, drafter_model, markov_text
 

@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.forward.packed_step import PrefillChunk
+from lightning_realloc.generation.core.step import Draft, PrefillChunk
 from lightning_realloc.generation.speculative import draft_model
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter, first_blocks
-from lightning_realloc.generation.speculative.drafter import Draft
 from tests.generation.markov import VOCABULARY, drafter_model, markov_text, target
 from tests.generation.speculative.drafters import prompts_of, tokens_of
 from tests.matrices import crossed

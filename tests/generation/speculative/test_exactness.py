@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.core.step import Draft
 from lightning_realloc.generation.speculative import config as speculation
 from lightning_realloc.generation.speculative.draft_model import ModelDrafter
-from lightning_realloc.generation.speculative.drafter import Draft
 from lightning_realloc.generation.speculative.verify import Rejection
 from tests.generation.markov import VOCABULARY, target
 from tests.generation.speculative.drafters import DRAFTERS, prompts_of, speculating, tokens_of

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.generation.core.noise import sample_key
-from lightning_realloc.generation.core.plain_decoding import Emitted
+from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
+from lightning_realloc.generation.core.step import NO_DRAFT, Draft, Emitted, Forbidden
 from lightning_realloc.generation.speculative.config import Speculation
-from lightning_realloc.generation.speculative.drafter import NO_DRAFT, Draft, Drafter
+from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.speculator import Speculator
 from lightning_realloc.generation.speculative.verify import KeyedDraws
 from tests.generation.markov import VOCABULARY
 from tests.generation.speculative.drafters import RandomDrafter
 
 LOOK_UP_S = 0.001
+NO_LOGITS = torch.empty(0)
 NEW_TOKENS = 120
 
 
@@ -119,13 +120,13 @@ class Pretence:
         lengths = [NEW_TOKENS - self.fewer_each * i for i in range(self.num_samples)]
         samples = [Sample(i, i, (1,), length, key=i) for i, length in enumerate(lengths)]
         self.speculator.begin(samples, params, self.num_samples)
-        self.speculator._rule = Pretended(params)
+        rule = Pretended(params)
         begin, row_steps, running = drafter.now_s, 0, samples
         drafter.unread = self.num_prompt_tokens
         while running:
             drafts = self.speculator.propose(running, (), is_tail=True)
             drafter.now_s += self.step_s(len(running) + sum(map(len, drafts)))
-            self.speculator.emit(torch.empty(0), running, None)
+            self.speculator.verified(rule.emit(NO_LOGITS, running, drafts, None))
             row_steps += len(running)
             drafter.unread += len(running)  # drafted tokens need not be read
             for sample in running:
@@ -435,13 +436,13 @@ def test_drafting_is_probed_only_in_steps_without_prefills_until_it_pays() -> No
         def emit(self, logits: Any, samples: Any, drafts: Any, forbidden: Any) -> Any:
             return [([*draft.tokens, 1], [0.0] * (len(draft) + 1)) for draft in drafts]
 
-    speculator._rule = AllAccepted(SamplingParams())
+    rule = AllAccepted(SamplingParams())
 
     def num_drafted(being_read: set[int]) -> int:
         nonlocal now_s
         drafts = speculator.propose(samples, being_read, is_tail=True)
         now_s += 10.0
-        speculator.emit(torch.empty(0), samples, None)
+        speculator.verified(rule.emit(NO_LOGITS, samples, drafts, None))
         speculator.end_step(is_typical=not being_read)
         return sum(map(len, drafts))
 
