@@ -155,12 +155,17 @@ class PlacedRoles:
         self._plan = self._options.plan
         return had_models
 
-    def check_memory(self) -> None:
-        """Choose the plan of a run that is given none, before models are built. Raises PlanError if it cannot fit."""
-        builder = self.builder()
-        trainer, trained = self._strategy.connected_module.trainer, builder.dataflow.trained_roles
-        workload = largest_workload(builder.module, trainer, trained)
-        self._plan = builder.check_memory(self._options.plan, self._callbacks, workload=workload)
+    def choose_plan(self) -> None:
+        """Choose the plan before models are built. Raises PlanError if it cannot fit into memory in training."""
+        self._plan, shortage = self._chosen(self._options.plan)
+        if self._strategy.connected_module.trainer.state.fn == TrainerFn.FITTING:
+            self.builder().check_memory(self._plan, self._callbacks, shortage=shortage)
+
+    def _chosen(self, plan: NamedPlan) -> tuple[ExecutionPlan, str | None]:
+        """See `PoolBuilder.choose_plan`."""
+        builder, trainer = self.builder(), self._strategy.connected_module.trainer
+        workload = largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
+        return builder.choose_plan(plan, self._callbacks, workload=workload)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
@@ -316,7 +321,7 @@ class PlacedRoles:
                 "after every iteration except an epoch's last; use max_staleness=0 where plans change"
             )
         builder, running = self.builder(), self.pool.plan
-        wanted = builder.plan(plan, self.pool.specs)
+        wanted, shortage = self._chosen(plan)
         if wanted == running:
             return
         try:
@@ -325,7 +330,7 @@ class PlacedRoles:
         except (ConfigError, DataError) as error:
             raise PlanError(str(error)) from error
         self.runner.engines.free_caches()  # the move needs their memory
-        builder.check_memory(wanted, self._callbacks, running=running)
+        builder.check_memory(wanted, self._callbacks, shortage=shortage, running=running)
         with self.runner.collective("set_plan"):
             self.runner.finish()
             self.pool.meshes.create(wanted.layouts)

@@ -200,11 +200,10 @@ class ReallocStrategy(DataParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Surround ``configure_model``: refuse what does not fit into memory before a model is built."""
+        """Surround ``configure_model``: choose a plan that fits into memory before a model is built."""
         module: Any = self.lightning_module
-        fits_models = module.trainer.state.fn == TrainerFn.FITTING and self.dataflow is not None
-        if fits_models and not module.models():
-            self._placed.check_memory()
+        if self.dataflow is not None and not module.models():
+            self._placed.choose_plan()
         with super().model_sharded_context():
             yield
 

@@ -138,8 +138,8 @@ def _shortage(peak_bytes: int, budget_bytes: int) -> str:
     if peak_bytes <= budget_bytes:
         return ""
     return (
-        f"; {_gib(peak_bytes - budget_bytes)} too much for the longest samples: lightning-realloc plan finds layouts "
-        f"that fit, and shorter samples or smaller micro-batches need less"
+        f"; {_gib(peak_bytes - budget_bytes)} too much for the longest samples: lightning-realloc plan searches for "
+        f"layouts that fit, and shorter samples or smaller micro-batches need less"
     )
 
 

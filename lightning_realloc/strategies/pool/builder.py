@@ -175,48 +175,70 @@ class PoolBuilder:
             sharers=self.sharers,
         )
 
-    def check_memory(
-        self,
-        source: NamedPlan,
-        callbacks: Iterable[object],
-        *,
-        workload: Workload | None = None,
-        running: ExecutionPlan | None = None,
-    ) -> ExecutionPlan:
-        """Return a checked plan, and refuse one that does not fit into memory. Reads only the models' configurations.
+    def choose_plan(
+        self, source: NamedPlan, callbacks: Iterable[object], *, workload: Workload | None
+    ) -> tuple[ExecutionPlan, str | None]:
+        """Return a checked plan; for ``"heuristic"`` one that fits, or else why none does.
+
+        Reads only the models' configurations. Collective over all ranks.
 
         Args:
             workload: The largest one, which a plan that is chosen here has room for; None if it is unknown.
-            running: The plan in use. If given, devices must also have room for the move from it.
 
         Raises:
-            PlanError: see `plan`; and for a plan that is too large, with phase, rank, bytes and what would fit.
+            PlanError: see `plan`.
         """
-        roles, settings = self.describe_roles(), self.memory_settings()
+        roles, shortage = self.describe_roles(), None
         asked = gather_objects((source == "heuristic", self.memory_budget))
         if all(is_default for is_default, _ in asked):  # else ranks were given different plans, which is refused below
             least = min(budget for _, budget in asked)
-            source = self._default_plan(roles, settings, callbacks, workload, budget_bytes=least)
-        chosen = self.plan(source, {name: role.model for name, role in roles.items()})
-        plan, settings = with_callbacks(callbacks, self.dataflow, chosen, settings)
+            source, shortage = self._default_plan(roles, callbacks, workload, budget_bytes=least)
+        return self.plan(source, {name: role.model for name, role in roles.items()}), shortage
+
+    def check_memory(
+        self,
+        plan: ExecutionPlan,
+        callbacks: Iterable[object],
+        *,
+        shortage: str | None = None,
+        running: ExecutionPlan | None = None,
+    ) -> None:
+        """Refuse a plan that does not fit into memory. Reads only the models' configurations.
+
+        Args:
+            shortage: Why no other plan fits; None if that is unknown.
+            running: The plan in use. If given, devices must also have room for the move from it.
+
+        Raises:
+            PlanError: for a plan that is too large, with phase, rank, bytes and what would fit.
+        """
+        roles = self.describe_roles()
+        plan, settings = with_callbacks(callbacks, self.dataflow, plan, self.memory_settings())
         adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans, max_tp=self.world_size)
-        budget = self.memory_budget
-        refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=budget, adapted=adapted)
+        refuse_too_large(
+            self.dataflow,
+            plan,
+            roles,
+            settings,
+            rank=self.rank,
+            budget_bytes=self.memory_budget,
+            adapted=adapted,
+            shortage=shortage,
+        )
         if running is not None and self.device.type != "cpu":
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
             require_free_memory(extra, self.device, what="moving to the new plan")
-        return chosen
 
     def _default_plan(
         self,
         roles: Mapping[str, RoleMemory],
-        settings: MemorySettings,
         callbacks: Iterable[object],
         workload: Workload | None,
         *,
         budget_bytes: int,
-    ) -> ExecutionPlan:
-        """Return the plan of a run that is given none; log why it is not the heuristic one."""
+    ) -> tuple[ExecutionPlan, str | None]:
+        """Return the plan of a run that is given none, or why none fits; log why it is not the heuristic one."""
+        settings = self.memory_settings()
 
         def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
             run, changed = with_callbacks(callbacks, self.dataflow, plan, settings)
@@ -235,7 +257,7 @@ class PoolBuilder:
         found = default_plan(task, phase_bytes, world_size=self.world_size)
         if found.reason is not None:
             rank_zero_info(found.reason)
-        return found.plan
+        return found.plan, found.shortage
 
     def keeps_caches(self, plan: ExecutionPlan, callbacks: Iterable[object], workload: Workload | None) -> bool:
         """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks.

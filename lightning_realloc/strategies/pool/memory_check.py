@@ -200,6 +200,7 @@ def refuse_too_large(
     rank: int,
     budget_bytes: int,
     adapted: Callable[[], Mapping[str, RoleMemory] | None] = lambda: None,
+    shortage: str | None = None,
 ) -> None:
     """Refuse a plan that needs more than ``budget_bytes`` on some rank, however short its sequences are.
 
@@ -208,6 +209,7 @@ def refuse_too_large(
     Args:
         adapted: Returns the roles with adapters in place of trained weights, for the message; None if they cannot have
             any.
+        shortage: Why no other plan fits, for the message; None if none was tried.
 
     Raises:
         PlanError: on every rank, with phase, rank, bytes and changes that would fit.
@@ -229,10 +231,8 @@ def refuse_too_large(
     excess = find_excess(dataflow, plan, current, budget_bytes=budget_bytes, lighter=lighter)
     found = [text for text in gather_objects(excess) if text is not None]
     if found:
-        raise PlanError(
-            f"{found[0]}. Activations and caches, which depend on lengths, come on top; lightning-realloc plan finds "
-            f"layouts that fit"
-        )
+        way_out = shortage or "lightning-realloc plan finds layouts that fit"
+        raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top; {way_out}")
 
 
 def has_room_for_caches(

@@ -39,6 +39,8 @@ class DefaultPlan:
     heuristic: ExecutionPlan
     reason: str | None
     """Bytes that the heuristic plan lacks, with the calls that are changed; None if it is taken."""
+    shortage: str | None
+    """Bytes of the smallest plan that was tried and of a device, and what needs less, if none fits; else None."""
 
 
 def default_plan(task: PlanningTask, phase_bytes: PhaseBytes, *, world_size: int) -> DefaultPlan:
@@ -57,9 +59,11 @@ def default_plan(task: PlanningTask, phase_bytes: PhaseBytes, *, world_size: int
         plan = heuristic if found.fits(heuristic, limit) else found.first_that_fits(limit)
         if plan is not None:
             break
-    if plan is None or plan == heuristic:
-        return DefaultPlan(plan=heuristic, heuristic=heuristic, reason=None)
-    return DefaultPlan(plan=plan, heuristic=heuristic, reason=_reason(task, phase_bytes, heuristic, plan))
+    if plan is None:
+        shortage = _shortage(task, heuristic, found.sizes, world_size)
+        return DefaultPlan(plan=heuristic, heuristic=heuristic, reason=None, shortage=shortage)
+    reason = None if plan == heuristic else _reason(task, found.sizes, heuristic, plan)
+    return DefaultPlan(plan=plan, heuristic=heuristic, reason=reason, shortage=None)
 
 
 def largest_by_phase(forecast: MemoryForecast) -> dict[str, int]:
@@ -70,18 +74,39 @@ def largest_by_phase(forecast: MemoryForecast) -> dict[str, int]:
     return largest
 
 
-def _reason(task: PlanningTask, phase_bytes: PhaseBytes, heuristic: ExecutionPlan, plan: ExecutionPlan) -> str:
-    sizes = phase_bytes(heuristic)
-    phase = max(sizes, key=lambda name: sizes[name])
-    changes = [f"{name}: {call.to_text()}" for name, call in plan.calls if call != heuristic.call(name)]
-    if plan.offload:
-        changes.append(f"offload: [{', '.join(plan.offload)}]")
+_Sizes: TypeAlias = Mapping[ExecutionPlan, Mapping[str, int]]
+
+
+def _reason(task: PlanningTask, sizes: _Sizes, heuristic: ExecutionPlan, plan: ExecutionPlan) -> str:
+    phase, size = _largest(sizes[heuristic])
     without = "" if task.workload is not None else " without activations and caches, as lengths are unknown,"
     return (
-        f"the heuristic plan needs{without} {gibibytes(sizes[phase])} in {phase}, and plans may fill "
+        f"the heuristic plan needs{without} {gibibytes(size)} in {phase}, and plans may fill "
         f"{gibibytes(task.usable_bytes)} of a device; took one that needs "
-        f"{gibibytes(max(phase_bytes(plan).values()))}: {'; '.join(changes)}"
+        f"{gibibytes(_largest(sizes[plan])[1])}: {_changes(heuristic, plan)}"
     )
+
+
+def _shortage(task: PlanningTask, heuristic: ExecutionPlan, sizes: _Sizes, world_size: int) -> str:
+    plan = min(sizes, key=lambda one: _largest(sizes[one])[1])
+    phase, size = _largest(sizes[plan])
+    included, shorter = (", even without them", "") if task.workload is None else (" with them", ", shorter sequences")
+    devices = f"at least {math.ceil(world_size * size / task.memory_budget)} such devices, "  # were all of it divided
+    return (
+        f"none of the {len(sizes)} plans tried fits{included}: the smallest needs {gibibytes(size)} in {phase}, and a "
+        f"device has {gibibytes(task.memory_budget)} ({_changes(heuristic, plan) or 'the heuristic plan'}); use "
+        f"{'' if phase == SET_UP else devices}a smaller model{shorter} or adapters (peft_config)"
+    )
+
+
+def _largest(sizes: Mapping[str, int]) -> tuple[str, int]:
+    """Return the phase with the most bytes, and these."""
+    return max(sizes.items(), key=lambda item: item[1])
+
+
+def _changes(heuristic: ExecutionPlan, plan: ExecutionPlan) -> str:
+    changes = [f"{name}: {call.to_text()}" for name, call in plan.calls if call != heuristic.call(name)]
+    return "; ".join([*changes, *([f"offload: [{', '.join(plan.offload)}]"] if plan.offload else [])])
 
 
 class _Candidates:
@@ -92,7 +117,8 @@ class _Candidates:
         self._ranks = tuple(range(world_size))
         self._per_node = min(world_size, task.cluster.devices_per_node)
         self._sharers = sharers_of(task.roles)
-        self._bytes = functools.cache(phase_bytes)
+        self._phase_bytes = phase_bytes
+        self.sizes: dict[ExecutionPlan, Mapping[str, int]] = {}
         self.heuristic = functools.cache(self._heuristic)
 
     # ---- memory
@@ -101,8 +127,10 @@ class _Candidates:
         return not self._too_large(plan, limit)
 
     def _too_large(self, plan: ExecutionPlan, limit: int) -> set[str]:
+        if plan not in self.sizes:
+            self.sizes[plan] = self._phase_bytes(plan)
         limits = {SET_UP: self._task.memory_budget}
-        return {phase for phase, size in self._bytes(plan).items() if size > limits.get(phase, limit)}
+        return {phase for phase, size in self.sizes[plan].items() if size > limits.get(phase, limit)}
 
     def first_that_fits(self, limit: int) -> ExecutionPlan | None:
         """Return the first plan that fits, with as few changed options as it needs; None without one."""

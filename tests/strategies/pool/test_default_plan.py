@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback
+
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
@@ -30,12 +32,20 @@ class _Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _fit(module: Any, memory: int | None = None) -> Any:
-    """Train without a plan; return the strategy."""
-    strategy = ReallocStrategy(memory_per_device=memory)
-    trainer = runs.trainer(strategy, 2, max_steps=1)
+def _fit(module: Any, memory: int | None = None, *, num_ranks: int = 2, plan: Any = "heuristic", **options: Any) -> Any:
+    """Train; return the strategy."""
+    strategy = ReallocStrategy(plan, memory_per_device=memory)
+    trainer = runs.trainer(strategy, num_ranks, max_steps=1, **options)
     trainer.fit(module, PromptDataModule(ROWS, batch_size=8, tokenizer=byte_tokenizer()))
     return strategy
+
+
+class _SetHeuristic(Callback):
+    """Asks for the heuristic plan after an iteration."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """Set the plan."""
+        trainer.strategy.set_plan("heuristic")
 
 
 def _module() -> Any:
@@ -50,7 +60,12 @@ def _needed(strategy: ReallocStrategy) -> int:
     workload = largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
     assert workload is not None
     forecast = forecast_memory(
-        builder.dataflow, strategy.plan, builder.describe_roles(), builder.memory_settings(), workload, ranks=(0, 1)
+        builder.dataflow,
+        strategy.plan,
+        builder.describe_roles(),
+        builder.memory_settings(),
+        workload,
+        ranks=range(builder.world_size),
     )
     return max(size for phase, size in largest_by_phase(forecast).items() if phase != SET_UP)
 
@@ -78,3 +93,14 @@ def test_a_run_without_a_plan_takes_one_that_fits_and_a_later_trainer_goes_on_wi
     assert found[0][0] == found[1][0]
     (text,) = found[0][1]
     assert "and plans may fill" in text and "took one that needs" in text and "actor.train" in text
+
+
+def test_validation_and_set_plan_choose_the_plan_of_a_fit() -> None:
+    memory = _needed(_fit(_module(), num_ranks=1))
+    fitted = _fit(_module(), memory, num_ranks=1)
+    validated = ReallocStrategy(memory_per_device=memory)
+    data = PromptDataModule(ROWS, val_data=ROWS, batch_size=8, tokenizer=byte_tokenizer())
+    runs.trainer(validated, 1, limit_val_batches=1).validate(_module(), data, verbose=False)
+    changed = _fit(_module(), memory, num_ranks=1, plan="static", callbacks=[_SetHeuristic()])
+    assert fitted.plan == validated.plan == changed.plan
+    assert any(call.gradient_checkpointing or call.micro_batch_tokens for _, call in fitted.plan.calls)

@@ -329,6 +329,9 @@ def test_a_plan_over_the_budget_is_refused_on_every_rank_before_a_model_is_built
     assert found[0] == found[1]
     assert re.match(r"the plan needs [0-9.]+ MiB on rank 0 in actor.train, and a device has 0.48 MiB \(", found[0])
     assert re.search(r"no change that was tried makes it fit \(the nearest: .*\); use more ranks", found[0])
+    assert found[0].endswith("lightning-realloc plan finds layouts that fit")
+    (none,) = workers.run(refused, "heuristic", "50KB", world_size=1, init_process_group=False, deadline_s=60.0)
+    assert re.search(r"none of the [0-9]+ plans tried fits, even without .* use at least [0-9]+ such devices", none)
     (cheaper,) = workers.run(refused, "static", "1300KB", world_size=1, init_process_group=False, deadline_s=60.0)
     assert re.search(
         r"one of these would fit: .*peft_config=\{'peft_type': 'LORA', .*\} \([0-9.]+ MiB\); "

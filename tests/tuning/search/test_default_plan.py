@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -118,6 +119,7 @@ def test_a_plan_that_fits_is_chosen_wherever_one_is_known_and_the_heuristic_one_
         if case.excess(found.plan, limit) > 0:  # without head-room, or not at all: no better plan is known
             assert all(case.excess(plan, limit if fits else device) > 0 for plan in _simple_plans(task))
         assert fits or found.plan == heuristic
+        assert (found.shortage is None) == fits
         replaced, refused = replaced + fits, refused + (not fits)
     assert min(kept, replaced, refused) >= 6, (kept, replaced, refused)
 
@@ -184,6 +186,19 @@ def test_generation_stays_replicated_while_training_and_inference_use_all_ranks(
     found = Case(h100(PPO_FLOW, "Qwen3-8B", "1x8")).planned()
     layouts = {name: str(call.layout) for name, call in found.plan.calls}
     assert layouts.pop("actor.generate") == "dp8@0-7" and set(layouts.values()) == {"fsdp8@0-7"}
+
+
+def test_the_smallest_plan_is_named_where_none_fits() -> None:
+    case = Case(h100(PPO_FLOW, "Llama-3.1-70B", "1x8"))
+    found = case.planned()
+    assert found.plan == found.heuristic and found.reason is None and found.shortage is not None
+    smallest = min(max(sizes.values()) for sizes in case.known.values())
+    devices = math.ceil(8 * smallest / case.task.memory_budget)
+    assert re.search(
+        rf"none of the {len(case.known)} plans tried fits with them: the smallest needs {smallest / 2**30:.2f} GiB in "
+        rf"\S+, and a device has 80.00 GiB \(.*\); use at least {devices} such devices, a smaller model",
+        found.shortage,
+    )
 
 
 def test_rank_orders_are_chosen_only_for_plans_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
