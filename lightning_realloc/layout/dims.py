@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from lightning_realloc.errors import LayoutError
 
@@ -103,6 +103,8 @@ class Layout:
     (6, 7)
     """
 
+    batch_axes: ClassVar[tuple[str, ...]] = ("dp", "fsdp")
+    """Axes over which samples are divided."""
     dims: ParallelDims
     ranks: tuple[int, ...]
     """Rank at each coordinate, in row-major order over ``AXES``."""
@@ -185,6 +187,18 @@ class Layout:
             for axis, degree, position in zip(AXES, self.dims.degrees, self.coordinate(rank), strict=True)
         ]
         return tuple(self.rank_at(Coordinate(*coordinate)) for coordinate in itertools.product(*spans))
+
+    def batch_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that work on other samples with the same part of the model as ``rank``, itself included."""
+        return self.group(rank, *self.batch_axes)
+
+    def tensor_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share the weights of each layer, and the samples, with ``rank``, itself included."""
+        return self.group(rank, "tp")
+
+    def stage_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the pipeline stages of ``rank``'s samples, in the order of the stages."""
+        return self.group(rank, "pp")
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every group along ``axes``, ordered by the position of its first rank in the layout.

@@ -56,6 +56,7 @@ def test_tensor_parallel_neighbours_are_adjacent_in_the_list_of_ranks() -> None:
     assert layout.group(6, "tp") == (6, 7)
     assert layout.group(6, "dp", "fsdp") == (4, 6)
     assert layout.group(6, "pp") == (2, 6)
+    assert (layout.tensor_group(6), layout.batch_group(6), layout.stage_group(6)) == ((6, 7), (4, 6), (2, 6))
     assert layout.group(6) == (6,)
     assert layout.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert layout.groups(*AXES) == (tuple(range(8)),)

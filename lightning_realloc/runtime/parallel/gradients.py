@@ -103,7 +103,7 @@ def uneven_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshReg
     """
     names = [param.name for param in model_layout.model.params]
     found = torch.tensor(len(names), device=meshes.device_type)
-    group = meshes.group(model_layout.layout, "tp")
+    group = meshes.tensor_group(model_layout.layout)
     whole = {
         model_layout.model.param(name).name: _exact_norms([local_tensor(parameter.grad)])[0].double()
         for name, parameter in model.named_parameters()

@@ -21,7 +21,7 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import AXES, Layout
 from lightning_realloc.runtime.messages.objects import gather_objects
 
-_GROUPED_AXES = (*((axis,) for axis in AXES), ("dp", "fsdp"), AXES)
+_GROUPED_AXES = (*((axis,) for axis in AXES), Layout.batch_axes, AXES)
 _Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
 _groups_by_world: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 """Default group -> ordered ranks -> group, without groups of all ranks. The key of the host group is ``_HOST``."""
@@ -85,7 +85,21 @@ class MeshRegistry:
 
         Raises LayoutError if this rank is not part of the layout, or if ``create`` was not called with the layout.
         """
-        ranks = layout.group(self.rank, *axes)
+        return self._group_of(layout.group(self.rank, *axes), layout)
+
+    def batch_group(self, layout: Layout) -> dist.ProcessGroup | None:
+        """Return the group of `Layout.batch_group`, as `group` does."""
+        return self._group_of(layout.batch_group(self.rank), layout)
+
+    def tensor_group(self, layout: Layout) -> dist.ProcessGroup | None:
+        """Return the group of `Layout.tensor_group`, as `group` does."""
+        return self._group_of(layout.tensor_group(self.rank), layout)
+
+    def stage_group(self, layout: Layout) -> dist.ProcessGroup | None:
+        """Return the group of `Layout.stage_group`, as `group` does."""
+        return self._group_of(layout.stage_group(self.rank), layout)
+
+    def _group_of(self, ranks: tuple[int, ...], layout: Layout) -> dist.ProcessGroup | None:
         return None if len(ranks) == 1 else self._existing(ranks, layout)
 
     def fsdp_mesh(self, layout: Layout) -> DeviceMesh:

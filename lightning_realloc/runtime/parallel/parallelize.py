@@ -74,7 +74,7 @@ def tensor_parallelize(
     Collective over the tensor-parallel ranks. On CPU without gradients, ranks sum activations in shared memory: over
     sockets, two sums of a few kilobytes per layer and token would take longer than the layers.
     """
-    group = meshes.group(layout, "tp")
+    group = meshes.tensor_group(layout)
     if group is None:
         return False
     peers = install_tensor_parallel(model, layout, group, meshes.rank, tp_plan=tp_plan)

@@ -48,7 +48,7 @@ def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> 
     Ignores all axes of the layout except ``tp``; FSDP shards the slices later.
     """
     layout = model_layout.layout
-    across = Layout(ParallelDims(tp=layout.dims.tp), layout.group(rank, "tp"))
+    across = Layout(ParallelDims(tp=layout.dims.tp), layout.tensor_group(rank))
     tensor_parallel = ModelLayout(model_layout.model, across)
     for owner, names in tied_names(model).items():
         parameter = model.get_parameter(owner)
@@ -86,7 +86,7 @@ def install_tensor_parallel(
     plan = read_tp_plan(model, tp_plan)
     if plan.refusal is not None:
         raise LayoutError(f"tp={layout.dims.tp} is impossible for this model: {plan.refusal}; use tp=1")
-    tensor_parallel = TensorParallelGroup(group, layout.group(rank, "tp"), rank)
+    tensor_parallel = TensorParallelGroup(group, layout.tensor_group(rank), rank)
     tensor_parallel.has_uneven_features = any(
         plan.styles[name] in ROWWISE and _is_uneven(model.get_submodule(name), plan.cuts[f"{name}.weight"], layout)
         for name in plan.styles

@@ -77,7 +77,7 @@ class EngineFactory(ABC):
             GenerationError: for a layout in which the engine, or one of its options, cannot run.
         """
         self._check(call, replica)
-        ranks = replica.layout.group(self._context.rank, "dp", "fsdp")
+        ranks = replica.layout.batch_group(self._context.rank)
         peers = tuple(rank for rank in ranks if rank != self._context.rank)
         max_slots = self._context.pool.plan.call(call.name).max_slots
         return self._build(replica, peers, max_slots, self._updates(call, replica))
@@ -115,7 +115,7 @@ class EngineFactory(ABC):
         if not streams.is_allowed(call.name):
             return None
         self._check_updates(call)
-        group = context.pool.meshes.group(replica.layout, "tp")
+        group = context.pool.meshes.tensor_group(replica.layout)
         return WeightUpdates(
             streams, call.name, group, context.device, context.version_log, record=context.mailbox.record
         )

@@ -53,7 +53,7 @@ class NativeEngines(EngineFactory):
             cuda_graphs=options.cuda_graphs,
             compile=options.compile,
             batch_invariant=options.batch_invariant,
-            agree=_agreement(context.pool.meshes.group(replica.layout, "tp"), context.device),
+            agree=_agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
             # Adapters are merged into the weights during a generation; newer ones wait for the next.
             poll_weights=None if updates is None or adapter_config(replica.model) is not None else updates.poll,
             peers=moves,
@@ -77,7 +77,7 @@ class NativeEngines(EngineFactory):
         self._kept |= last
 
     def _lockstep(self, replica: Replica) -> Lockstep | None:
-        group = self._context.pool.meshes.group(replica.layout, "dp", "fsdp") if replica.is_sharded else None
+        group = self._context.pool.meshes.batch_group(replica.layout) if replica.is_sharded else None
         return None if group is None else Lockstep(group, self._context.device)
 
     def _moves(self, peers: tuple[int, ...]) -> Peers | None:
@@ -95,7 +95,7 @@ class NativeEngines(EngineFactory):
         speculation = self._algorithm.speculation
         if speculation is None:
             return Drafter()
-        group = self._context.pool.meshes.group(replica.layout, "tp")
+        group = self._context.pool.meshes.tensor_group(replica.layout)
         if group is not None:
             return build_drafter(speculation, replica.model, spread=partial(_spread, group))
         kept = self._kept.get(replica.role)

@@ -124,7 +124,7 @@ class TrainCalls:
         if not names:
             return totals
         counted = torch.tensor(num_counted_tokens(rows, names), device=self._context.device)
-        group = self._context.pool.meshes.group(job.replica.layout, "dp", "fsdp")
+        group = self._context.pool.meshes.batch_group(job.replica.layout)
         if group is not None:
             dist.all_reduce(counted, group=group)
         return replace(totals, num_tokens=max(1, int(counted)))  # without any token, the loss is zero
@@ -234,7 +234,7 @@ class TrainCalls:
 
     def _means(self, replica: Replica, sums: _MetricSums) -> dict[str, float]:
         """Return the means over all ranks, the same on each. Collective over the layout."""
-        group = self._context.pool.meshes.group(replica.layout, "dp", "fsdp")
+        group = self._context.pool.meshes.batch_group(replica.layout)
         means = {name: float(value) for name, value in sums.reduce(group, self._context.device).items()}
         return self._stage(replica).from_last(means) if replica.layout.dims.pp > 1 else means
 

@@ -41,7 +41,7 @@ class CallPlacement:
         """Return the ranks that hold the results of data-parallel share ``index``: those of the last stage."""
         dims = self.layout.dims
         dp, fsdp = divmod(index, dims.fsdp)
-        return self.layout.group(self.layout.rank_at(Coordinate(pp=dims.pp - 1, dp=dp, fsdp=fsdp)), "tp")
+        return self.layout.tensor_group(self.layout.rank_at(Coordinate(pp=dims.pp - 1, dp=dp, fsdp=fsdp)))
 
     @property
     def senders(self) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
         generation_options=GenerationOptions(),
     )  # fmt: skip
     group = object() if shares_model else None
-    meshes = SimpleNamespace(group=lambda layout, *axes: group if axes == ("tp",) else None)
+    meshes = SimpleNamespace(tensor_group=lambda layout: group, batch_group=lambda layout: None)
     plan = SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4))
     pool = SimpleNamespace(meshes=meshes, plan=plan, streams=SimpleNamespace(is_allowed=lambda call: False))
     mailbox, device = SimpleNamespace(), torch.device("cpu")

@@ -75,7 +75,7 @@ def test_a_sample_that_is_repeated_to_stay_in_step_counts_once() -> None:
     context = SimpleNamespace(
         algorithm=SimpleNamespace(excluded_by=("advantages",)),
         device=torch.device("cpu"),
-        pool=SimpleNamespace(meshes=SimpleNamespace(group=lambda *_: None)),
+        pool=SimpleNamespace(meshes=SimpleNamespace(batch_group=lambda layout: None)),
     )
     ours: Any = SimpleNamespace(_context=context)
     call: Any = SimpleNamespace(needs=("rollout", "advantages"))
