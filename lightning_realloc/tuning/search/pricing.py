@@ -83,6 +83,8 @@ class PlanPricer:
 
     def __init__(self, task: PlanningTask, estimator: Estimator, *, options: CallOptions | None = None) -> None:
         self.task, self.estimator, self.options = task, estimator, options or CallOptions()
+        self._heuristic: list[PricedPlan] | None = None
+        """The results of `heuristic`, whose forecasts take seconds for a thousand devices."""
 
     def price(self, plan: ExecutionPlan) -> PricedPlan:
         """Return a plan with its timeline and its memory forecast.
@@ -151,12 +153,11 @@ class PlanPricer:
                 raise
             bound = SearchResult(plan=simple.plan, seconds=simple.seconds, lower_bound=0.0, evaluations=0, history=())
             return simple, bound
-        if best.can_start:
-            return best, found
-        starting = self._starting(best, search_within, budget)
-        if starting is None:
-            return best, found
-        return starting, replace(found, plan=starting.plan, seconds=starting.seconds)
+        # A search that ran out of time may not have reached the plan that a run takes without one.
+        known = [best, *(priced for priced in self.heuristic() if priced.can_run)]
+        chosen = min(known, key=lambda priced: priced.seconds) if best.can_start else None
+        chosen = chosen or self._starting(best, search_within, budget) or best
+        return chosen, found if chosen is best else replace(found, plan=chosen.plan, seconds=chosen.seconds)
 
     def _fitting(self, search_within: SearchWithin) -> tuple[PricedPlan, SearchResult, int]:
         """Return the first found plan that fits by its forecast, and the budget of its search."""
@@ -189,6 +190,11 @@ class PlanPricer:
 
     def heuristic(self) -> list[PricedPlan]:
         """Return the heuristic plan, and the plan that a run without one takes if it is another."""
+        if self._heuristic is None:
+            self._heuristic = self._price_heuristic()
+        return self._heuristic
+
+    def _price_heuristic(self) -> list[PricedPlan]:
         task, world_size = self.task, self.task.cluster.num_devices
 
         def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:

@@ -16,7 +16,7 @@ from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
-from lightning_realloc.tuning.search.plan_search import search_plan
+from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
 from lightning_realloc.tuning.shapes.known_models import parse_shape
@@ -108,6 +108,16 @@ def test_a_search_that_finds_nothing_falls_back_to_the_fastest_simple_plan_that_
     fitting = [priced for priced in (*bench.heuristic(), *bench.static()) if priced.can_run]
     assert best.can_run and best.seconds == found.seconds == min(priced.seconds for priced in fitting)
     assert found.plan == best.plan and found.lower_bound == 0
+
+
+def test_a_search_that_runs_out_of_time_is_no_slower_than_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = pricer(80 << 30, cluster="a100-80g:1x8")
+    slow = bench.price(bench.with_best_options(ExecutionPlan.static(PPO_FLOW, Layout.parse("tp8"))))
+    result = SearchResult(plan=slow.plan, seconds=slow.seconds, lower_bound=0.0, evaluations=1, history=())
+    monkeypatch.setattr("lightning_realloc.tuning.search.pricing.search_plan", lambda *_, **__: result)
+    best, found = bench.search(seed=0, seconds=1, clock=time.process_time)
+    assert best.plan == found.plan and best.seconds == found.seconds < slow.seconds
+    assert best.seconds == min(priced.seconds for priced in bench.heuristic())
 
 
 def test_a_heuristic_plan_without_enough_memory_is_followed_by_the_plan_that_runs_take() -> None:
