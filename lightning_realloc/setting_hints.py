@@ -20,6 +20,8 @@ from lightning_realloc.errors import ConfigError
 
 _Class = TypeVar("_Class", bound=type)
 _PACKAGE = f"{__package__}."
+_MOST_LISTED = 16
+"""Most settings that an error lists; a longer list hides its first words."""
 
 
 class HintTable(Mapping[str, str]):
@@ -188,7 +190,11 @@ def _meant_by(name: str, cls: type) -> str:
         return f"here it is {hint}"
     known = sorted(settings_of(cls))
     alike = get_close_matches(name, known, n=1)
-    return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(known)}"
+    if alike:
+        return f"did you mean {alike[0]}=?"
+    if len(known) > _MOST_LISTED:
+        return f"help({cls.__name__}) describes the {len(known)} that it has"
+    return f"it has {', '.join(known)}"
 
 
 _DEFAULTS: WeakKeyDictionary[type, dict[str, object]] = WeakKeyDictionary()
