@@ -243,7 +243,28 @@ def _checked_window(module: nn.Module, step: PackedStep | Tile, window: int | Li
     return None
 
 
-def check_attended(model: nn.Module, step: PackedStep | Tile) -> None:
+def run_packed(
+    model: nn.Module, ids: Tensor, positions: Tensor, step: PackedStep | Tile, *, kept: int | Tensor
+) -> Tensor:
+    """Return the logits (K, V) of the last ``kept`` tokens, or of those at these indices.
+
+    Args:
+        model: Model to run.
+        ids: (1, N) tokens.
+        positions: (1, N) positions for rotary embeddings.
+        step: Layout of the forward.
+        kept: Number of last tokens, or indices (K,).
+    """
+    output = model(
+        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept,
+        **{STEP_ARGUMENT: StepArgument(step)},
+    )  # fmt: skip
+    _check_attended(model, step)
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _check_attended(model: nn.Module, step: PackedStep | Tile) -> None:
     """Raise GenerationError if no layer attended through the slots: the forward mixed samples."""
     if not step.attended:
         raise GenerationError(

@@ -22,9 +22,9 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, Places
 from lightning_realloc.generation.core.model_config import text_config_of
 from lightning_realloc.generation.core.step import DecodeRow, PrefillChunk
-from lightning_realloc.generation.forward.attention import Tile
+from lightning_realloc.generation.forward.attention import Tile, run_packed
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
-from lightning_realloc.generation.forward.runner import ModelRunner, run_packed
+from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.forward.step_shapes import within_window
 from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE, THREAD_VALUES, VECTOR_VALUES
 from lightning_realloc.runtime.model.batching_limits import has_experts

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import CapturableCache
 from lightning_realloc.generation.core.step import DecodeRow
-from lightning_realloc.generation.forward.attention import IMPLEMENTATION
+from lightning_realloc.generation.forward.attention import IMPLEMENTATION, run_packed
 from lightning_realloc.generation.forward.fused_layers import fused_norms, joined_linears
 from lightning_realloc.generation.forward.packed_step import PackedStep
-from lightning_realloc.generation.forward.runner import run_packed
 from lightning_realloc.generation.forward.step_shapes import (
     StepShape,
     filled_up,

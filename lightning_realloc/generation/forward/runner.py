@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import KVCache, LayerShape, Places
 from lightning_realloc.generation.core.step import DecodeRow, PrefillChunk
-from lightning_realloc.generation.forward.attention import STEP_ARGUMENT, StepArgument, Tile, check_attended
+from lightning_realloc.generation.forward.attention import run_packed
+from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
 from lightning_realloc.generation.forward.packed_step import PackedStep, segments_of
-
-if TYPE_CHECKING:
-    from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
 
 
 class ModelRunner:
@@ -119,24 +117,3 @@ def _slots_of(counts: Sequence[int], device: torch.device) -> Tensor:
     if all(count == 1 for count in counts):
         return slots
     return slots.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
-
-
-def run_packed(
-    model: nn.Module, ids: Tensor, positions: Tensor, step: PackedStep | Tile, *, kept: int | Tensor
-) -> Tensor:
-    """Return the logits (K, V) of the last ``kept`` tokens, or of those at these indices.
-
-    Args:
-        model: Model to run.
-        ids: (1, N) tokens.
-        positions: (1, N) positions for rotary embeddings.
-        step: Layout of the forward.
-        kept: Number of last tokens, or indices (K,).
-    """
-    output = model(
-        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept,
-        **{STEP_ARGUMENT: StepArgument(step)},
-    )  # fmt: skip
-    check_attended(model, step)
-    logits: Tensor = output.logits[0]
-    return logits
