@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.matrices import matrix
 
 # A stand-in for our package, so that tests do not construct the real strategy.
 STAND_IN = """
@@ -37,16 +40,22 @@ BROKEN = QUIET + (
     "    print(error)\n"
 )
 OTHER_LIGHTNING = (
-    "try:\n"
-    "    import pytorch_lightning as pl\n"
-    "except ModuleNotFoundError:\n"
-    "    sys.exit()\n"
+    "import pytorch_lightning as pl\n"
     "from lightning_realloc import ReallocError\n"
     "try:\n"
     "    pl.Trainer(strategy='realloc', logger=False, enable_checkpointing=False)\n"
     "except ReallocError as error:\n"
     "    print(error)\n"
 )
+# A stand-in for Lightning, whose import takes seconds. It is enough for the hook, which reads only the registry.
+REGISTRY = """
+class StrategyRegistry(dict):
+    def register(self, name, strategy, **options):
+        self[name] = strategy
+
+StrategyRegistry = StrategyRegistry()
+"""
+LIGHTNINGS = matrix(["stand-in", "real"], "stand-in")
 # Importing torch and Lightning takes seconds: each script runs in a fork of one interpreter that imported only them.
 FORKS = (
     "import json, os, sys, torch, lightning as L\n"
@@ -87,7 +96,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Output of each script that imports torch and Lightning."""
     folder = tmp_path_factory.mktemp("packages")
     stand_in, broken = _package(folder / "a", ""), _package(folder / "b", "raise RuntimeError('broken on purpose')")
-    scripts = {TRAINERS: stand_in, IMPORTED: [], BROKEN: broken, OTHER_LIGHTNING: []}
+    scripts = {TRAINERS: stand_in, IMPORTED: [], BROKEN: broken}
 
     finished = _python(FORKS, asked=json.dumps(list(scripts.items())))
 
@@ -115,20 +124,40 @@ def test_a_broken_package_breaks_neither_torch_nor_other_strategies(said: dict[s
     assert said[BROKEN].splitlines()[-1:] == ["broken on purpose"]
 
 
-def test_without_autoload_only_importing_the_package_registers_the_strategies() -> None:
+def _registry(folder: Path, package: str, strategies: str = REGISTRY) -> Path:
+    """Write a stand-in for a package of Lightning, and return its folder."""
+    path = folder.joinpath(*package.split("."))
+    path.mkdir(parents=True)
+    if path.parent != folder:
+        (path.parent / "__init__.py").write_text("")
+    (path / "__init__.py").write_text("from . import strategies")
+    (path / "strategies.py").write_text(strategies)
+    return folder
+
+
+def _lightning(folder: Path, kind: str) -> list[Path]:
+    return [_registry(folder, "lightning.pytorch")] if kind == "stand-in" else []
+
+
+@pytest.mark.parametrize("lightning", LIGHTNINGS)
+def test_without_autoload_only_importing_the_package_registers_the_strategies(tmp_path: Path, lightning: str) -> None:
     script = (
+        "from importlib.metadata import entry_points\n"
+        "for hook in entry_points(group='torch.backends'):\n"
+        "    hook.load()()\n"  # as `import torch` does
         "import lightning.pytorch as pl\n"
         "print('realloc' in pl.strategies.StrategyRegistry)\n"
         "import lightning_realloc\n"
         "print('realloc' in pl.strategies.StrategyRegistry)\n"
     )
 
-    finished = _python(script, LIGHTNING_REALLOC_AUTOLOAD="0")
+    finished = _python(script, *_lightning(tmp_path, lightning), LIGHTNING_REALLOC_AUTOLOAD="0")
 
     assert finished.stdout.split() == ["False", "True"], finished.stderr
 
 
-def test_importing_the_package_first_registers_without_importing_lightning() -> None:
+@pytest.mark.parametrize("lightning", LIGHTNINGS)
+def test_importing_the_package_first_registers_without_importing_lightning(tmp_path: Path, lightning: str) -> None:
     script = (
         "import sys, lightning_realloc\n"
         "print('torch' in sys.modules, 'lightning' in sys.modules)\n"
@@ -136,7 +165,7 @@ def test_importing_the_package_first_registers_without_importing_lightning() -> 
         "print([name for name in pl.strategies.StrategyRegistry if 'realloc' in name])\n"
     )
 
-    finished = _python(script, LIGHTNING_REALLOC_AUTOLOAD="0")
+    finished = _python(script, *_lightning(tmp_path, lightning), LIGHTNING_REALLOC_AUTOLOAD="0")
 
     imported, registered = finished.stdout.splitlines()
     assert imported == "False False"
@@ -160,18 +189,32 @@ def test_torch_imports_even_if_the_hook_cannot_be_installed() -> None:
 
 
 def test_lightning_imports_even_if_its_registry_has_changed(tmp_path: Path) -> None:
-    package = tmp_path / "lightning" / "pytorch"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("")
-    (package / "strategies.py").write_text("StrategyRegistry = ()")
+    _registry(tmp_path, "lightning.pytorch", "StrategyRegistry = ()")
 
     finished = _python("import lightning_realloc, lightning.pytorch.strategies as s; print(s.__file__)", tmp_path)
 
-    assert finished.stdout.strip() == str(package / "strategies.py")
+    assert finished.stdout.strip() == str(tmp_path / "lightning" / "pytorch" / "strategies.py")
     assert "strategy='realloc' could not be registered with lightning.pytorch.strategies" in finished.stderr
 
 
-def test_a_trainer_of_pytorch_lightning_is_refused_with_the_import_to_use(said: dict[str, str]) -> None:
-    pytest.importorskip("pytorch_lightning")
-    assert "write `import lightning as L`" in said[OTHER_LIGHTNING]
+def test_the_strategies_of_pytorch_lightning_name_the_import_to_use(tmp_path: Path) -> None:
+    script = (
+        "import lightning_realloc, pytorch_lightning.strategies as s\n"
+        "try:\n"
+        "    s.StrategyRegistry['realloc']()\n"
+        "except lightning_realloc.ReallocError as error:\n"
+        "    print(error)\n"
+    )
+
+    finished = _python(script, _registry(tmp_path, "pytorch_lightning"))
+
+    assert "write `import lightning as L`" in finished.stdout, finished.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_trainer_of_pytorch_lightning_is_refused_with_the_import_to_use() -> None:
+    if find_spec("pytorch_lightning") is None:
+        pytest.skip("needs pytorch_lightning")
+    finished = _python(OTHER_LIGHTNING)
+
+    assert "write `import lightning as L`" in finished.stdout, finished.stderr
