@@ -507,7 +507,7 @@ def test_the_console_script_prints_an_error_of_two_devices_last(folder: Path, tm
     script, log = Path(sys.executable).parent / "lightning-realloc", tmp_path / "log"
     options = ["--trainer.devices", "2", "--data.batch_size", "99", "--trainer.callbacks.dirpath", "no"]
 
-    code = Script([str(script), *FIT, *options], folder, os.environ, log).wait(timeout=170)
+    code = Script([str(script), *FIT, *options], folder, os.environ, log, forks_ranks=True).wait(timeout=170)
 
     printed = log.read_text()
     assert code == 2
