@@ -37,6 +37,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.tuning.estimate.hardware import Efficiency
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
@@ -44,7 +45,6 @@ from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
 from lightning_realloc.tuning.search.space import CallOptions
-from lightning_realloc.tuning.shapes.known_models import find_known_model
 from lightning_realloc.tuning.timeline.simulator import simulate
 
 PROMPT_TOKENS = 128
@@ -122,11 +122,9 @@ COLUMNS = (
 
 def estimator(column: Column, response_tokens: int, efficiency: Efficiency) -> RooflineEstimator:
     """Return the estimator of one cell."""
-    actor, critic = (find_known_model(column.model(role)) for role in ("actor", "critic"))
-    roles = {
-        "actor": actor.role(), "reference": actor.role(),
-        "critic": critic.role(scores=True), "reward": critic.role(scores=True),
-    }  # fmt: skip
+    models = {"actor": column.model("actor"), "critic": column.model("critic")}
+    sources = models | {"reference": models["actor"], "reward": models["critic"]}
+    roles = read_roles(sources, FLOW, is_priced=True)
     workload = Workload(
         num_sequences=TOKENS // (PROMPT_TOKENS + response_tokens), prompt_tokens=PROMPT_TOKENS,
         response_tokens=response_tokens, num_minibatches=MINIBATCHES,

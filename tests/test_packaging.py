@@ -79,7 +79,7 @@ def test_the_wheel_holds_only_the_package_and_the_autoload_module(tmp_path: Path
         *(f"lightning_realloc/report/runs/assets/{name}" for name in REPORT_ASSETS),
         "lightning_realloc/report/runs/sections/learning.py",
         "lightning_realloc/setting_hints.yaml",
-        "lightning_realloc/tuning/shapes/known_models.yaml",
+        "lightning_realloc/report/known_models.yaml",
     } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "realloc = lightning_realloc_autoload:_autoload" in entry_points

@@ -10,15 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, PreTrainedConfig
 
 from lightning_realloc.algorithms.base.adapters import AdapterSource
 from lightning_realloc.algorithms.base.role import Role, Task
@@ -27,9 +19,9 @@ from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.remote_path import expand_home, is_path, require_files
+from lightning_realloc.report.known_models import find_known_model, is_shape, parse_shape
 from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
-from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, is_shape, parse_shape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
@@ -77,71 +69,7 @@ def read_roles(
 
 
 def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
-    path = expand_home(Path(source))
-    if is_shape(source) and not path.exists():
-        return _role_from_shape(role, parse_shape(source), peft)
-    if path.exists():
-        return _role_from_config(role, str(path), dataflow, is_priced, peft)
-    try:
-        return _role_from_shape(role, find_known_model(source), peft)
-    except PlanError as error:
-        if is_path(source) or source.endswith(".json"):
-            raise PlanError(
-                f"--model {role}={source}: there is no such folder or file in {Path.cwd()}; give one with a "
-                f"config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
-            ) from None
-        try:
-            return _role_from_config(role, source, dataflow, is_priced, peft)
-        except ConfigError:
-            raise PlanError(f"{role}: {error}, or its shape, as in layers=32,hidden=4096,...") from None
-
-
-def _role_from_shape(role: str, model: KnownModel, peft: AdapterSource | None) -> RoleMemory:
-    if peft is None:
-        return model.role(scores=model_task(role) != "causal_lm")
-    adapted = Role(name=role, source=_config_from_shape(model), trained=True, task=model_task(role), peft=peft)
-    return describe_roles([adapted], {})[role]
-
-
-def _config_from_shape(model: KnownModel) -> PreTrainedConfig:
-    """Return a configuration with this shape; PEFT needs one to choose the layers for adapters."""
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocabulary,
-        "tie_word_embeddings": model.tied,
-    }
-    experts = model.experts
-    if experts is None:
-        kind = Qwen3Config if model.qk_norm else Qwen2Config if model.qkv_bias else LlamaConfig
-        return kind(**sizes)
-    if model.qk_norm:
-        return Qwen3MoeConfig(
-            **sizes,
-            num_experts=experts.count,
-            num_experts_per_tok=experts.per_token,
-            moe_intermediate_size=experts.features,
-        )
-    sizes["intermediate_size"] = experts.features
-    return MixtralConfig(**sizes, num_local_experts=experts.count, num_experts_per_tok=experts.per_token)
-
-
-def _role_from_config(
-    role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None
-) -> RoleMemory:
-    try:
-        require_files(source, "config.json")
-        config = AutoConfig.from_pretrained(source, local_files_only=is_priced)
-    except Exception as error:  # damaged files raise errors of any class
-        raise ConfigError(
-            f"{role}={source!r} has no configuration that transformers can read "
-            f"({describe_load_error(source, error)}); give a folder with a config.json, a name as in Qwen/Qwen3-0.6B, "
-            f"or a shape as in layers=32,hidden=4096,..."
-        ) from None
+    config = _read_config(role, source, is_priced)
     described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=model_task(role), peft=peft)
     memory = describe_roles([described], {})[role]
     obstacle = _pricing_obstacle(config.get_text_config(), memory) if is_priced else None
@@ -151,6 +79,39 @@ def _role_from_config(
             f"only with --check"
         )
     return memory
+
+
+def _read_config(role: str, source: str, is_priced: bool) -> PreTrainedConfig:
+    path = expand_home(Path(source))
+    if path.exists():
+        return _load_config(role, str(path), is_priced)
+    if is_shape(source):
+        return parse_shape(source)
+    try:
+        return find_known_model(source)
+    except PlanError as error:
+        if is_path(source) or source.endswith(".json"):
+            raise PlanError(
+                f"--model {role}={source}: there is no such folder or file in {Path.cwd()}; give one with a "
+                f"config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
+            ) from None
+        try:
+            return _load_config(role, source, is_priced)
+        except ConfigError:
+            raise PlanError(f"{role}: {error}, or its shape, as in layers=32,hidden=4096,...") from None
+
+
+def _load_config(role: str, source: str, is_priced: bool) -> PreTrainedConfig:
+    try:
+        require_files(source, "config.json")
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=is_priced)
+    except Exception as error:  # damaged files raise errors of any class
+        raise ConfigError(
+            f"{role}={source!r} has no configuration that transformers can read "
+            f"({describe_load_error(source, error)}); give a folder with a config.json, a name as in Qwen/Qwen3-0.6B, "
+            f"or a shape as in layers=32,hidden=4096,..."
+        ) from None
+    return config
 
 
 def _pricing_obstacle(text: Any, role: RoleMemory) -> str | None:

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, Qwen3Config
 from lightning_realloc import GRPO, PPO, cli
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
+from lightning_realloc.report.known_models import parse_shape
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_report import timeline_table
 from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.strategies.pool.memory_check import describe_roles
-from lightning_realloc.tuning.shapes.known_models import parse_shape
 from lightning_realloc.tuning.timeline.call_timeline import CallTimeline, TimelineEntry
 from tests.workers import WorkerPool
 
@@ -71,12 +71,10 @@ QWEN = "layers=2,hidden=256,intermediate=512,heads=4,kv_heads=2,vocabulary=1000,
 def test_adapters_are_counted_as_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     lora = {"r": 4, "target_modules": "all-linear"}
     for kind, shape in ((Qwen3Config, QWEN), (LlamaConfig, TINY)):
-        sizes = parse_shape(shape)
-        config = kind(
-            num_hidden_layers=sizes.num_layers, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
-            num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
-            vocab_size=sizes.vocabulary, tie_word_embeddings=sizes.tied,
-        )  # fmt: skip
+        sizes = parse_shape(shape).to_dict()
+        keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                "head_dim", "vocab_size", "tie_word_embeddings")  # fmt: skip
+        config = kind(**{key: sizes[key] for key in keys})
         run = PPO(config, reward=len, critic=config, peft_config={"peft_type": "LORA", **lora})
         request = parse_request(["--algorithm", "ppo", "--actor", shape, "--reward", "none", "--peft", json.dumps(lora),
                                  "--cluster", "h100:1x2"])  # fmt: skip

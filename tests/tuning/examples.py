@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
+from lightning_realloc.report.known_models import find_known_model, is_shape, parse_shape
+from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
-from lightning_realloc.tuning.shapes.known_models import KnownModel
+from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
-SMALL = KnownModel(num_layers=4, hidden=64, intermediate=128, num_heads=8, num_kv_heads=2, head_dim=8, vocabulary=256)
+SMALL = "layers=4,hidden=64,intermediate=128,heads=8,kv_heads=2,vocabulary=256"
 
 PPO_FLOW = Dataflow(
     (
@@ -30,6 +34,26 @@ PPO_FLOW = Dataflow(
         ModelFunctionCall("critic.train", "train", "critic", "critic_loss", ("rollout", "advantages")),
     )
 )
+
+
+@cache
+def role_of(model: str, *, scores: bool = False) -> RoleMemory:
+    """Return a built-in model, or a shape written out, as a role, with one output per token for ``scores``."""
+    config = parse_shape(model) if is_shape(model) else find_known_model(model)
+    role = Role(name="any", source=config, trained=True, task="sequence_classification" if scores else "causal_lm")
+    return describe_roles([role], {})["any"]
+
+
+def shape_of(model: str) -> ModelShape:
+    """Return the sizes of a language model."""
+    shape = role_of(model).shape
+    assert shape is not None
+    return shape
+
+
+def roles_of(model: str, flow: Dataflow = PPO_FLOW) -> dict[str, RoleMemory]:
+    """Return the roles of a dataflow, all with one model."""
+    return {name: role_of(model, scores=name in ("critic", "reward")) for name in flow.roles}
 
 
 def with_adapters(role: RoleMemory, *, rank: int) -> RoleMemory:

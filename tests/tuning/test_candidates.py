@@ -18,11 +18,11 @@ from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.plan_search import search_plan
 from lightning_realloc.tuning.search.space import CallOptions
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
-from tests.tuning.examples import PPO_FLOW, SMALL
+from tests.tuning.examples import PPO_FLOW, SMALL, roles_of
 
 CLUSTER = ClusterSpec.local(4)
 TYPICAL = TypicalLengths.from_iterations([Lengths((8, 10), (30, 40)), Lengths((10, 12), (50, 0))])
-ROLES = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+ROLES = roles_of(SMALL)
 START = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4@0-3"))
 
 

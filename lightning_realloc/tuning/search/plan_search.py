@@ -90,14 +90,14 @@ def search_plan(
 
     Example:
         >>> from lightning_realloc import ClusterSpec, Dataflow, ModelFunctionCall, search_plan
+        >>> from lightning_realloc.report.model_source import read_roles
         >>> from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
         >>> from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-        >>> from lightning_realloc.tuning.shapes.known_models import find_known_model
         >>> flow = Dataflow((ModelFunctionCall("actor.train", "train", "actor", "loss", ("batch",)),))
-        >>> cluster, actor = ClusterSpec.parse("h100:1x8"), find_known_model("Qwen2.5-0.5B").role()
+        >>> cluster, roles = ClusterSpec.parse("h100:1x8"), read_roles({"actor": "Qwen2.5-0.5B"}, flow, is_priced=True)
         >>> load = Workload(num_sequences=64, prompt_tokens=256, response_tokens=512)
-        >>> estimator = RooflineEstimator(flow, cluster, {"actor": actor}, MemorySettings(), load)
-        >>> search_plan(flow, {"actor": actor.model}, cluster, estimator, seed=0, seconds=2.0).plan.layouts[0].ranks
+        >>> prices = RooflineEstimator(flow, cluster, roles, MemorySettings(), load)
+        >>> search_plan(flow, {"actor": roles["actor"].model}, cluster, prices, seed=0, seconds=2).plan.layouts[0].ranks
         (0, 1, 2, 3, 4, 5, 6, 7)
     """
     if seconds <= 0:

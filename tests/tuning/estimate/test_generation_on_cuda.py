@@ -17,8 +17,7 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.hardware import Efficiency
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import EngineMemory, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.known_models import KnownModel
-from tests.tuning.examples import PPO_FLOW
+from tests.tuning.examples import PPO_FLOW, roles_of
 
 MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "generation_cuda.json"
 H200 = ClusterSpec.parse("h200:1x1")
@@ -31,15 +30,15 @@ EAGER = replace(Efficiency(), captures_steps=False)
 def predicted(case: Case, efficiency: Efficiency) -> float:
     """Return the estimated seconds of a case."""
     shape, work = SHAPES[case.model], draw_workload(case.samples, VOCABULARY, 0)
-    model = KnownModel(
-        num_layers=shape.num_blocks, hidden=shape.hidden_size, intermediate=shape.intermediate_size,
-        num_heads=shape.num_heads, num_kv_heads=8, head_dim=shape.head_dim, vocabulary=VOCABULARY, tied=shape.tied,
-    )  # fmt: skip
+    model = (
+        f"layers={shape.num_blocks},hidden={shape.hidden_size},intermediate={shape.intermediate_size},"
+        f"heads={shape.num_heads},kv_heads=8,head_dim={shape.head_dim},vocabulary={VOCABULARY}"
+    ) + ",tied" * shape.tied
     load = Workload(
         num_sequences=case.samples, prompt_tokens=round(sum(map(len, work.prompts)) / case.samples),
         response_tokens=max(work.lengths),
     )  # fmt: skip
-    roles = {name: model.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    roles = roles_of(model)
     answers = RooflineEstimator(PPO_FLOW, H200, roles, HALF, load, responses=work.lengths, efficiency=efficiency)
     return answers.call_seconds("actor.generate", CallPlan(Layout.parse("dp1"), max_slots=case.batch)).total
 

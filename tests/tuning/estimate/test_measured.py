@@ -14,7 +14,7 @@ from lightning_realloc.tuning.estimate.measured import UNMEASURED_FACTOR, Measur
 from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable, Surface
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters
+from tests.tuning.examples import PPO_FLOW, SMALL, role_of, roles_of, with_adapters
 
 CLUSTER = ClusterSpec.parse("cpu:1x4")
 LOAD = Workload(num_sequences=8, prompt_tokens=8, response_tokens=8, micro_batch_tokens=32)
@@ -35,7 +35,7 @@ def estimator(
     adapted: bool = False,
 ) -> MeasuredEstimator:
     """Return an estimator of four blocks; 2 of 4 ranks run at full speed, clipping and stepping takes 1 ms a weight."""
-    roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    roles = roles_of(SMALL)
     if adapted:
         roles["actor"] = with_adapters(roles["actor"], rank=4)
         roles["reference"] = replace(roles["actor"], frozen_params=frozenset(), shares="actor")
@@ -77,7 +77,7 @@ def test_training_reduces_gradients_last_and_updates_each_shard() -> None:
     dims = ParallelDims(fsdp=2)
     known = {("train", dims): passes(0.03, 0.0), ("train_last", dims): passes(0.05, 0.0), ("infer", dims): passes(1, 0)}
     answers = estimator(known)  # type: ignore[arg-type]
-    weights = SMALL.role(scores=False).model.num_elements
+    weights = role_of(SMALL).model.num_elements
     # 64 tokens a rank; the 32 of the last micro-batch take 0.02 longer for each of 4 blocks.
     by_hand = 64 * 4 * 0.03 + 32 * 4 * 0.02 + weights / 2 * 1e-3 + CALL_S
     assert seconds(answers, "actor.train", "fsdp2@0-1") == pytest.approx(by_hand)
@@ -115,7 +115,7 @@ def test_unmeasured_calls_are_estimated_and_scaled_by_measured_ones() -> None:
 
 def test_weights_are_written_by_each_source_rank_or_sent_to_shards() -> None:
     answers = estimator({}, {"push": Curve(((4.0, 1.0),)), "direct": Curve(((4.0, 100.0),))})
-    weights = SMALL.role(scores=False).model.num_elements
+    weights = role_of(SMALL).model.num_elements
     source, copies, shards = map(Layout.parse, ("fsdp2@0-1", "dp4", "fsdp4"))
     # One replica of fp32 weights, written half by each of two ranks.
     assert answers.move_seconds("actor", source, copies) == pytest.approx(weights / 2)
@@ -132,6 +132,6 @@ def test_after_the_first_time_only_adapters_are_written_and_sent() -> None:
     assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * trained * 3 / 8, rel=0.01)
     # Replicas that are freed need their base again.
     freed = estimator(moves=moves, known={}, settings=MemorySettings(frees_copies=True), adapted=True)
-    everything = SMALL.role(scores=False).model.num_elements + trained
+    everything = role_of(SMALL).model.num_elements + trained
     assert freed.move_seconds("actor", source, copies) == pytest.approx(everything / 2)
     assert freed.owner("reference") == "actor"

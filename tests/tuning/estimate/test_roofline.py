@@ -17,14 +17,13 @@ from lightning_realloc.tuning.estimate.hardware import Efficiency
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import EngineMemory, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.tuning.estimate.test_hardware import IDEAL
-from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters
+from tests.tuning.examples import PPO_FLOW, SMALL, role_of, roles_of, with_adapters
 from tests.tuning.timeline.test_simulator import SCORED_BY_BASE, plan_of
 
-LLAMA = find_known_model("Llama-2-7b-hf")
+LLAMA = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
 CLUSTER = ClusterSpec.parse("a100-80g:4x8")
 HALF = MemorySettings(copy_bytes=2, gathered_bytes=2)
 LOAD = Workload(num_sequences=512, prompt_tokens=128, response_tokens=384, micro_batch_tokens=8192)
@@ -32,14 +31,14 @@ CALLS = ("actor.generate", "reference.infer", "actor.train")
 
 
 def estimator(
-    model: KnownModel = LLAMA,
+    model: str = LLAMA,
     cluster: ClusterSpec = CLUSTER,
     load: Workload = LOAD,
     efficiency: Efficiency | None = None,
     settings: MemorySettings = HALF,
     **options: tuple[int, ...],
 ) -> RooflineEstimator:
-    roles = {name: model.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    roles = roles_of(model)
     return RooflineEstimator(PPO_FLOW, cluster, roles, settings, load, efficiency=efficiency, **options)
 
 
@@ -52,7 +51,7 @@ def test_more_tokens_more_layers_and_less_bandwidth_take_longer(call: str) -> No
     base = seconds(call, "fsdp2.tp4").total
     longer = estimator(load=replace(LOAD, response_tokens=768))
     more = estimator(load=replace(LOAD, num_sequences=1024))
-    deeper = estimator(replace(LLAMA, num_layers=64))
+    deeper = estimator(LLAMA.replace("layers=32", "layers=64"))
     for other in (longer, more, deeper):
         assert seconds(call, "fsdp2.tp4", other).total > 1.3 * base
     slower = replace(CLUSTER, intra_node_bytes_per_s=CLUSTER.intra_node_bytes_per_s / 10)
@@ -126,7 +125,7 @@ def test_fsdp_gathers_in_every_pass_and_scatters_gradients_once() -> None:
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
-    answers = estimator(replace(LLAMA, vocabulary=32), efficiency=IDEAL)
+    answers = estimator(LLAMA.replace("vocabulary=32000", "vocabulary=32"), efficiency=IDEAL)
     one, four = seconds("actor.train", "dp1", answers), seconds("actor.train", "pp4", answers)
     count = 512 * 512 // 8192
     assert four.compute == pytest.approx(one.compute / 4, rel=0.01)
@@ -165,7 +164,7 @@ def test_fewer_key_heads_read_less_cache_but_at_least_one_head_per_rank() -> Non
     ideal = {"load": load, "efficiency": IDEAL}
     heads = (32, 8, 4)
     whole, grouped, few = (
-        estimator(replace(LLAMA, num_kv_heads=n), **ideal)
+        estimator(f"{LLAMA},kv_heads={n}", **ideal)
         for n in heads  # type: ignore[arg-type]
     )
     prefill = seconds("actor.generate", "dp1", estimator(load=replace(load, response_tokens=1), efficiency=IDEAL))
@@ -185,7 +184,7 @@ def decoding_step_s(layout: str, efficiency: Efficiency | None = None, settings:
     efficiency = replace(efficiency or Efficiency(), capture_steps=0)
 
     def generation_s(response_tokens: int) -> float:
-        roles = {name: LLAMA.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+        roles = roles_of(LLAMA)
         work = replace(LOAD, response_tokens=response_tokens, **load)
         answers = RooflineEstimator(PPO_FLOW, CLUSTER, roles, settings, work, efficiency=efficiency)
         return seconds("actor.generate", layout, answers, max_slots=1024).total
@@ -253,7 +252,9 @@ def test_graphs_are_captured_anew_in_every_generation_if_they_are_always_freed()
 
 def test_a_generating_pipeline_takes_one_turn_per_stage() -> None:
     load = replace(LOAD, num_sequences=8, response_tokens=101)
-    answers = estimator(replace(LLAMA, vocabulary=32), load=load, efficiency=replace(IDEAL, decode_launch_s=1e-2))
+    answers = estimator(
+        LLAMA.replace("vocabulary=32000", "vocabulary=32"), load=load, efficiency=replace(IDEAL, decode_launch_s=1e-2)
+    )
     one, four = seconds("actor.generate", "dp1", answers), seconds("actor.generate", "pp4", answers)
     assert one.compute == pytest.approx(100 * 32 * 1e-2, rel=0.02)  # launches dominate
     assert four.compute == pytest.approx(one.compute, rel=0.02)  # a quarter of the blocks for each of four groups
@@ -266,7 +267,7 @@ def test_short_responses_finish_before_the_longest() -> None:
 
 
 def test_frozen_weights_need_no_gradients_and_no_optimizer() -> None:
-    role = LLAMA.role()
+    role = role_of(LLAMA)
     frozen = frozenset(param.name for param in role.model.params if param.name != "lm_head.weight")
     adapted = RoleMemory(model=role.model, shape=role.shape, frozen_params=frozen)
     roles = {name: adapted for name in PPO_FLOW.roles}
@@ -322,7 +323,7 @@ def test_bytes_equal_those_of_the_forecast() -> None:
 @pytest.mark.parametrize("copy_bytes", [2, 4], ids=["bf16-mixed", "32-true"])
 def test_bytes_of_a_shared_base_equal_those_of_the_forecast(copy_bytes: int) -> None:
     half = replace(HALF, copy_bytes=copy_bytes, gathered_bytes=copy_bytes)
-    actor = with_adapters(SMALL.role(), rank=4)
+    actor = with_adapters(role_of(SMALL), rank=4)
     roles = {"actor": actor, "reference": replace(actor, frozen_params=frozenset(), shares="actor")}
     load = Workload(num_sequences=16, prompt_tokens=4, response_tokens=12, micro_batch_tokens=64)
     answers = RooflineEstimator(SCORED_BY_BASE, CLUSTER, roles, half, load)
@@ -348,7 +349,7 @@ def test_bytes_of_a_shared_base_equal_those_of_the_forecast(copy_bytes: int) -> 
 
 def test_bytes_of_a_frozen_or_copied_role_are_those_of_its_weights() -> None:
     answers = estimator(SMALL)
-    elements = SMALL.spec().num_elements
+    elements = role_of(SMALL).model.num_elements
     layout = Layout.parse("dp2")
     assert answers.resident_bytes("actor", layout, is_home=True) == elements * (4 + 8)
     assert answers.resident_bytes("actor", layout, is_home=False) == elements * 2
@@ -371,8 +372,8 @@ def test_ten_thousand_distinct_calls_are_estimated_in_seconds() -> None:
 
 def test_inputs_that_cannot_be_estimated_are_refused() -> None:
     with pytest.raises(PlanError, match="role 'reward' has no model to estimate; there are actor"):
-        RooflineEstimator(PPO_FLOW, CLUSTER, {"actor": LLAMA.role()}, HALF, LOAD)
-    shapeless = {name: RoleMemory(model=SMALL.spec()) for name in PPO_FLOW.roles}
+        RooflineEstimator(PPO_FLOW, CLUSTER, {"actor": role_of(LLAMA)}, HALF, LOAD)
+    shapeless = {name: RoleMemory(model=role_of(SMALL).model) for name in PPO_FLOW.roles}
     with pytest.raises(PlanError, match="role 'actor' has no shape"):
         RooflineEstimator(PPO_FLOW, CLUSTER, shapeless, HALF, LOAD)
     with pytest.raises(PlanError, match="must lie between 1 and response_tokens=384"):
@@ -381,7 +382,7 @@ def test_inputs_that_cannot_be_estimated_are_refused() -> None:
 
 def test_ranks_that_share_cores_take_proportionally_longer() -> None:
     four = ClusterSpec.parse("cpu:1x4")
-    roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    roles = roles_of(SMALL)
     load = Workload(num_sequences=8, prompt_tokens=8, response_tokens=8)
     alone, shared = (
         RooflineEstimator(PPO_FLOW, four, roles, MemorySettings(), load, cores_per_node=cores) for cores in (None, 2)

@@ -7,9 +7,9 @@ from typing import Any
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory.forecast import transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings
-from tests.tuning.examples import PPO_FLOW, SMALL
+from tests.tuning.examples import PPO_FLOW, SMALL, roles_of
 
-ROLES = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+ROLES = roles_of(SMALL)
 SETTINGS = MemorySettings()
 ACTOR = ROLES["actor"].model.num_elements
 

@@ -21,9 +21,7 @@ from lightning_realloc.tuning.search.default_plan import DefaultPlan, default_pl
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import common_dims
-from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model
-from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from tests.tuning.examples import PPO_FLOW
+from tests.tuning.examples import PPO_FLOW, roles_of
 
 MIXED = MemorySettings(copy_bytes=2, gathered_bytes=2)
 """Storage under ``precision="bf16-mixed"``."""
@@ -76,10 +74,10 @@ def random_tasks(count: int) -> Iterator[PlanningTask]:
     rng = random.Random(7)
     for _ in range(count):
         heads = rng.choice((2, 4, 6, 8))
-        shape = KnownModel(
-            num_layers=2, hidden=heads * 32, intermediate=heads * rng.randint(32, 96), num_heads=heads,
-            num_kv_heads=rng.choice((1, heads)), head_dim=32, vocabulary=rng.choice((256, 4000)),
-        )  # fmt: skip
+        shape = (
+            f"layers=2,hidden={heads * 32},intermediate={heads * rng.randint(32, 96)},heads={heads},"
+            f"kv_heads={rng.choice((1, heads))},vocabulary={rng.choice((256, 4000))}"
+        )
         flow = rng.choice((PPO_FLOW, GRPO_FLOW, SFT_FLOW))
         nodes, devices = rng.choice(((1, 1), (1, 2), (1, 3), (1, 4), (2, 2)))
         cluster = replace(ClusterSpec.parse("h100"), num_nodes=nodes, devices_per_node=devices)
@@ -88,7 +86,7 @@ def random_tasks(count: int) -> Iterator[PlanningTask]:
             num_sequences=rng.choice((8, 64)), prompt_tokens=64, response_tokens=response, group_size=rng.choice((1, 2))
         )
         recomputes = rng.random() < 0.7
-        roles = {name: shape.role(scores=name in ("critic", "reward")) for name in flow.roles}
+        roles = roles_of(shape, flow)
         task = PlanningTask(
             dataflow=flow,
             roles={name: replace(role, can_recompute=recomputes) for name, role in roles.items()},
@@ -154,12 +152,10 @@ def _simple_plans(task: PlanningTask) -> Iterator[ExecutionPlan]:
 
 
 def h100(flow: Dataflow, model: str, nodes: str, **load: int) -> PlanningTask:
-    shape = find_known_model(model)
-    roles: dict[str, RoleMemory] = {name: shape.role(scores=name in ("critic", "reward")) for name in flow.roles}
     cluster = ClusterSpec.parse(f"h100:{nodes}")
     return PlanningTask(
         dataflow=flow,
-        roles=roles,
+        roles=roles_of(model, flow),
         cluster=cluster,
         settings=MIXED,
         workload=Workload(num_sequences=64, prompt_tokens=512, response_tokens=load.get("response_tokens", 1024)),

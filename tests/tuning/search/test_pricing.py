@@ -19,19 +19,18 @@ from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
-from lightning_realloc.tuning.shapes.known_models import parse_shape
 from tests.matrices import matrix
-from tests.tuning.examples import PPO_FLOW
+from tests.tuning.examples import PPO_FLOW, role_of, roles_of
 from tests.tuning.timeline.test_simulator import plan_of
 
-MODEL = parse_shape("layers=8,hidden=1024,intermediate=2816,heads=16,vocabulary=8000")
+MODEL = "layers=8,hidden=1024,intermediate=2816,heads=16,vocabulary=8000"
 HALF = MemorySettings(copy_bytes=2, gathered_bytes=2)
 LOAD = Workload(num_sequences=64, prompt_tokens=128, response_tokens=384)
 HOMES = {"actor.train": "fsdp4@0-3", "critic.train": "fsdp4@4-7", "reference.infer": "dp8", "reward.infer": "dp8"}
 
 
 def pricer(budget: int, *, cluster: str = "a100-80g:2x4", headroom: float = 0.0) -> PlanPricer:
-    roles = {name: MODEL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    roles = roles_of(MODEL)
     spec = ClusterSpec.parse(cluster)
     task = PlanningTask(
         dataflow=PPO_FLOW,
@@ -137,7 +136,7 @@ def test_model_construction_is_priced_separately_from_iterations() -> None:
     )
     assert priced.missing_bytes == 0 and priced.peak.phase != "set-up"
     # An eighth of two trained models in float32 and of two frozen ones in bfloat16, and one whole tensor.
-    shards, largest = MODEL.spec().num_elements * (4 + 4 + 2 + 2) / 8, 8000 * 1024 * 4
+    shards, largest = role_of(MODEL).model.num_elements * (4 + 4 + 2 + 2) / 8, 8000 * 1024 * 4
     assert 0.9 * shards < priced.set_up_bytes < shards + largest
 
 
@@ -179,7 +178,7 @@ def test_a_search_counts_the_replica_for_generation_in_the_training_layout(devic
     bench = pricer(80 << 30, cluster=f"a100-80g:1x{devices}")
     layout = Layout(ParallelDims(dp=devices), tuple(range(devices)))
     needed = bench.price(bench.with_best_options(ExecutionPlan.static(PPO_FLOW, layout))).peak.parts
-    assert needed.copies == 2 * MODEL.spec().num_elements
+    assert needed.copies == 2 * role_of(MODEL).model.num_elements
     for budget in (needed.total, needed.total - 1):
         found = search_plan(
             PPO_FLOW, bench.task.models, bench.task.cluster, bench.estimator, memory_budget=budget, seed=0, seconds=0.5,

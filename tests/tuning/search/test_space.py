@@ -23,7 +23,7 @@ from lightning_realloc.tuning.search.space import (
     rank_sets,
     sizes,
 )
-from lightning_realloc.tuning.shapes.known_models import find_known_model
+from tests.tuning.examples import role_of
 
 KINDS: tuple[CallKind, ...] = ("generate", "infer", "train")
 PARAMS = tuple(ParamSpec(f"block.{b}", (24, 4), TensorParallelCut(0, num_units=12), "block", b) for b in range(3))
@@ -80,7 +80,7 @@ def test_degrees_are_those_that_model_kind_and_nodes_allow(model: ModelSpec, kin
 
 def test_degrees_that_do_not_divide_the_heads_are_tried() -> None:
     def degrees(name: str, num_ranks: int) -> set[int]:
-        model = find_known_model(name).spec()
+        model = role_of(name).model
         return {dims.tp for dims in legal_dims(model, "generate", num_ranks, cluster(1, num_ranks))}
 
     assert degrees("Qwen2.5-0.5B", 4) == {1, 2, 4}  # 14 query heads on 2 key-value heads: 4 + 3, twice

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,17 +10,16 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.realloc.planner import plan_reallocation
-from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.weights import Weights, traffic
-from tests.tuning.examples import SMALL
+from tests.tuning.examples import SMALL, role_of
 
 CLUSTER = ClusterSpec.parse("h100:4x4")
-MODEL = SMALL.spec()
+MODEL = role_of(SMALL).model
 WEIGHTS = Weights.from_model(MODEL)
-UNEVEN = replace(SMALL, num_heads=9, num_kv_heads=3).spec()
+UNEVEN = role_of(SMALL.replace("heads=8,kv_heads=2", "heads=9,kv_heads=3,head_dim=8")).model
 """Heads that no degree divides. FSDP cuts the rows of each rank into equal chunks all the same."""
 MODELS = st.sampled_from((MODEL, UNEVEN))
-MIXTURE = replace(SMALL, experts=Experts(count=6, per_token=2, features=32)).spec()
+MIXTURE = role_of(SMALL.replace("intermediate=128", "intermediate=32") + ",experts=6,experts_per_token=2").model
 """FSDP chunks its experts: of four ranks the last one has none, of eight the last two."""
 DEGREES = (1, 2, 4, 8)
 

@@ -1,8 +1,7 @@
-"""Built-in shapes have the published parameter counts and the parameters of transformers' models."""
+"""Built-in models and written shapes have the published parameter counts and those of transformers' models."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +9,10 @@ import pytest
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.report.known_models import find_known_model, parse_shape
 from lightning_realloc.tuning.shapes.experts import Experts
-from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, known_models, parse_shape
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
+from tests.tuning.examples import role_of, shape_of
 
 # Parameters of the published checkpoints.
 PUBLISHED = {
@@ -41,7 +41,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
-    assert known_models()[name].spec().num_elements == PUBLISHED[name]
+    assert role_of(name).model.num_elements == PUBLISHED[name]
 
 
 def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:
@@ -68,30 +68,31 @@ def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:
     return described, ModelShape.from_config(config, described)
 
 
-SMALL = KnownModel(num_layers=2, hidden=64, intermediate=96, num_heads=4, num_kv_heads=2, head_dim=16, vocabulary=128)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_and_shape_equal_those_of_transformers(family: str, tied: bool) -> None:
-    known = replace(SMALL, tied=tied, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
-    described, shape = describe(family, tie_word_embeddings=tied)
-    assert sorted(known.spec().params, key=str) == sorted(described.params, key=str)
-    assert known.spec().aliases == described.aliases
-    assert known.shape() == shape
+SMALL = "layers=2,hidden=64,intermediate=96,heads=4,kv_heads=2,vocabulary=128"
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "features"),
-    [("mixtral", {"num_local_experts": 4}, 96), ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, 32)],
+    ("family", "flags", "sizes"),
+    [
+        ("llama", "", {}),
+        ("qwen2", ",qkv_bias", {}),
+        ("qwen3", ",qk_norm", {}),
+        ("mixtral", ",experts=4,experts_per_token=2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "qwen3_moe",
+            ",experts=4,experts_per_token=2,qk_norm",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+        ),
+    ],
 )
-def test_experts_equal_those_of_transformers(family: str, sizes: dict[str, int], features: int) -> None:
-    experts = Experts(count=4, per_token=2, features=features)
-    known = replace(SMALL, experts=experts, qk_norm=family == "qwen3_moe")
-    described, shape = describe(family, num_experts_per_tok=2, **sizes)
-    assert sorted(known.spec().params, key=str) == sorted(described.params, key=str)
-    assert known.spec().tensor_parallel_degrees(8) == described.tensor_parallel_degrees(8) == (1,)
-    assert known.shape() == shape
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_shape_is_that_of_the_family_with_these_properties(
+    family: str, flags: str, sizes: dict[str, int], tied: bool
+) -> None:
+    role = role_of(SMALL + flags + ",tied" * tied)
+    described, shape = describe(family, tie_word_embeddings=tied, **sizes)
+    assert role.model == described and role.shape == shape
+    assert bool(described.aliases) == tied
 
 
 def test_some_blocks_may_be_dense_and_experts_may_be_shared() -> None:
@@ -106,16 +107,16 @@ def test_some_blocks_may_be_dense_and_experts_may_be_shared() -> None:
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_no_rank_holds_more_heads_than_the_shape_says(tp: int) -> None:
-    model = find_known_model("Qwen2.5-0.5B")  # 14 query heads on 2 key-value heads
-    layout = ModelLayout(model.spec(), Layout.parse(f"tp{tp}"))
-    for name, size in (("q", model.shape().queries(tp)), ("k", model.shape().keys(tp))):
+    shape = shape_of("Qwen2.5-0.5B")  # 14 query heads on 2 key-value heads
+    layout = ModelLayout(role_of("Qwen2.5-0.5B").model, Layout.parse(f"tp{tp}"))
+    for name, size in (("q", shape.queries(tp)), ("k", shape.keys(tp))):
         rows = [layout.local_shape(f"model.layers.0.self_attn.{name}_proj.weight", rank)[0] for rank in range(tp)]
         assert size == rows[0] == max(rows)
-    assert model.shape().kv_cache_elements(tp) == 2 * 24 * model.shape().keys(tp)
+    assert shape.kv_cache_elements(tp) == 2 * 24 * shape.keys(tp)
 
 
 def test_a_scoring_model_has_one_output_and_no_vocabulary_head() -> None:
-    role = find_known_model("llama-2-7b-HF").role(scores=True)
+    role = role_of("llama-2-7b-HF", scores=True)
     assert role.shape is not None and role.shape.num_outputs == 1
     assert role.model.num_elements == 6_738_415_616 - 32000 * 4096 + 4096
 
@@ -130,12 +131,14 @@ def test_the_error_for_an_unknown_name_has_the_nearest_one() -> None:
 
 
 def test_a_shape_is_parsed_in_any_order() -> None:
-    llama = parse_shape("heads=32, layers=32,hidden=4096,intermediate=11008,vocabulary=32000")
-    assert llama == known_models()["meta-llama/Llama-2-7b-hf"]
-    text = "layers=28,hidden=1024,intermediate=3072,heads=16,kv_heads=8,head_dim=128,vocabulary=151936,tied,qk_norm"
-    assert parse_shape(text) == known_models()["Qwen/Qwen3-0.6B"]
-    text = "layers=32,hidden=4096,intermediate=14336,heads=32,kv_heads=8,vocabulary=32000,experts=8,experts_per_token=2"
-    assert parse_shape(text) == known_models()["mistralai/Mixtral-8x7B-v0.1"]
+    def content(text: str) -> dict[str, Any]:
+        return parse_shape(text).to_dict()
+
+    text = "heads=4, experts_per_token=2,tied, head_dim=16,layers=2,experts=4 ,hidden=64,vocabulary=128,intermediate=96"
+    expected = "layers=2,hidden=64,intermediate=96,heads=4,kv_heads=4,vocabulary=128,experts=4,experts_per_token=2,tied"
+    assert content(text) == content(expected)
+    assert content(SMALL) != content(f"{SMALL},head_dim=32")
+    assert find_known_model("Qwen3-0.6B").head_dim == 128 and find_known_model("Qwen3-8B").head_dim == 4096 // 32
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,8 @@ def test_a_shape_is_parsed_in_any_order() -> None:
         ({"layers": "layers=4,tide"}, "'tide' of the shape"),
         ({"layers": "layers=4,experts=8"}, "lacks experts_per_token"),
         ({"layers": "layers=4,experts=2,experts_per_token=3"}, "experts_per_token=3 must lie between 1 and experts=2"),
+        ({"heads": "heads=8,head_dim=7"}, "refuses the shape 'layers=4,.* even rotary dimension"),
+        ({"heads": "heads=8,qkv_bias,qk_norm"}, "has qk_norm and qkv_bias, as .* leave qkv_bias out, or give"),
         ({"heads": "heads=8,kv_heads=3"}, "heads=8 of the shape .* must be a multiple of kv_heads=3"),
     ],
 )
