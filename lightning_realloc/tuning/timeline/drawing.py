@@ -1,4 +1,4 @@
-"""Drawings of boxes, labels and vertical lines at positions in pixels, and their SVG. Pure.
+"""Drawings of boxes and labels at positions in pixels, and their SVG. Pure.
 
 A painter of another format reads the shapes, and the colors of `LIGHT`.
 """
@@ -70,16 +70,7 @@ class Label:
     anchor: Anchor = "start"
 
 
-@dataclass(frozen=True, slots=True)
-class GridLine:
-    """Vertical line."""
-
-    x: float
-    top: float
-    bottom: float
-
-
-Shape = Box | Label | GridLine
+Shape = Box | Label
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +107,10 @@ class Drawing:
 
 
 def _style(colors: Mapping[str, str]) -> str:
-    rules = (("stroke" if tone == "grid" else "fill", _CLASSES[tone], color) for tone, color in colors.items())
-    return "".join(f".{name}{{{attribute}:{color}}}" for attribute, name, color in rules)
+    return "".join(f".{_CLASSES[tone]}{{fill:{color}}}" for tone, color in colors.items())
 
 
 def _element(shape: Shape) -> str:
-    if isinstance(shape, GridLine):
-        x = _pixels(shape.x)
-        return f'<line class="lr-grid" x1="{x}" x2="{x}" y1="{_pixels(shape.top)}" y2="{_pixels(shape.bottom)}"/>'
     place = f'x="{_pixels(shape.x)}" y="{_pixels(shape.y)}"'
     if isinstance(shape, Label):
         anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_realloc.tuning.timeline.drawing import LIGHT, Box, Drawing, GridLine, Label, Shape
+from lightning_realloc.tuning.timeline.drawing import LIGHT, Box, Drawing, Label, Shape
 
 BarKind = Literal["call", "move", "wait", "other"]
 COLORS = ("#3b78b5", "#d98324", "#4c9a5b", "#a05fa8", "#b8513c", "#2f9aa0", "#8a7a3a", "#6b6fc4")
@@ -98,7 +98,7 @@ def _grid(end: float, scale: float, top: int, bottom: int) -> Iterator[Shape]:
     digits = max(0, -math.floor(math.log10(step)))
     for number in range(math.floor(end / step + 1e-9) + 1):
         x = LEFT + scale * number * step
-        yield GridLine(x, top, bottom)
+        yield Box(x - 0.5, top, 1, bottom - top, "grid")
         yield Label(x, bottom + 14, f"{number * step:.{digits}f} s", "axis", "middle")
 
 

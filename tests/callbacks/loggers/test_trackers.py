@@ -20,8 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_realloc.callbacks import RolloutTable, Timeline, TrackioLogger
 from lightning_realloc.callbacks.loggers.logged_table import Table
-from lightning_realloc.callbacks.loggers.raster import SCALE
-from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture
+from lightning_realloc.callbacks.loggers.writers import SCALE, LoggerOutput, Picture
 from lightning_realloc.tuning.timeline.picture import WIDTH, lay_out
 from tests.strategies import runs
 

@@ -21,13 +21,14 @@ from PIL import ImageColor
 
 from lightning_realloc.callbacks import RolloutTable, Timeline
 from lightning_realloc.callbacks.loggers.logged_table import Table
-from lightning_realloc.callbacks.loggers.raster import SCALE, paint
 from lightning_realloc.callbacks.loggers.writers import (
+    SCALE,
     WRITERS,
     LoggerOutput,
     LoggerWriter,
     Picture,
     logger_writer,
+    paint,
     shows_pictures,
 )
 from lightning_realloc.errors import ConfigError
