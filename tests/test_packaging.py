@@ -134,6 +134,7 @@ def test_the_package_never_prints() -> None:
 
 UNPICKLING = {
     "rewards/workers/worker.py": "from the process that started it, through a pipe",
+    "strategies/checkpoints/checkpoint.py": "a file that the user trusts, by load_weights_only=False",
     "strategies/checkpoints/stored_metadata.py": "torch's file, of torch's plain classes alone",
     "strategies/lightning/ray_ranks.py": "Ray itself sends work so",
 }

@@ -375,7 +375,7 @@ def test_a_folder_that_a_role_is_loaded_from_is_not_overwritten(
     tmp_path: Path, written: str, options: dict[str, Any], source: str, refused: bool
 ) -> None:
     for folder in ("base", "out/step-1"):
-        (tmp_path / folder).mkdir(parents=True)
+        tiny_model("llama").config.save_pretrained(tmp_path / folder)
     (tmp_path / "link").symlink_to(tmp_path / "base")
     module = GRPO(tiny_model("llama"), runs.low_tokens, reference=str(tmp_path / source), kl_coef=0.1)
     trainer = runs.trainer(ReallocStrategy("static"), 1)
