@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_realloc.commands.doctor import (
 )
 from lightning_realloc.strategies.measure import self_test
 from lightning_realloc.strategies.measure.self_test import TrialResult, run_trials_here
+from tests.matrices import matrix
 from tests.workers import WorkerPool
 
 REQUIREMENTS = [
@@ -96,8 +98,13 @@ def test_trials_end_with_the_first_failure(workers: WorkerPool) -> None:
         assert results[-1] == TrialResult("link", "RuntimeError: the cable is cut", is_ok=False)
 
 
-@pytest.mark.slow
-def test_the_doctor_finds_this_machine_healthy() -> None:
+@pytest.mark.parametrize("start_method", matrix(["spawn", "forkserver"], "forkserver"))
+def test_the_doctor_finds_this_machine_healthy(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, start_method: str
+) -> None:
+    # The ranks of the trials are forked from the template of ``workers``: else each imports torch and Lightning.
+    context = multiprocessing.get_context(start_method)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     lines: list[str] = []
     code = run_doctor([], lines.append)
     assert code == 0, "".join(lines)
