@@ -247,6 +247,9 @@ def _serve(connection: Connection, log: Path) -> None:
     sys.stdout = sys.stderr = stream
     faulthandler.enable(stream)
     gc.freeze()  # collecting imported objects takes half a second at the end of every run
+    from tests.dry_runs import remember_dry_runs
+
+    remember_dry_runs()
     threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
     while True:
         try:
