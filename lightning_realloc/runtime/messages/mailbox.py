@@ -112,6 +112,8 @@ class Mailbox:
         self._arrived: dict[Frame, Tensor] = {}
         self._failures: dict[int, tuple[bool, str, str]] = {}
         """Rank -> (whether the failure is its own, class name, message)."""
+        self._informed: set[int] = set()
+        """Ranks that knew of this rank's failure before its frame, and may leave the frame unread."""
         self._pending: list[tuple[int, dist.Work, Tensor]] = []
         """(run, work, memory) of messages that were sent and not yet waited for."""
         self._incoming: tuple[dist.Work, Tensor] | None = None
@@ -203,18 +205,20 @@ class Mailbox:
         if error is not None:
             error = self.explained(error)
         self._failures[self._rank] = (error is not None, type(error).__name__, str(error))
-        text = json.dumps(self._failures[self._rank]).encode()
+        text = json.dumps((*self._failures[self._rank], list(self._failures))).encode()
         deadline = time.monotonic() + FAILURE_DEADLINE_S
         self._begin_wait()
-        num_sent_before = len(self._pending)
+        sent: dict[int, list[dist.Work]] = {}
         for rank in self.others:
+            num_sent_before = len(self._pending)
             with suppress(RankLost):  # this rank has ended already: still send to the others
                 self.send([rank], FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            sent[rank] = [work for _, work, _ in self._pending[num_sent_before:]]
         # This fails if a rank has ended or is in a collective: then raise the failures known so far.
         with suppress(ReallocError):
             while missing := set(self.others) - self._failures.keys() - self._lost:
                 self._receive_failure(min(missing), deadline)
-            for _, work, _ in self._pending[num_sent_before:]:
+            for work in (work for rank in sent.keys() - self._informed for work in sent[rank]):
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
 
@@ -290,8 +294,10 @@ class Mailbox:
             timeout = None if deadline == math.inf else _time_until(deadline)
             self._wait(self._start_receive(content, source, _CONTENT_TAG), timeout)
         if kind == FrameKind.FAILURE:
-            is_own, name, message = json.loads(bytes(content.tolist()))
+            is_own, name, message, known = json.loads(bytes(content.tolist()))
             self._failures[source] = (is_own, name, message)
+            if self._rank in known:
+                self._informed.add(source)
         elif kind != FrameKind.PROBE:
             self._arrived[Frame(FrameKind(kind), run, call, source, part)] = content
 
