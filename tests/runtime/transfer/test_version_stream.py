@@ -88,6 +88,7 @@ def test_a_sender_waits_until_the_version_before_was_received(workers: WorkerPoo
 
 def _lose_the_sender() -> None:
     _, _, end = _ends("dp1@0", "dp1@1", torch.float32)
+    dist.barrier()  # else the receiver may still be connecting
     if isinstance(end, VersionReceiver):
         end.receive()
     elif end is not None:
