@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WHEELS_FOR ?= auto
-JOBS ?= 2
+JOBS ?= 3
 RUN := $(VENV)/bin/python -m
 
 # One thread per process: the tests and the demo run several on each core.
