@@ -1,7 +1,7 @@
 """Generate by continuous batching, on the weights that training has just changed.
 
-Begin with `engine.GenerationEngine.generate`; `loop/run.py` makes its steps. `speculative/` and `rebalance/` are used
-only when asked for.
+Begin with `base_engine.Engine.generate`; `engine.py` carries a call out, and `loop/run.py` makes its steps.
+`speculative/` and `rebalance/` are used only when asked for.
 """
 
 from __future__ import annotations
