@@ -59,10 +59,19 @@ class KeyedSampler:
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
     ) -> list[Emitted]:
         """Return each sample's next token; ``logits`` (B, V) has a row for each."""
-        keys, places = [sample.key for sample in samples], [len(sample.token_ids) for sample in samples]
-        repeated = self.repeated(samples, [()] * len(samples), logits.device)
-        tokens, logprobs = self.draw(logits, keys, places, forbidden, repeated)
+        tokens, logprobs = self.draw_next(logits, samples, forbidden=forbidden)
         return [([token], [logprob]) for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+    def draw_next(
+        self, logits: Tensor, samples: Sequence[Sample], *, offset: int = 0, forbidden: Forbidden | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a token per row of ``logits`` (B, V), ``offset`` places after the next one, and its log-probability.
+
+        A repetition penalty counts the tokens that the samples hold.
+        """
+        keys, places = [sample.key for sample in samples], [len(sample.token_ids) + offset for sample in samples]
+        repeated = self.repeated(samples, [()] * len(samples), logits.device)
+        return self.draw(logits, keys, places, forbidden, repeated)
 
     def draw(
         self,

@@ -90,9 +90,7 @@ class KeyedDraws(KeyedSampler, Verification):
         return int(keyed_uniform(sample.key, len(sample.token_ids) + offset) * len(followers))
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
-        keys, places = [sample.key for sample in samples], [len(sample.token_ids) + offset for sample in samples]
-        repeated = self.repeated(samples, [()] * len(samples), logits.device)
-        return DrawnDrafts(self.draw(logits, keys, places, None, repeated)[0].tolist())
+        return DrawnDrafts(self.draw_next(logits, samples, offset=offset)[0].tolist())
 
 
 class GumbelDraws(KeyedDraws):
