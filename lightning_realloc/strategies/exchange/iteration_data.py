@@ -134,12 +134,9 @@ class IterationData:
             if known is not None and rows is not None:
                 lengths = sequence_lengths(known)
                 positions = self.routes.fusion.chunk_positions(source, self._rank, lengths)
-                rows = self.with_objects(source, rows.with_columns(**_values(known.select(positions))))
+                rows = rows.with_columns(**_values(known.select(positions)))
+                rows = _with_objects(rows, self.table(source).known)
                 yield SampleChunk(lengths, PositionedRows(rows, positions))
-
-    def with_objects(self, source: ModelFunctionCall, rows: Samples) -> Samples:
-        """Give responses of a generating call the data's columns of their prompts."""
-        return _with_objects(rows, self.table(source).known)
 
     def generation_ended_at(self, source: ModelFunctionCall) -> float:
         """Return when a generating call ended, by this rank's ``time.perf_counter()``; after all chunks were read.
@@ -271,7 +268,7 @@ class IterationData:
             if not chunks:
                 raise PlanError(f"call {call.name!r} made no samples; it must return at least one response")
             made = Samples.concatenate([known for _, known in chunks]).sorted_by_id()
-            known = self.with_objects(call, made)
+            known = _with_objects(made, self.table(call).known)
             generation.table = self._make_table(call, known, chunks)
         return generation.table
 
