@@ -12,7 +12,7 @@ from lightning_realloc.algorithms.settings import check_choice, check_type
 from lightning_realloc.batch.training import check_compile_backend
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import RolloutBudget, Speculation, VLLMOptions
-from lightning_realloc.generation.core.capabilities import CAPABILITIES, Capability, EngineName, require_capability
+from lightning_realloc.generation.core.capabilities import Capability, EngineName, require_capability
 from lightning_realloc.generation.engine_parts import CudaGraphs
 from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
 
@@ -102,8 +102,7 @@ class GenerationOptions:
             value, capability = getattr(self, field.name), _NEEDS.get(field.name)
             if capability is None or value == field.default or (field.name, value) in _NEED_NOTHING:
                 continue
-            asked, known = f"{field.name}={value!r}", CAPABILITIES[self.engine]
-            require_capability(capability, asked, engine=self.engine, capabilities=known, error=ConfigError)
+            require_capability(capability, f"{field.name}={value!r}", engine=self.engine, error=ConfigError)
 
     def over(self, others: GenerationOptions) -> GenerationOptions:
         """Return these options, with the values of ``others`` for fields that are at their defaults."""

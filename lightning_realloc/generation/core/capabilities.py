@@ -51,8 +51,8 @@ def require_capability(
     asked: str,
     *,
     engine: str,
-    capabilities: Collection[Capability],
     error: type[ReallocError],
+    capabilities: Collection[Capability] | None = None,
 ) -> None:
     """Raise ``error`` if an engine lacks the capability that an option needs.
 
@@ -60,10 +60,10 @@ def require_capability(
         capability: The capability.
         asked: The option with its value.
         engine: The engine's name.
-        capabilities: The engine's capabilities.
         error: Class of the exception.
+        capabilities: The engine's capabilities; None: those of `CAPABILITIES`.
     """
-    if capability in capabilities:
+    if capability in (CAPABILITIES[engine] if capabilities is None else capabilities):
         return
     able = [f"engine={other!r}" for other, known in CAPABILITIES.items() if capability in known]
     raise error(
