@@ -68,7 +68,7 @@ class Engine(ABC):
     name: ClassVar[str]
     """Name of the engine in an algorithm's settings."""
     capabilities: ClassVar[frozenset[Capability]]
-    """What options may ask of the engine."""
+    """Capabilities of the engine, which options may need."""
     partial_results: PartialResults | None = None
     """Sends finished responses in chunks while a call runs; None: nothing is sent."""
     _followed: list[Sample] | None = None

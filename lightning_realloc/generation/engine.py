@@ -174,7 +174,7 @@ class GenerationEngine(Engine):
         return run.stats()
 
     def _begin(self, call: EngineCall, budget: Budget) -> tuple[GenerationRun, ModelRunner]:
-        """Return a run with nothing admitted yet, and what runs its model."""
+        """Return a run with nothing admitted yet, and the runner of its model."""
         asked, samples, stop = call.requests, list(call.samples), call.stop
         conversations = self._conversations(asked.environment, asked.conversation)
         waiting = [prompt for prompt in asked.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]

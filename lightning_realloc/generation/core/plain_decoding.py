@@ -39,7 +39,7 @@ class Decoding:
         return [NO_DRAFT] * len(running)
 
     def verified(self, emitted: Sequence[Emitted]) -> None:
-        """Take the tokens that the drafts of the last `propose` led to."""
+        """Called with the tokens that each sample got, after the drafts of the last `propose` were verified."""
 
     def end_step(self, *, is_typical: bool) -> None:
         """End a step whose tokens were taken. ``is_typical``: later steps of its size will take about as long."""

@@ -89,7 +89,7 @@ class EngineFactory(ABC):
         """Return the engine of a replica that is checked."""
 
     def forget(self, engines: Iterable[ReplicaEngine]) -> None:  # noqa: B027 - most engines leave nothing
-        """Keep of a finished plan's engines what those of the next plan need."""
+        """Keep the parts of a finished plan's engines that the next plan's engines need."""
 
     def close(self) -> None:  # noqa: B027 - most engines have no processes
         """End all processes of engines; a later call starts them again."""

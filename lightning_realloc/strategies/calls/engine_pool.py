@@ -27,7 +27,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 log = logging.getLogger(__name__)
 
 FACTORIES: Mapping[str, type[EngineFactory]] = {"native": NativeEngines, "hf": HFEngines, "vllm": VLLMEngines}
-"""Engine -> what builds it for replicas."""
+"""Engine -> the factory that builds it for replicas."""
 
 
 class EnginePool:

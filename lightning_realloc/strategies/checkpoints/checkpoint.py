@@ -257,7 +257,7 @@ def _compare_parameters(
 
 
 class _Pickle:
-    """What ``torch.load`` reads of a pickle module, which finds public classes of this package by name.
+    """The parts of a pickle module that ``torch.load`` uses; it finds public classes of this package by name.
 
     Their modules may have moved since the checkpoint was written.
     """

@@ -165,7 +165,7 @@ class DataParallelStrategy(ModelParallelStrategy):
             keep_freed_memory()
         elif self.root_device.type == "cuda":
             warn_of_other_processes(self.root_device)
-            if "vllm" not in CAPABILITIES.get(getattr(self.connected_module, "engine", ""), ()):  # maps weights' memory
+            if "vllm" not in CAPABILITIES.get(getattr(self.connected_module, "engine", ""), ()):  # vLLM maps weights
                 expand_cuda_segments()
         names = ("data_parallel",)
         self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=names)
