@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_realloc.parent_watch import watch_announced_parent as _watch_announced_parent
+from lightning_realloc.version import __version__ as __version__
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
@@ -89,8 +90,6 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
     from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
     from lightning_realloc.tuning.search.plan_search import search_plan as search_plan
-
-__version__ = "0.1.0"
 
 # Public name -> the module of this package it lives in; the imports above say the same to type checkers.
 _HOMES = {

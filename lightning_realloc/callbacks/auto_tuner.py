@@ -21,7 +21,6 @@ from lightning_realloc.callbacks.iteration_clock import (
     TimedIteration,
     gather_measurements,
 )
-from lightning_realloc.callbacks.phase import planned_iterations, trainer_callbacks
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison_table, describe_outcome
 from lightning_realloc.callbacks.tuning_resume import plan_ranks, reason_not_to_resume, tuning_settings
@@ -30,6 +29,7 @@ from lightning_realloc.errors import ConfigError, LayoutError, PlanError, Reallo
 from lightning_realloc.remote_path import expand_home, local_folder
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.setting_hints import suggest_settings
+from lightning_realloc.trainers import planned_iterations, trainer_callbacks
 from lightning_realloc.tuning.candidates import PlanEvaluator, WorkUnit
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.tuner import Tuner

@@ -12,12 +12,13 @@ import huggingface_hub
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_realloc.callbacks.ema import EMA, averaged_weights
-from lightning_realloc.callbacks.model_card import CARD_FILE, make_model_card
-from lightning_realloc.callbacks.phase import realloc_strategy, trainer_callbacks
+from lightning_realloc.callbacks.ema import EMA
+from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.remote_output import folder_problem
 from lightning_realloc.remote_path import AnyPath, as_path, expand_home
+from lightning_realloc.strategies.checkpoints.model_card import CARD_FILE, make_model_card
+from lightning_realloc.trainers import trainer_callbacks
 
 _DEFAULT_ROLE = "actor"
 
@@ -195,7 +196,7 @@ class SaveHuggingFace(Callback):
     def _write(self, trainer: Trainer, module: LightningModule, folder: AnyPath) -> None:
         strategy: Any = trainer.strategy
         role = self._role_of(trainer)
-        with averaged_weights(strategy, role) if self.averaged else nullcontext():
+        with strategy.averages.in_place_of_weights(role) if self.averaged else nullcontext():
             strategy.save_huggingface(role, folder, dtype=self.dtype, merge=self.merge)
         if self.model_card:
             _run_on_rank_zero(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")

@@ -1,4 +1,4 @@
-"""Callback that reallocates weights to each call's layout, and sums up bytes and seconds."""
+"""Callback that decides whether weights are reallocated to each call's layout, and sums up bytes and seconds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_realloc.callbacks.phase import PhaseCallback, dispatch, realloc_strategy, trainer_callbacks
+from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.strategies.pool.phase_hooks import ReallocationPolicy
 
 
 @dataclass(slots=True)
@@ -37,11 +38,11 @@ class SwitchTotals:
         return self.bytes_moved / self.seconds if self.seconds else 0.0
 
 
-class ParameterReallocation(PhaseCallback):
+class ParameterReallocation(ReallocationPolicy, PhaseCallback):
     """Move a role's weights to the layout of each call before the call starts.
 
-    The ``realloc`` strategy adds one itself. Pass ``ParameterReallocation(enabled=False)`` to run every call in its
-    role's training layout, as a static baseline.
+    The ``realloc`` strategy does so without this callback, too. Pass ``ParameterReallocation(enabled=False)`` to run
+    every call in its role's training layout, as a static baseline.
 
     Args:
         enabled: Whether to reallocate; False keeps every role in its training layout.
@@ -58,27 +59,11 @@ class ParameterReallocation(PhaseCallback):
         self.free_after = free_after
         self.switches: dict[str, SwitchTotals] = {}
 
-    @classmethod
-    def from_trainer(cls, trainer: Trainer) -> ParameterReallocation:
-        """Return the Trainer's last callback of this class; if there is none, insert one before its other callbacks."""
-        callbacks = trainer_callbacks(trainer)
-        if not any(isinstance(callback, cls) for callback in callbacks):
-            callbacks.insert(0, cls())
-        return [callback for callback in callbacks if isinstance(callback, cls)][-1]
-
-    def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
-        """Reallocate weights to the replica for ``phase``."""
-        if not self.enabled:
-            return
-        report = realloc_strategy(trainer).pool.realize(phase)
-        if report is not None:
-            self.switches.setdefault(phase, SwitchTotals()).add(report)
-            dispatch(trainer, "on_reallocate", phase, report)
-
-    def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
-        """Release the replica."""
-        if self.enabled:
-            realloc_strategy(trainer).pool.relinquish(phase, free=self.free_after)
+    def on_reallocate(
+        self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
+    ) -> None:
+        """Add a reallocation to the totals."""
+        self.switches.setdefault(phase, SwitchTotals()).add(report)
 
     def summary(self) -> Mapping[str, SwitchTotals]:
         """Return the totals per call since the start of the run."""

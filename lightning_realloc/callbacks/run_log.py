@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_realloc.callbacks.phase import planned_iterations, realloc_strategy
+from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.trainers import planned_iterations
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
 """Iterations that end sooner after the last line get no line. A smaller value makes longer logs."""

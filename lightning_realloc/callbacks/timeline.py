@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, shows_pictures
-from lightning_realloc.callbacks.phase import PhaseCallback, planned_iterations, realloc_strategy, trainer_callbacks
+from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.recording.events import (
     DATA_SHEETS,
@@ -48,6 +48,7 @@ from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.trainers import planned_iterations, trainer_callbacks
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.timeline.simulator import simulate

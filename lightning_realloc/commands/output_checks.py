@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import expand_home
+from lightning_realloc.trainers import trainer_callbacks
 
 
 def check_outputs(trainer: Trainer, command: str, *, ckpt_path: str | None) -> None:

@@ -16,8 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 
-from lightning_realloc.callbacks.phase import dispatch
-from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, DataError, DeviceFull, PlanError, RankLost
 from lightning_realloc.layout.dims import Layout
@@ -45,7 +43,11 @@ from lightning_realloc.strategies.measure.subjects import Machine
 from lightning_realloc.strategies.pool.builder import NamedPlan, PoolBuilder
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.offloader import Offloader
+from lightning_realloc.strategies.pool.phase_hooks import announced
 from lightning_realloc.strategies.pool.replica import Replica
+from lightning_realloc.strategies.pool.run_policies import RunPolicies
+from lightning_realloc.strategies.pool.weight_averages import WeightAverages
+from lightning_realloc.trainers import trainer_callbacks
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.shapes.lengths import Lengths
@@ -107,7 +109,6 @@ class PlacedRoles:
         self._runner: CallRunner | None = None
         self._offloader: Offloader | None = None
         self._module: nn.Module | None = None
-        self._reallocation: ParameterReallocation | None = None
         self._watchdog: Watchdog | None = None
         self._record = FlightRecord()
 
@@ -140,6 +141,7 @@ class PlacedRoles:
             transport=self._options.transport,
             tp_plans=self._options.tp_plans,
             memory_budget=self._options.memory_budget or strategy.cluster.device_memory_bytes,
+            policies=self.policies,
             pushes_weights=self._options.overlap.pushes_weights,
         )
 
@@ -159,18 +161,17 @@ class PlacedRoles:
         """Choose the plan before models are built. Raises PlanError if it cannot fit into memory in training."""
         self._plan, shortage = self._chosen(self._options.plan)
         if self._strategy.connected_module.trainer.state.fn == TrainerFn.FITTING:
-            self.builder().check_memory(self._plan, self._callbacks, shortage=shortage)
+            self.builder().check_memory(self._plan, shortage=shortage)
 
     def _chosen(self, plan: NamedPlan) -> tuple[ExecutionPlan, str | None]:
         """See `PoolBuilder.choose_plan`."""
         builder, trainer = self.builder(), self._strategy.connected_module.trainer
         workload = largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
-        return builder.choose_plan(plan, self._callbacks, workload=workload)
+        return builder.choose_plan(plan, workload=workload)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
         module: Any = self._strategy.lightning_module
-        self._reallocation = ParameterReallocation.from_trainer(trainer)
         self._watch(local_folder(trainer.default_root_dir))
         with self._naming_failures():
             if not self.holds(module) or self._pool is None:
@@ -242,7 +243,7 @@ class PlacedRoles:
         workload = largest_workload(builder.module, module.trainer, builder.dataflow.trained_roles)
         engines = self.runner.engines
         engines.free_caches()  # those of an earlier fit
-        engines.keeps_caches = builder.keeps_caches(self.pool.plan, self._callbacks, workload)
+        engines.keeps_caches = builder.keeps_caches(self.pool.plan, workload)
 
     def finish(self) -> None:
         """Wait for the last messages between ranks, and log late metrics."""
@@ -269,24 +270,22 @@ class PlacedRoles:
         trainer = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
         assert self._offloader is not None
         self._offloader.begin(call, self._optimizers.by_role(), self.runner.record)
-        dispatch(trainer, "on_phase_start", call)
-        replica = self.pool.active(call)
-        yield replica
-        if self.pool.dataflow.call(call).kind != "train":
-            reshard(replica.model)  # without a backward pass nothing else frees the weights that FSDP gathered
-        dispatch(trainer, "on_phase_end", call)
+        with announced(call, trainer, self.pool, self.policies.reallocation):
+            replica = self.pool.active(call)
+            yield replica
+            if self.pool.dataflow.call(call).kind != "train":
+                reshard(replica.model)  # without a backward pass nothing else frees the weights that FSDP gathered
         self._offloader.end(call, self.runner.record)
 
     def layout_of(self, call: str) -> Layout:
         """Return the layout in which a call will find its model."""
-        moves = self._reallocation is not None and self._reallocation.enabled
         role = str(self.pool.dataflow.call(call).role)
-        return (self.pool.target(call) if moves else self.pool.home(role)).layout
+        return (self.pool.target(call) if self.policies.reallocation.enabled else self.pool.home(role)).layout
 
     @property
     def frees_copies(self) -> bool:
         """Whether replicas leave memory between their calls."""
-        return self._reallocation is not None and self._reallocation.free_after
+        return self.policies.reallocation.free_after
 
     # ---- measurements and estimates
     def profile(self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float) -> Profile | None:
@@ -303,7 +302,7 @@ class PlacedRoles:
         """See `ReallocStrategy.plan_evaluator`."""
         overlap = self._options.overlap
         return make_plan_evaluator(
-            self.builder(), self.pool.plan, iterations, callbacks=self._callbacks, overlap=overlap.overlap,
+            self.builder(), self.pool.plan, iterations, overlap=overlap.overlap,
             generation_chunks=overlap.generation_chunks, profile=profile,
         )  # fmt: skip
 
@@ -330,7 +329,7 @@ class PlacedRoles:
         except (ConfigError, DataError) as error:
             raise PlanError(str(error)) from error
         self.runner.engines.free_caches()  # the move needs their memory
-        builder.check_memory(wanted, self._callbacks, shortage=shortage, running=running)
+        builder.check_memory(wanted, shortage=shortage, running=running)
         with self.runner.collective("set_plan"):
             self.runner.finish()
             self.pool.meshes.create(wanted.layouts)
@@ -365,10 +364,15 @@ class PlacedRoles:
         self.runner.plan_changed()
 
     @property
-    def _callbacks(self) -> list[Any]:
-        module: Any = self._strategy.lightning_module
-        callbacks: list[Any] = module.trainer.callbacks
-        return callbacks
+    def policies(self) -> RunPolicies:
+        """Decisions of the Trainer's callbacks about weights."""
+        return RunPolicies.from_callbacks(trainer_callbacks(self._strategy.connected_module.trainer))
+
+    @property
+    def averages(self) -> WeightAverages:
+        """The averages of trained weights. Raises ConfigError before the models are set up."""
+        rank = self._strategy.global_rank
+        return WeightAverages(self.pool, self._optimizers.optimizer_of, self.bring_back, rank)
 
     def _make_offloader(self, pool: ModelPool) -> Offloader:
         rank, device = self._strategy.global_rank, self._strategy.root_device

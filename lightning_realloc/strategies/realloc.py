@@ -42,7 +42,8 @@ from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOpti
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import check_precision
-from lightning_realloc.strategies.run_messages import log_start
+from lightning_realloc.strategies.pool.weight_averages import WeightAverages
+from lightning_realloc.strategies.run_summary import log_start
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
@@ -174,6 +175,11 @@ class ReallocStrategy(DataParallelStrategy):
     def runner(self) -> CallRunner:
         """The call runner, with the seconds of each call. Raises ConfigError before the models are set up."""
         return self._placed.runner
+
+    @property
+    def averages(self) -> WeightAverages:
+        """Averages of trained weights, which `EMA` updates. Raises ConfigError before the models are set up."""
+        return self._placed.averages
 
     def profile(
         self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float = math.inf

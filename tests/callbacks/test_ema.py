@@ -14,11 +14,11 @@ from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
 from lightning_realloc.callbacks import EMA, SaveHuggingFace
-from lightning_realloc.callbacks.ema import AVERAGE, averaged_weights, update_averages
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
+from lightning_realloc.strategies.pool.weight_averages import AVERAGE, update_averages
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import BATCH_SIZE, Part, SaveAt, contents, table
@@ -71,7 +71,7 @@ def average(plans: list[Any], optimizer: str, folder: Path) -> list[Run]:
         )
         batches = Batches(4, responses=True)
         trainer.fit(runs.sft(optimizer=OPTIMIZERS[optimizer]), batches, val_dataloaders=batches)
-        with averaged_weights(strategy, "actor"):
+        with strategy.averages.in_place_of_weights("actor"):
             averages = whole(strategy)
         weights.trained.append(whole(strategy))
         trainer.save_checkpoint(folder / f"run-{number}")
@@ -160,7 +160,7 @@ def train_with_an_offloaded_optimizer() -> tuple[list[dict[str, Tensor]], dict[s
     weights = Weights()
     trainer = runs.trainer(ReallocStrategy(plan), 1, callbacks=[weights, EMA(DECAY)])
     trainer.fit(runs.grpo(optimizer=OPTIMIZERS["adam"]), Batches(3))
-    with averaged_weights(trainer.strategy, "actor"):
+    with trainer.strategy.averages.in_place_of_weights("actor"):
         return weights.trained, whole(trainer.strategy)
 
 

@@ -1,4 +1,4 @@
-"""Totals of reallocations, and dispatch of phase hooks."""
+"""Reallocations around calls by the callback's policy, their totals, and dispatch of phase hooks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_realloc.callbacks import ParameterReallocation, PhaseCallback
-from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import SwitchTotals
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.strategies.pool.phase_hooks import announced, dispatch
+from lightning_realloc.strategies.pool.run_policies import RunPolicies
 
 
 def report(moved: int, seconds: float = 0.5) -> ReallocationReport:
@@ -58,13 +59,6 @@ class Module:
         self.told.append(phase)
 
 
-class Strategy:
-    """Stand-in for a strategy with phases."""
-
-    def __init__(self) -> None:
-        self.pool = Pool()
-
-
 class Trainer:
     """Stand-in for a Trainer with hooks."""
 
@@ -72,7 +66,13 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.lightning_module = Module()
         self.profiler = Profiler()
-        self.strategy = Strategy()
+        self.pool = Pool()
+
+
+def run_call(trainer: Any) -> None:
+    """Run a call under the policy of the trainer's callbacks."""
+    with announced("actor.generate", trainer, trainer.pool, RunPolicies.from_callbacks(trainer.callbacks).reallocation):
+        pass
 
 
 class Listener(PhaseCallback):
@@ -108,9 +108,8 @@ def test_every_call_is_realized_and_relinquished_and_moved_bytes_are_summed() ->
     reallocation, listener = ParameterReallocation(), Listener()
     trainer: Any = Trainer(reallocation, listener)
     for _ in range(4):
-        dispatch(trainer, "on_phase_start", "actor.generate")
-        dispatch(trainer, "on_phase_end", "actor.generate")
-    assert trainer.strategy.pool.asked == ["realize actor.generate", "relinquish actor.generate, free=False"] * 4
+        run_call(trainer)
+    assert trainer.pool.asked == ["realize actor.generate", "relinquish actor.generate, free=False"] * 4
     totals = reallocation.summary()["actor.generate"]
     assert totals == SwitchTotals(count=2, bytes_moved=200, bytes_minimum=100, seconds=1.0)
     assert totals.bytes_per_s == 200.0
@@ -120,16 +119,15 @@ def test_every_call_is_realized_and_relinquished_and_moved_bytes_are_summed() ->
 
 def test_free_after_frees_the_storage_of_a_call() -> None:
     trainer: Any = Trainer(ParameterReallocation(free_after=True))
-    dispatch(trainer, "on_phase_end", "actor.generate")
-    assert trainer.strategy.pool.asked == ["relinquish actor.generate, free=True"]
+    run_call(trainer)
+    assert trainer.pool.asked == ["realize actor.generate", "relinquish actor.generate, free=True"]
 
 
 def test_a_disabled_callback_moves_no_role() -> None:
     reallocation = ParameterReallocation(enabled=False)
     trainer: Any = Trainer(reallocation)
-    dispatch(trainer, "on_phase_start", "actor.generate")
-    dispatch(trainer, "on_phase_end", "actor.generate")
-    assert trainer.strategy.pool.asked == []
+    run_call(trainer)
+    assert trainer.pool.asked == []
     assert reallocation.summary() == {}
 
 

@@ -26,7 +26,8 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import CheckpointError, RankLost
 from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.messages.failure_store import STORE_LOST
-from lightning_realloc.strategies.run_messages import _first_iterations_line, _shortage, log_way_to_resume
+from lightning_realloc.strategies.lightning.failures import log_way_to_resume
+from lightning_realloc.strategies.run_summary import _first_iterations_line, _shortage
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.strategies.run_messages import TRL_DEFAULTS
+from lightning_realloc.strategies.run_summary import TRL_DEFAULTS
 
 pytest.importorskip("trl")
 NAMES = {"kl_coef": "beta", "sampling.n": "num_generations", "sampling.max_new_tokens": "max_completion_length"}

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples, all_samples
-from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import ConfigError, DataError, ReallocError
+from lightning_realloc.trainers import trainer_callbacks
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,6 @@ from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_not_negative, check_type, refuse_contradictions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
-from lightning_realloc.callbacks.phase import planned_iterations, trainer_callbacks
 from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
@@ -53,6 +52,7 @@ from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.packed_attention import check_packable, check_segments
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings
+from lightning_realloc.trainers import planned_iterations, trainer_callbacks
 
 
 class ModuleSettings(TypedDict, total=False):

@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import lightning_realloc
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.sandbox.processes import kill_tree
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
 
-_ROOT = str(Path(lightning_realloc.__file__).resolve().parent.parent)
+_ROOT = str(Path(__file__).resolve().parents[3])
 _SUPERVISE = f"""
 import sys
 sys.path.insert(0, {_ROOT!r})

@@ -21,6 +21,7 @@ import logging
 import pickle
 import random
 import socket
+import sys
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import lightning_realloc
-from lightning_realloc.callbacks.ema import AVERAGE
-from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.messages.objects import gather_objects
@@ -50,6 +48,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     raise_on_all_ranks,
     read_description,
 )
+from lightning_realloc.strategies.checkpoints.model_card import ModelCard
 from lightning_realloc.strategies.checkpoints.optimizer_settings import restore_settings, settings_by_role
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     optimizer_key,
@@ -60,6 +59,7 @@ from lightning_realloc.strategies.checkpoints.sharded_state import (
 from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor
 from lightning_realloc.strategies.checkpoints.stored_metadata import StoredTensor, require_listed, stored_tensors
 from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.weight_averages import AVERAGE
 
 log = logging.getLogger(__name__)
 
@@ -269,8 +269,9 @@ class _Pickle:
 
         def find_class(self, module: str, name: str) -> Any:
             """Return the class of a name."""
-            is_public = module.startswith(f"{lightning_realloc.__name__}.") and name in lightning_realloc.__all__
-            return super().find_class(lightning_realloc.__name__ if is_public else module, name)
+            package = __name__.partition(".")[0]
+            is_public = module.startswith(f"{package}.") and name in sys.modules[package].__all__
+            return super().find_class(package if is_public else module, name)
 
 
 def read_meta(folder: AnyPath, *, weights_only: bool) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_realloc.callbacks.ema import AVERAGE
-from lightning_realloc.callbacks.model_card import ModelCard
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import PARTIAL
 from lightning_realloc.remote_output import folder_problem
@@ -27,8 +25,10 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     raise_on_all_ranks,
     read_description,
 )
+from lightning_realloc.strategies.checkpoints.model_card import ModelCard
 from lightning_realloc.strategies.checkpoints.sharded_state import optimizer_key, weight_key
 from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
+from lightning_realloc.strategies.pool.weight_averages import AVERAGE
 
 
 def export_checkpoint(

@@ -20,8 +20,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_realloc.callbacks.ema import evaluated_averages
-from lightning_realloc.callbacks.model_card import make_model_card
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.remote_output import folder_problem
 from lightning_realloc.remote_path import RemotePath, as_path
@@ -39,8 +37,10 @@ from lightning_realloc.strategies.checkpoints.checkpoint import (
 from lightning_realloc.strategies.checkpoints.checkpoint_writer import require_finite_weights, write_checkpoint
 from lightning_realloc.strategies.checkpoints.folders import finish_replacement, remove_checkpoint
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
+from lightning_realloc.strategies.checkpoints.model_card import make_model_card
 from lightning_realloc.strategies.checkpoints.optimizer_settings import follow_given_rates, stored_settings
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
+from lightning_realloc.strategies.pool.run_policies import RunPolicies
 
 if TYPE_CHECKING:
     from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
@@ -272,7 +272,8 @@ class RoleCheckpoints:
         averaged = frozenset[str]()
         if not is_fitting:
             strategy.optimizers = []  # their state belongs to the replaced weights
-            averaged = evaluated_averages(trainer.callbacks, strategy.pool.dataflow.trained_roles)
+            policies = RunPolicies.from_callbacks(trainer.callbacks)
+            averaged = policies.evaluated_averages(strategy.pool.dataflow.trained_roles)
         checkpoint = read_checkpoint(
             folder,
             self._trained_models(),

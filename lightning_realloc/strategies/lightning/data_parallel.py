@@ -30,7 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -54,10 +53,10 @@ from lightning_realloc.strategies.lightning.trainer_checks import (
     refuse_gradient_settings,
     refuse_ineffective_callbacks,
     refuse_sharded_module,
+    refuse_weight_averaging,
     warn_of_stale_addresses,
 )
 from lightning_realloc.strategies.pool.precision import for_samples
-from lightning_realloc.strategies.run_messages import log_way_to_resume
 
 Value = TypeVar("Value")
 
@@ -273,7 +272,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         elif self.world_size > 1 and dist.is_initialized():
             explain_broken_connection(exception, self.global_rank, self.world_size)
         self._record_failure(exception)
-        log_way_to_resume(trainer, exception)
+        failures.log_way_to_resume(trainer, exception)
         forget_groups()
         failures.dismiss_observer(self._launcher)
 

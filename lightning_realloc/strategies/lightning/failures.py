@@ -22,11 +22,16 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_realloc.errors import ConfigError, ReallocError
-from lightning_realloc.runtime.messages.failure_store import is_broken_connection
+from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError
+from lightning_realloc.remote_path import AnyPath, as_path
+from lightning_realloc.runtime.messages.failure_store import is_broken_connection, is_loss_of_first_rank
 from lightning_realloc.runtime.messages.kept_states import last_seen
+from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +143,30 @@ def report_failed_ranks(rank: int, failed: Mapping[int, int], launcher: object) 
         if code < 0:
             how = f"was ended by {name}{last_seen(folder, rank + number)}"
         _write_stderr(f"rank {rank + number} {how}\n")
+
+
+def log_way_to_resume(trainer: Trainer | None, error: BaseException) -> None:
+    """Log how to resume training from the newest checkpoint, unless the error may be about this checkpoint.
+
+    Rank 0 logs it, and every rank if rank 0 was lost.
+    """
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        return
+    newest = _newest_checkpoint(trainer)
+    may_be_damaged = isinstance(error, CheckpointError) and newest == as_path(trainer.ckpt_path or "")
+    if newest is not None and not may_be_damaged:
+        say = log.warning if is_loss_of_first_rank(error) else rank_zero_info
+        say(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
+
+
+def _newest_checkpoint(trainer: Trainer) -> AnyPath | None:
+    """Return the newest of the checkpoints that this run wrote or resumed from; None without one."""
+    found = [trainer.ckpt_path]
+    for callback in trainer.checkpoint_callbacks:
+        found += [getattr(callback, name, None) for name in ("last_model_path", "best_model_path", "ckpt_path")]
+    paths = {str(path): as_path(path) for path in found if path}
+    ages = {path: age for path in paths.values() if (age := age_s(path)) is not None}
+    return max(ages, key=ages.__getitem__, default=None)
 
 
 def report_failures(*, rank: int, launcher: object) -> None:

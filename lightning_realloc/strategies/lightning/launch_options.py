@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_realloc.errors import ConfigError
@@ -15,9 +16,6 @@ from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, 
 from lightning_realloc.strategies.lightning.ray_cluster import check_ray
 from lightning_realloc.strategies.lightning.ray_launcher import RayLauncher
 from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 
 LauncherName = Literal["popen", "spawn", "fork", "ray"]
 """How the process of a device starts: by the script, by the function in a new or a forked process, in a Ray actor."""
@@ -48,7 +46,7 @@ class LaunchOptions:
             )
 
 
-def make_launcher(strategy: DataParallelStrategy, options: LaunchOptions) -> _Launcher:
+def make_launcher(strategy: ModelParallelStrategy, options: LaunchOptions) -> _Launcher:
     """Return the launcher of a strategy; one that starts nothing if the processes exist already, or one is enough.
 
     Raises:
@@ -70,7 +68,7 @@ def make_launcher(strategy: DataParallelStrategy, options: LaunchOptions) -> _La
     return launcher
 
 
-def _ray_launcher(strategy: DataParallelStrategy, max_failures: int) -> RayLauncher:
+def _ray_launcher(strategy: ModelParallelStrategy, max_failures: int) -> RayLauncher:
     """Return Ray's launcher, which also serves one rank: it may run on another machine."""
     check_ray()
     environment = strategy.cluster_environment

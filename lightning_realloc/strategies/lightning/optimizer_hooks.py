@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,9 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies.checkpoints.optimizer_settings import record_given
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 
 
 class LightningOptimizers:
@@ -25,12 +23,16 @@ class LightningOptimizers:
         strategy: The running strategy, which holds the optimizers and Lightning's hooks.
     """
 
-    def __init__(self, strategy: DataParallelStrategy) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
     @property
+    def _module(self) -> Any:
+        return self._strategy.lightning_module
+
+    @property
     def _trainer(self) -> Any:
-        return self._strategy.connected_module.trainer
+        return self._module.trainer
 
     @property
     def iteration(self) -> int:
@@ -75,7 +77,7 @@ class LightningOptimizers:
 
     def backward_loss(self, loss: Tensor) -> None:
         """Run backward with Lightning's hooks."""
-        self._strategy.connected_module.manual_backward(loss)
+        self._module.manual_backward(loss)
 
     def step(self, optimizer: Optimizer) -> None:
         """Step an optimizer with Lightning's hooks, without counting an iteration."""

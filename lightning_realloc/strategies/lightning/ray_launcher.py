@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _WorkerOutput
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,9 +27,6 @@ from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, 
 from lightning_realloc.strategies.lightning.ray_cluster import RankGroup, RayPlacement, connect
 from lightning_realloc.strategies.lightning.ray_ranks import CheckpointList
 from lightning_realloc.strategies.lightning.signals import signals_forwarded
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class RayLauncher(FullStateLauncher):
         max_failures: Number of lost ranks or machines after which the run starts again from its last checkpoint.
     """
 
-    def __init__(self, strategy: DataParallelStrategy, *, max_failures: int) -> None:
+    def __init__(self, strategy: ModelParallelStrategy, *, max_failures: int) -> None:
         super().__init__(strategy, start_method="spawn")
         self._max_failures = max_failures
         self._signals: SimpleQueue[int] = SimpleQueue()

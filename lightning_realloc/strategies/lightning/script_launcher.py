@@ -21,12 +21,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_realloc.errors import RankLost
 from lightning_realloc.parent_watch import children_watch_this_process
 from lightning_realloc.runtime.messages.kept_states import states_kept_in
-from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failed_ranks
+from lightning_realloc.strategies.lightning.failures import end_started_ranks, log_way_to_resume, report_failed_ranks
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.launchers import STUCK_S
 from lightning_realloc.strategies.lightning.process_group import LOOPBACK
 from lightning_realloc.strategies.lightning.signals import STOP_SIGNALS
-from lightning_realloc.strategies.run_messages import log_way_to_resume
 
 REPORT_S = 0.5
 """Seconds between two checks for ranks that a signal has ended."""

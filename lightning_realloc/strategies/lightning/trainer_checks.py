@@ -9,7 +9,13 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -61,6 +67,16 @@ def refuse_gradient_settings(trainer: Trainer, algorithm: str) -> None:
             f"{settings} of the Trainer {'do' if len(given) > 1 else 'does'} not reach the calls of {algorithm}; leave "
             f"it out and use train_options=TrainOptions({', '.join(ours for _, _, ours in given)}) of {algorithm}"
         )
+
+
+def refuse_weight_averaging(callbacks: Iterable[object], algorithm: str) -> None:
+    """Raise ConfigError for Lightning callbacks that average copies of whole modules."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} copies {algorithm} before its models are divided over ranks, and its copy "
+                f"cannot follow them; use lightning_realloc.EMA(decay=...)"
+            )
 
 
 def refuse_ineffective_callbacks(callbacks: Iterable[object], algorithm: str) -> None:

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -33,7 +33,7 @@ from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
 from lightning_realloc.strategies.pool.builder import PoolBuilder
-from lightning_realloc.strategies.pool.memory_check import require_free_memory, with_callbacks
+from lightning_realloc.strategies.pool.memory_check import require_free_memory
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY, Efficiency
@@ -271,7 +271,6 @@ def make_plan_evaluator(
     plan: ExecutionPlan,
     iterations: Sequence[Lengths],
     *,
-    callbacks: Iterable[object],
     overlap: Overlap,
     generation_chunks: int = 1,
     profile: Profile | None = None,
@@ -282,7 +281,6 @@ def make_plan_evaluator(
         builder: Builder of the algorithm's pool.
         plan: The plan in use.
         iterations: Lengths of some iterations. Memory is checked for the longest response that sampling allows.
-        callbacks: The Trainer's callbacks.
         overlap: Calls that may run at the same time.
         generation_chunks: Chunks in which a generating rank sends its samples on.
         profile: Measured passes; None estimates seconds from data sheets alone.
@@ -292,7 +290,7 @@ def make_plan_evaluator(
     """
     dataflow, module, on_cpu = _remaining_calls(builder), builder.module, builder.device.type == "cpu"
     cluster, roles = _cluster_of(builder.cluster, builder.world_size), builder.describe_roles()
-    _, settings = with_callbacks(callbacks, dataflow, plan, builder.memory_settings())
+    _, settings = builder.for_forecast(plan)
     typical = TypicalLengths.from_iterations(iterations)
     longest = max(*typical.responses, _longest_allowed(module, dataflow))
     captures = "captures" in CAPABILITIES[module.engine] and bool(module.generation_options.cuda_graphs)

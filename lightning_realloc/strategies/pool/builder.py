@@ -6,7 +6,7 @@ All methods of `PoolBuilder` are collective over all ranks, and raise an error o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,11 +38,11 @@ from lightning_realloc.strategies.pool.memory_check import (
     memory_settings,
     refuse_too_large,
     require_free_memory,
-    with_callbacks,
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
+from lightning_realloc.strategies.pool.run_policies import RunPolicies
 from lightning_realloc.tuning.memory.forecast import forecast_memory, transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.default_plan import default_plan, largest_by_phase
@@ -105,6 +105,8 @@ class PoolBuilder:
     """Role -> tensor-parallel styles, for models without a plan of their own."""
     memory_budget: int
     """Bytes of one device that a plan may use."""
+    policies: RunPolicies
+    """Decisions of callbacks about weights."""
     pushes_weights: bool = False
     """Whether trained weights travel in the background to ranks that only generate."""
 
@@ -175,9 +177,7 @@ class PoolBuilder:
             sharers=self.sharers,
         )
 
-    def choose_plan(
-        self, source: NamedPlan, callbacks: Iterable[object], *, workload: Workload | None
-    ) -> tuple[ExecutionPlan, str | None]:
+    def choose_plan(self, source: NamedPlan, *, workload: Workload | None) -> tuple[ExecutionPlan, str | None]:
         """Return a checked plan; for ``"heuristic"`` one that fits, or else why none does.
 
         Reads only the models' configurations. Collective over all ranks.
@@ -192,13 +192,12 @@ class PoolBuilder:
         asked = gather_objects((source == "heuristic", self.memory_budget))
         if all(is_default for is_default, _ in asked):  # else ranks were given different plans, which is refused below
             least = min(budget for _, budget in asked)
-            source, shortage = self._default_plan(roles, callbacks, workload, budget_bytes=least)
+            source, shortage = self._default_plan(roles, workload, budget_bytes=least)
         return self.plan(source, {name: role.model for name, role in roles.items()}), shortage
 
     def check_memory(
         self,
         plan: ExecutionPlan,
-        callbacks: Iterable[object],
         *,
         shortage: str | None = None,
         running: ExecutionPlan | None = None,
@@ -213,7 +212,7 @@ class PoolBuilder:
             PlanError: for a plan that is too large, with phase, rank, bytes and what would fit.
         """
         roles = self.describe_roles()
-        plan, settings = with_callbacks(callbacks, self.dataflow, plan, self.memory_settings())
+        plan, settings = self.for_forecast(plan)
         adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans, max_tp=self.world_size)
         refuse_too_large(
             self.dataflow,
@@ -232,7 +231,6 @@ class PoolBuilder:
     def _default_plan(
         self,
         roles: Mapping[str, RoleMemory],
-        callbacks: Iterable[object],
         workload: Workload | None,
         *,
         budget_bytes: int,
@@ -241,7 +239,7 @@ class PoolBuilder:
         settings = self.memory_settings()
 
         def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
-            run, changed = with_callbacks(callbacks, self.dataflow, plan, settings)
+            run, changed = self.policies.applied_to(plan, self.dataflow, settings)
             own = forecast_memory(self.dataflow, run, roles, changed, workload, ranks=(self.rank,))
             ranks = gather_objects(largest_by_phase(own))
             return {phase: max(sizes[phase] for sizes in ranks) for phase in ranks[0]}
@@ -259,12 +257,11 @@ class PoolBuilder:
             rank_zero_info(found.reason)
         return found.plan, found.shortage
 
-    def keeps_caches(self, plan: ExecutionPlan, callbacks: Iterable[object], workload: Workload | None) -> bool:
+    def keeps_caches(self, plan: ExecutionPlan, workload: Workload | None) -> bool:
         """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks.
 
         Args:
             plan: The plan in use.
-            callbacks: The Trainer's callbacks.
             workload: The largest one that memory must have room for; None if it is unknown.
         """
         wanted = self.module.generation_options.free_cache
@@ -272,10 +269,14 @@ class PoolBuilder:
             return wanted is False
         if workload is None or torch.are_deterministic_algorithms_enabled():
             return False
-        plan, settings = with_callbacks(callbacks, self.dataflow, plan, self.memory_settings())
+        plan, settings = self.for_forecast(plan)
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         roles, budget = self.describe_roles(), min(self.memory_budget, free)
         return has_room_for_caches(self.dataflow, plan, roles, settings, workload, rank=self.rank, budget_bytes=budget)
+
+    def for_forecast(self, plan: ExecutionPlan) -> tuple[ExecutionPlan, MemorySettings]:
+        """Return a plan and the settings of memory as callbacks change both."""
+        return self.policies.applied_to(plan, self.dataflow, self.memory_settings())
 
     def memory_settings(self) -> MemorySettings:
         """Return the bytes per element that the Trainer's and the algorithm's settings imply.

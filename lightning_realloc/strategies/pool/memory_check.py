@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_realloc.callbacks.ema import EMA
-from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError, ReallocError
@@ -154,25 +152,6 @@ def memory_settings(
         builds_on_device=on_cpu,
         engine=engine or EngineMemory(),
     )
-
-
-def with_callbacks(
-    callbacks: Iterable[object], dataflow: Dataflow, plan: ExecutionPlan, settings: MemorySettings
-) -> tuple[ExecutionPlan, MemorySettings]:
-    """Return plan and settings as callbacks change them.
-
-    A :class:`ParameterReallocation` may free replicas, or make none if it is disabled. An :class:`EMA` keeps averages.
-    """
-    for callback in callbacks:
-        if isinstance(callback, EMA):
-            settings = replace(settings, optimizer_bytes=settings.optimizer_bytes + 4)
-        if isinstance(callback, ParameterReallocation):
-            settings = replace(settings, frees_copies=callback.free_after)
-            if not callback.enabled:
-                homes = {c.name: plan.layout(dataflow.home_call(str(c.role)).name) for c in dataflow.model_calls}
-                calls = tuple((name, replace(call, layout=homes[name])) for name, call in plan.calls)
-                plan = replace(plan, calls=calls)
-    return plan, settings
 
 
 def settings_of_precision(precision: str) -> MemorySettings:

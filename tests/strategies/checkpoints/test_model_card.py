@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightning_realloc.algorithms import SFT
 from lightning_realloc.callbacks import SaveHuggingFace
-from lightning_realloc.callbacks.model_card import MARK, ModelCard, make_model_card
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.checkpoints.model_card import MARK, ModelCard, make_model_card
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool

@@ -1,4 +1,4 @@
-"""Messages of rank 0 about a run: a summary before the first step, and how to resume after a failure."""
+"""Log a summary of a run before its first step: models, plan, memory, batch, learning rates, and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import CheckpointError, ReallocError
+from lightning_realloc.errors import ReallocError
 from lightning_realloc.remote_path import AnyPath, as_path
-from lightning_realloc.runtime.messages.failure_store import is_loss_of_first_rank
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
-    age_s,
     checkpoint_files_in,
     checkpoints_in,
     newest_complete,
 )
 from lightning_realloc.strategies.largest_workload import largest_workload, rows_per_batch
-from lightning_realloc.strategies.pool.memory_check import with_callbacks
+from lightning_realloc.trainers import trainer_callbacks
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -47,7 +43,6 @@ TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 """Algorithm -> its setting -> the default of TRL's trainer. TRL's learning rates decay linearly in all of them."""
 
 
-# ---- before the first step
 def log_start(strategy: ReallocStrategy, placed: PlacedRoles) -> None:
     """Log a summary of an algorithm, and warn of an earlier checkpoint that the run does not continue from."""
     if strategy.dataflow is not None:
@@ -116,9 +111,9 @@ def _size(name: str, role: RoleMemory, *, is_trained: bool) -> str:
 def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Trainer) -> Iterator[str]:
     """Yield the forecast peak of the fullest rank; nothing if there is no forecast."""
     flow, workload = builder.dataflow, largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
-    ranks, callbacks = range(builder.world_size), trainer_callbacks(trainer)
+    ranks = range(builder.world_size)
     try:
-        plan, settings = with_callbacks(callbacks, flow, strategy.plan, builder.memory_settings())
+        plan, settings = builder.for_forecast(strategy.plan)
         settings = settings.with_kept_caches(strategy.runner.engines.keeps_caches)
         forecast = forecast_memory(flow, plan, builder.describe_roles(), settings, workload, ranks=ranks)
     except ReallocError as error:
@@ -196,28 +191,3 @@ def _count(num: int) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{math.ceil(size / 2**20)} MiB"
-
-
-# ---- after a failure
-def log_way_to_resume(trainer: Trainer | None, error: BaseException) -> None:
-    """Log how to resume training from the newest checkpoint, unless the error may be about this checkpoint.
-
-    Rank 0 logs it, and every rank if rank 0 was lost.
-    """
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
-        return
-    newest = newest_checkpoint(trainer)
-    may_be_damaged = isinstance(error, CheckpointError) and newest == as_path(trainer.ckpt_path or "")
-    if newest is not None and not may_be_damaged:
-        say = log.warning if is_loss_of_first_rank(error) else rank_zero_info
-        say(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
-
-
-def newest_checkpoint(trainer: Trainer) -> AnyPath | None:
-    """Return the newest of the checkpoints that this run wrote or resumed from; None without one."""
-    found = [trainer.ckpt_path]
-    for callback in trainer.checkpoint_callbacks:
-        found += [getattr(callback, name, None) for name in ("last_model_path", "best_model_path", "ckpt_path")]
-    paths = {str(path): as_path(path) for path in found if path}
-    ages = {path: age for path in paths.values() if (age := age_s(path)) is not None}
-    return max(ages, key=ages.__getitem__, default=None)

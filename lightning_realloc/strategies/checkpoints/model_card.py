@@ -15,15 +15,17 @@ from huggingface_hub import ModelCardData
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-import lightning_realloc
 from lightning_realloc.output_files import write_text
 from lightning_realloc.remote_path import AnyPath, RemotePath, is_path
 from lightning_realloc.setting_hints import setting_defaults
+from lightning_realloc.version import __version__
 
 CARD_FILE = "README.md"
 MARK = "<!-- Written by SaveHuggingFace. Without this line it is yours, and is not written again. -->"
 """Line that marks generated cards; a file without it is never overwritten."""
-_PACKAGES: tuple[Any, ...] = (lightning_realloc, torch, lightning, transformers)
+_VERSIONS = {"lightning_realloc": __version__} | {
+    package.__name__: package.__version__ for package in (torch, lightning, transformers)
+}
 _OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
 _PLAIN_TYPES = (bool, int, float, str)
 
@@ -140,7 +142,7 @@ def _run_settings(trainer: Trainer, role: str) -> dict[str, str]:
     if batch_size is not None:
         found["batch_size"] = str(batch_size)
     found |= {"precision": str(trainer.precision), "ranks": str(trainer.world_size)}
-    return found | {package.__name__: package.__version__ for package in _PACKAGES}
+    return found | _VERSIONS
 
 
 def _name_of(optimizer: Optimizer) -> str | None:
@@ -165,9 +167,10 @@ def _setting_text(value: object) -> str | None:
     return None
 
 
-def _changed_fields(value: Any) -> Iterator[str]:
+def _changed_fields(value: object) -> Iterator[str]:
     """Yield the fields of a dataclass that differ from their defaults, as ``name=value``."""
-    for known in dataclasses.fields(value):
+    instance: Any = value
+    for known in dataclasses.fields(instance):
         now = getattr(value, known.name)
         factory = known.default_factory
         default = known.default if factory is dataclasses.MISSING else factory()
