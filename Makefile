@@ -107,7 +107,7 @@ test-multinode: $(VENV)/.ready
 # Runs on a Ray cluster of two machines, both of which are this one: seven minutes on two cores.
 test-ray: $(VENV)/.ready
 	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[ray]"
-	$(RUN) pytest -m ray tests/strategies/lightning/test_ray_launcher.py
+	$(RUN) pytest -m ray tests/strategies/ray/test_ray_launcher.py
 
 $(VENV)/.ready: pyproject.toml constraints.txt .ci/install_torch.py
 	$(PYTHON) .ci/install_torch.py --check-python

@@ -6,9 +6,9 @@ are imported from their modules on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_realloc.lazy_names import lazy_names as _lazy_names
 from lightning_realloc.parent_watch import watch_announced_parent as _watch_announced_parent
 from lightning_realloc.version import __version__ as __version__
 from lightning_realloc_autoload import install as _register_strategies
@@ -171,20 +171,8 @@ _HOMES = {
     "TrackioLogger": "callbacks",
 }
 
-
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
-
+__getattr__, __dir__ = _lazy_names(__name__, _HOMES)
 
 _watch_announced_parent()
 _register_strategies()

@@ -33,7 +33,7 @@ def test_gpu_runs_collect_the_files_with_gpu_tests(path: str) -> None:
     assert is_ignored(path, "gpu") is None
 
 
-@pytest.mark.parametrize("path", ["test_cli.py", "layout/test_dims.py", "strategies/lightning/test_ray_ranks.py"])
+@pytest.mark.parametrize("path", ["test_cli.py", "layout/test_dims.py", "strategies/ray/test_ray_ranks.py"])
 def test_gpu_runs_leave_out_other_files_and_other_runs_none(path: str) -> None:
     assert is_ignored(path, "gpu") is True
     assert is_ignored(path, "") is None

@@ -31,17 +31,15 @@ sys.argv = ["lightning-realloc", "--version"]
 entry.run_command_line()
 found["help and version"] = sorted({"torch", "lightning", "transformers", "jsonargparse"} & set(sys.modules))
 
-def loaded(part):
-    return [name for name in sys.modules if part in name]
-
-import lightning_realloc.generation.engine, lightning_realloc.generation.loop.run
-found["speculative decoding"] = loaded("generation.speculative")
-
-from lightning_realloc.generation import GenerationEngine
-from lightning_realloc import DPO, SamplingParams, setting_hints
-from tests.models import tiny_model
-GenerationEngine(tiny_model("llama")).generate([[5]], SamplingParams(max_new_tokens=2))
-found["rebalancing"] = loaded("generation.rebalance")
+import lightning as L
+from lightning_realloc import DPO, GRPO, SamplingParams, setting_hints
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies.runs import Batches, low_tokens
+sampling = SamplingParams(n=2, max_new_tokens=4)
+module = GRPO(tiny_model("llama"), low_tokens, kl_coef=0.0, tokenizer=byte_tokenizer(), sampling=sampling)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+L.Trainer(accelerator="cpu", devices=1, strategy="realloc", max_steps=1, **quiet).fit(module, Batches(1))
+found["fit"] = sorted(name for name in sys.modules if name.startswith("lightning_realloc."))
 
 tables = setting_hints._read_tables.cache_info
 DPO("x", beta=0.3)
@@ -51,7 +49,6 @@ try:
 except ValueError:
     found["hints after an unknown setting"] = tables().currsize
 
-from lightning_realloc import cli
 import lightning_realloc.rewards.ray_reward
 found["ray"] = "ray" in sys.modules
 print(json.dumps(found))
@@ -69,12 +66,13 @@ def found() -> Mapping[str, Any]:
     return json.loads(found) | {"version": version}  # type: ignore[no-any-return]
 
 
-def test_plain_generation_imports_nothing_of_speculative_decoding(found: Mapping[str, Any]) -> None:
-    assert found["speculative decoding"] == []
-
-
-def test_an_engine_without_peers_does_not_import_rebalance(found: Mapping[str, Any]) -> None:
-    assert found["rebalancing"] == []
+@pytest.mark.parametrize("part", [
+    "report", "recording", "commands", "cli", "strategies.ray", "strategies.checkpoints.remote",
+    "rewards.sandbox", "rewards.workers", "generation.speculative", "generation.rebalance", "generation.vllm",
+])  # fmt: skip
+def test_a_small_fit_imports_no_part_that_a_setting_asks_for(found: Mapping[str, Any], part: str) -> None:
+    assert "lightning_realloc.generation.engine" in found["fit"]
+    assert [name for name in found["fit"] if f"{name}.".startswith(f"lightning_realloc.{part}.")] == []
 
 
 def test_hints_are_loaded_only_after_an_unknown_setting(found: Mapping[str, Any]) -> None:

@@ -136,7 +136,7 @@ UNPICKLING = {
     "rewards/workers/worker.py": "from the process that started it, through a pipe",
     "strategies/checkpoints/checkpoint.py": "a file that the user trusts, by load_weights_only=False",
     "strategies/checkpoints/stored_metadata.py": "torch's file, of torch's plain classes alone",
-    "strategies/lightning/ray_ranks.py": "Ray itself sends work so",
+    "strategies/ray/ray_ranks.py": "Ray itself sends work so",
 }
 """Modules that may unpickle, and what."""
 

@@ -1,30 +1,42 @@
 """Lightning callbacks: tuning, reallocation, weight averages, Hugging Face export, predictions, monitoring and loggers.
 
 Start with `PhaseCallback`, whose hooks run around every call. `AutoTuner` chooses the plan during a run.
+Names are imported from their modules on first use.
 """
 
-from lightning_realloc.callbacks.auto_tuner import AutoTuner
-from lightning_realloc.callbacks.ema import EMA
-from lightning_realloc.callbacks.huggingface import SaveHuggingFace
-from lightning_realloc.callbacks.loggers import TrackioLogger
-from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
-from lightning_realloc.callbacks.metric_alarm import MetricAlarm
-from lightning_realloc.callbacks.phase import PhaseCallback
-from lightning_realloc.callbacks.predictions import PredictionWriter
-from lightning_realloc.callbacks.reallocation import ParameterReallocation
-from lightning_realloc.callbacks.rollout_table import RolloutTable
-from lightning_realloc.callbacks.timeline import Timeline
+from __future__ import annotations
 
-__all__ = [
-    "EMA",
-    "AutoTuner",
-    "MemoryMonitor",
-    "MetricAlarm",
-    "ParameterReallocation",
-    "PhaseCallback",
-    "PredictionWriter",
-    "RolloutTable",
-    "SaveHuggingFace",
-    "Timeline",
-    "TrackioLogger",
-]
+from typing import TYPE_CHECKING
+
+from lightning_realloc.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_realloc.callbacks.auto_tuner import AutoTuner as AutoTuner
+    from lightning_realloc.callbacks.ema import EMA as EMA
+    from lightning_realloc.callbacks.huggingface import SaveHuggingFace as SaveHuggingFace
+    from lightning_realloc.callbacks.loggers import TrackioLogger as TrackioLogger
+    from lightning_realloc.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
+    from lightning_realloc.callbacks.metric_alarm import MetricAlarm as MetricAlarm
+    from lightning_realloc.callbacks.phase import PhaseCallback as PhaseCallback
+    from lightning_realloc.callbacks.predictions import PredictionWriter as PredictionWriter
+    from lightning_realloc.callbacks.reallocation import ParameterReallocation as ParameterReallocation
+    from lightning_realloc.callbacks.rollout_table import RolloutTable as RolloutTable
+    from lightning_realloc.callbacks.timeline import Timeline as Timeline
+
+# Public name -> its module in this package; the imports above repeat it for type checkers.
+_HOMES = {
+    "AutoTuner": "auto_tuner",
+    "EMA": "ema",
+    "MemoryMonitor": "memory_monitor",
+    "MetricAlarm": "metric_alarm",
+    "ParameterReallocation": "reallocation",
+    "PhaseCallback": "phase",
+    "PredictionWriter": "predictions",
+    "RolloutTable": "rollout_table",
+    "SaveHuggingFace": "huggingface",
+    "Timeline": "timeline",
+    "TrackioLogger": "loggers",
+}
+
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

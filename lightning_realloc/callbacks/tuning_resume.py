@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.generation import SamplingParams, Speculation
+from lightning_realloc.generation import SamplingParams
 
 
 def plan_ranks(plan: ExecutionPlan) -> set[int]:
@@ -35,11 +35,12 @@ def tuning_settings(strategy: Any) -> dict[str, str]:
     return settings | {f"train_options of {r}": str(module.train_options_of(r)) for r in module.dataflow.trained_roles}
 
 
-def _text(setting: object) -> str:
+def _text(setting: Any) -> str:
     if isinstance(setting, SamplingParams):
         return str(replace(setting, seed=0))
-    if isinstance(setting, Speculation) and isinstance(setting.draft_model, nn.Module):
-        return str(replace(setting, draft_model=type(setting.draft_model).__name__))
+    draft_model = getattr(setting, "draft_model", None)
+    if isinstance(draft_model, nn.Module):
+        return str(replace(setting, draft_model=type(draft_model).__name__))
     return str(setting)
 
 

@@ -6,7 +6,7 @@ Begin with `base_engine.Engine.generate`; `engine.py` carries a call out, and `l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_realloc.generation.base_engine import Engine
 from lightning_realloc.generation.core.params import SamplingParams
@@ -16,11 +16,15 @@ from lightning_realloc.generation.hf_engine import HFEngine
 from lightning_realloc.generation.loop.environment import Conversation, Environment, Turn
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.schedule.budget import RolloutBudget
-from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+from lightning_realloc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
+    from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+
+_HOMES = {"Speculation": "speculative.config", "VLLMEngine": "vllm.vllm_engine", "VLLMOptions": "vllm.vllm_options"}
+"""Name that is imported on first use -> its module in this package: plain decoding needs nothing of theirs."""
 
 __all__ = [
     "Completion",
@@ -37,16 +41,4 @@ __all__ = [
     "VLLMEngine",
     "VLLMOptions",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `Speculation` and `VLLMEngine` on first use: plain decoding needs nothing of their packages."""
-    if name == "Speculation":
-        from lightning_realloc.generation.speculative.config import Speculation
-
-        return Speculation
-    if name == "VLLMEngine":
-        from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
-
-        return VLLMEngine
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -6,8 +6,9 @@ Start with `RewardFunctions`, which calls the functions and adds up their reward
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lightning_realloc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_realloc.rewards.code_tests import CodeTests as CodeTests
@@ -48,14 +49,4 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

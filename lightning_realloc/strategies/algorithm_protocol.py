@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lightning_realloc.batch.training import TrainOptions
-from lightning_realloc.generation import Speculation, VLLMOptions
 from lightning_realloc.generation.engine_parts import CudaGraphs
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation import Speculation, VLLMOptions
 
 
 class EngineOptions(Protocol):

@@ -6,15 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from lightning_realloc.algorithms.settings import check_choice, check_type
 from lightning_realloc.batch.training import check_compile_backend
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import RolloutBudget, Speculation, VLLMOptions
+from lightning_realloc.generation import RolloutBudget
 from lightning_realloc.generation.core.capabilities import Capability, EngineName, require_capability
 from lightning_realloc.generation.engine_parts import CudaGraphs
 from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation import Speculation, VLLMOptions
 
 FreeCache = bool | Literal["auto"]
 """When the memory of a generation's cache and CUDA graphs is freed: ``"auto"``, where other calls need it; True, after
@@ -67,9 +70,15 @@ class GenerationOptions:
     """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 
     def __post_init__(self) -> None:
-        check_type(Speculation, speculation=self.speculation)
+        if self.speculation is not None:
+            from lightning_realloc.generation.speculative.config import Speculation
+
+            check_type(Speculation, speculation=self.speculation)
+        if self.vllm is not None:
+            from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+
+            check_type(VLLMOptions, vllm=self.vllm)
         check_type(RolloutBudget, rollout_budget=self.rollout_budget)
-        check_type(VLLMOptions, vllm=self.vllm)
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
         check_type(bool, batch_invariant=self.batch_invariant)
         _check_sample_reallocation(self.sample_reallocation)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -45,7 +45,6 @@ from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.core.capabilities import EngineName
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
@@ -53,6 +52,9 @@ from lightning_realloc.runtime.forward.packed_attention import check_packable, c
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation import Speculation
 
 
 class ModuleSettings(TypedDict, total=False):

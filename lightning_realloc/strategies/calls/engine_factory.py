@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Engine, HFEngine
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
-from lightning_realloc.generation.rebalance.handover import MigrationStats
-from lightning_realloc.generation.rebalance.peers import Peers
-from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.pool.replica import Replica
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation.rebalance.handover import MigrationStats
+    from lightning_realloc.generation.rebalance.peers import Peers
+    from lightning_realloc.generation.speculative.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,8 @@ class ReplicaEngine:
     """Data-parallel ranks: they generate other samples with the same shard of the model."""
     lockstep: Lockstep | None = None
     """Keeps ranks in step whose forward passes are collective; None if they are not."""
-    drafter: Drafter = field(default_factory=Drafter)
-    """Drafts tokens for the engine."""
+    drafter: Drafter | None = None
+    """Drafts tokens for the engine; None: one token at a time."""
     moves: Peers | None = None
     """Moves samples between the peers; None if samples stay."""
     updates: WeightUpdates | None = None

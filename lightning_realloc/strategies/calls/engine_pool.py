@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.speculative.drafter import Exchange
 from lightning_realloc.runtime.messages.mailbox import FrameKind
 from lightning_realloc.runtime.model.adapter_layers import free_merged
 from lightning_realloc.strategies.calls.context import CallContext
@@ -23,6 +23,9 @@ from lightning_realloc.strategies.calls.engine_factory import EngineFactory, HFE
 from lightning_realloc.strategies.calls.native_engines import NativeEngines
 from lightning_realloc.strategies.calls.vllm_engines import VLLMEngines
 from lightning_realloc.strategies.pool.replica import Replica
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +45,8 @@ class EnginePool:
         self._engines: dict[int, ReplicaEngine] = {}
         """Engines by the id of their model."""
         self._factory = FACTORIES[context.algorithm.engine](context)
-        self._expected: list[tuple[ReplicaEngine, int, int]] = []
-        """Engine, run and call whose peers sent responses that this rank has not received yet."""
+        self._expected: list[tuple[Drafter, tuple[int, ...], int, int]] = []
+        """Drafter, peers, run and call of responses that the peers sent, and this rank has not received yet."""
         self.keeps_caches = False
         """Whether caches, CUDA graphs and merged adapters stay between generations, as long as the run goes on."""
         self.is_generating = False
@@ -72,18 +75,17 @@ class EnginePool:
 
     def send_history(self, generator: ReplicaEngine, run: int, index: int) -> None:
         """Send the peers' drafters the responses of call number ``index`` of a run, without waiting."""
-        if generator.peers and generator.drafter.exchanges:
-            content = _packed(generator.drafter.news())
-            self._context.mailbox.send(generator.peers, FrameKind.HISTORY, run, index, content)
-            self._expected.append((generator, run, index))
+        drafter, peers = generator.drafter, generator.peers
+        if peers and drafter is not None and drafter.exchanges:
+            self._context.mailbox.send(peers, FrameKind.HISTORY, run, index, _packed(drafter.news()))
+            self._expected.append((drafter, peers, run, index))
 
     def receive_history(self, *, before: int | None = None) -> None:
         """Give drafters the peers' responses of runs before ``before``, None: of all runs; waits for them."""
-        due = [expected for expected in self._expected if before is None or expected[1] < before]
-        for generator, run, index in due:
-            for peer in generator.peers:
-                news = self._context.mailbox.receive(FrameKind.HISTORY, run, index, peer)
-                generator.drafter.receive_news(_unpacked(news))
+        due = [expected for expected in self._expected if before is None or expected[2] < before]
+        for drafter, peers, run, index in due:
+            for peer in peers:
+                drafter.receive_news(_unpacked(self._context.mailbox.receive(FrameKind.HISTORY, run, index, peer)))
         self._expected = self._expected[len(due) :]
 
     def forget(self) -> None:

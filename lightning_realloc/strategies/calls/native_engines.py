@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.generation import GenerationEngine
-from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
-from lightning_realloc.generation.speculative.drafter import Drafter
-from lightning_realloc.generation.speculative.registry import build_drafter
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_factory import EngineFactory, ReplicaEngine
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
 from lightning_realloc.strategies.pool.replica import Replica
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation.rebalance.peers import Peers
+    from lightning_realloc.generation.speculative.drafter import Drafter
 
 
 class NativeEngines(EngineFactory):
@@ -39,7 +41,8 @@ class NativeEngines(EngineFactory):
         context, algorithm, options = self._context, self._algorithm, self._algorithm.generation_options
         lockstep = self._lockstep(replica)
         drafter = self._drafter(replica)
-        drafter.has_listeners = bool(peers)
+        if drafter is not None:
+            drafter.has_listeners = bool(peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
         moves = self._moves(peers) if lockstep is None else None
         engine = GenerationEngine(
@@ -48,7 +51,7 @@ class NativeEngines(EngineFactory):
             max_slots=max_slots,
             lockstep=lockstep,
             speculation=algorithm.speculation,
-            drafter=None if algorithm.speculation is None else drafter,
+            drafter=drafter,
             max_cache_bytes=algorithm.max_cache_bytes,
             cuda_graphs=options.cuda_graphs,
             compile=options.compile,
@@ -72,8 +75,9 @@ class NativeEngines(EngineFactory):
         """Keep the drafters for the next plan's engines."""
         last: dict[str, list[Drafter]] = {}
         for generator in engines:
-            if not generator.drafter.reads_target_cache:  # else it is a part of that model
-                last.setdefault(generator.replica.role, []).append(generator.drafter)
+            drafter = generator.drafter
+            if drafter is not None and not drafter.reads_target_cache:  # else it is a part of that model
+                last.setdefault(generator.replica.role, []).append(drafter)
         self._kept |= last
 
     def _lockstep(self, replica: Replica) -> Lockstep | None:
@@ -84,17 +88,20 @@ class NativeEngines(EngineFactory):
         setting = self._algorithm.sample_reallocation
         if not setting or not peers:
             return None
-        movable: MovableSamples = "all" if setting == "all" else "queued"
-        return Peers(self._context.mailbox, self._context.rank, peers, movable)
+        from lightning_realloc.generation.rebalance.peers import Peers
 
-    def _drafter(self, replica: Replica) -> Drafter:
-        """Return a drafter for a replica: one of an earlier plan, if there is one.
+        return Peers(self._context.mailbox, self._context.rank, peers, "all" if setting == "all" else "queued")
+
+    def _drafter(self, replica: Replica) -> Drafter | None:
+        """Return a drafter for a replica: one of an earlier plan, if there is one; None without speculation.
 
         Tensor-parallel ranks start anew. They must draft alike, and drafters of other ranks learnt in another order.
         """
         speculation = self._algorithm.speculation
         if speculation is None:
-            return Drafter()
+            return None
+        from lightning_realloc.generation.speculative.registry import build_drafter
+
         group = self._context.pool.meshes.tensor_group(replica.layout)
         if group is not None:
             return build_drafter(speculation, replica.model, spread=partial(_spread, group))

@@ -31,7 +31,7 @@ class VLLMEngines(EngineFactory):
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
         """Return a replica's engine, on the vLLM of its role if that has as many slots."""
-        from lightning_realloc.generation import VLLMEngine
+        from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
 
         key = replica.role, max_slots
         for other in [known for known in self._services if known[0] == replica.role and known != key]:

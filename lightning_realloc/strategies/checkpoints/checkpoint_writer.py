@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,7 +32,6 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     raise_on_all_ranks,
 )
 from lightning_realloc.strategies.checkpoints.folders import LocalTarget, name_write_errors, writer_name
-from lightning_realloc.strategies.checkpoints.remote.remote_target import RemoteTarget
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     non_finite_parameters,
     optimizer_state,
@@ -45,6 +44,9 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import (
     WrittenRegion,
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.checkpoints.remote.remote_target import RemoteTarget
 
 T = TypeVar("T")
 VISIBLE_WITHIN_S = 30.0
@@ -80,7 +82,7 @@ def write_checkpoint(
         require_finite_weights(models.pool, role, models.rank, folder)
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
     token, writer = models.broadcast((uuid.uuid4().hex, writer_name()))
-    target = RemoteTarget(folder, token) if isinstance(folder, RemotePath) else LocalTarget(folder, writer)
+    target = _target(folder, token, writer)
     save = _Save(folder, target, models.rank, _state(meta, models, roles, include_frozen=include_frozen))
     models.run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
@@ -139,6 +141,14 @@ class Part(NamedTuple):
     """File and position of every region."""
     files: dict[str, dict[str, Any]]
     """File name -> size and checksum."""
+
+
+def _target(folder: AnyPath, token: str, writer: str) -> LocalTarget | RemoteTarget:
+    if not isinstance(folder, RemotePath):
+        return LocalTarget(folder, writer)
+    from lightning_realloc.strategies.checkpoints.remote.remote_target import RemoteTarget
+
+    return RemoteTarget(folder, token)
 
 
 class _Save:

@@ -36,7 +36,6 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     siblings,
     write_description,
 )
-from lightning_realloc.strategies.checkpoints.remote.remote_target import remove_remote_checkpoint
 from lightning_realloc.strategies.checkpoints.sharded_tensors import SHARD_SUFFIX, files_of
 
 log = logging.getLogger(__name__)
@@ -289,6 +288,8 @@ def remove_checkpoint(path: AnyPath) -> None:
     incomplete: it is the one to resume from.
     """
     if isinstance(path, RemotePath):
+        from lightning_realloc.strategies.checkpoints.remote.remote_target import remove_remote_checkpoint
+
         remove_remote_checkpoint(path)
         return
     if path.is_symlink():

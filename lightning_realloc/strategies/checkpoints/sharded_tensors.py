@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,10 @@ from lightning_realloc.layout.sharding import Piece
 from lightning_realloc.remote_path import AnyPath, RemotePath
 from lightning_realloc.runtime.messages.objects import gather_on_first, scatter_objects
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors, raise_on_all_ranks
-from lightning_realloc.strategies.checkpoints.remote.remote_files import RemoteFiles, read_slice
 from lightning_realloc.strategies.checkpoints.stored_metadata import METADATA_FILE, read_metadata, stored_tensors
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.checkpoints.remote.remote_files import RemoteFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,6 +224,8 @@ class _Reader(FileSystemReader):
     def __init__(self, folder: AnyPath) -> None:
         super().__init__(_torch_path(folder))
         if isinstance(folder, RemotePath):
+            from lightning_realloc.strategies.checkpoints.remote.remote_files import RemoteFiles
+
             self.fs, self.path = RemoteFiles(), str(folder)
         self._folder = folder
         self._metadata = read_metadata(folder)
@@ -241,6 +245,8 @@ class _Reader(FileSystemReader):
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
         if isinstance(self._folder, RemotePath):
+            from lightning_realloc.strategies.checkpoints.remote.remote_files import read_slice
+
             return read_slice(file, offset=sinfo.offset, length=sinfo.length)
         local: IO[bytes] = super()._slice_file(file, sinfo)
         return local

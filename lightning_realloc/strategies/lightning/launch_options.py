@@ -13,8 +13,6 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.lightning.last_checkpoint import InProcessLauncher
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, refuse_in_notebook
-from lightning_realloc.strategies.lightning.ray_cluster import check_ray
-from lightning_realloc.strategies.lightning.ray_launcher import RayLauncher
 from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
 
 LauncherName = Literal["popen", "spawn", "fork", "ray"]
@@ -68,8 +66,11 @@ def make_launcher(strategy: ModelParallelStrategy, options: LaunchOptions) -> _L
     return launcher
 
 
-def _ray_launcher(strategy: ModelParallelStrategy, max_failures: int) -> RayLauncher:
+def _ray_launcher(strategy: ModelParallelStrategy, max_failures: int) -> _Launcher:
     """Return Ray's launcher, which also serves one rank: it may run on another machine."""
+    from lightning_realloc.strategies.ray.ray_cluster import check_ray
+    from lightning_realloc.strategies.ray.ray_launcher import RayLauncher
+
     check_ray()
     environment = strategy.cluster_environment
     if isinstance(environment, SLURMEnvironment):  # a script inside a job whose nodes run Ray

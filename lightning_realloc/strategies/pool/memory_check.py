@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,10 +20,8 @@ from torch import nn
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError, ReallocError
-from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.forward.packed_linear import packs
-from lightning_realloc.generation.speculative.draft_model import describe_draft_model
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.quantized import quantized_bytes
 from lightning_realloc.runtime.model.training_mode import can_recompute
@@ -36,6 +34,9 @@ from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+
+if TYPE_CHECKING:
+    from lightning_realloc.generation import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,8 @@ def _describe_named_draft(source: str | Path) -> RoleMemory:
 
 
 def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
+    from lightning_realloc.generation.speculative.draft_model import describe_draft_model
+
     model: Any = describe_draft_model(source)
     spec = describe_model(model, max_tp=1)
     return RoleMemory(model=spec, shape=ModelShape.from_config(model.config, spec))

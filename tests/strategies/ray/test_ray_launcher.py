@@ -26,10 +26,10 @@ from examples import demo
 from lightning_realloc.errors import ConfigError, RankLost, RewardError
 from lightning_realloc.rewards import RayReward
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.lightning import ray_cluster
+from lightning_realloc.strategies.ray import ray_cluster
 from tests.strategies import runs
-from tests.strategies.lightning import ray_runs
-from tests.strategies.lightning.ray_runs import Fails, Fault, OddError
+from tests.strategies.ray import ray_runs
+from tests.strategies.ray.ray_runs import Fails, Fault, OddError
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'lightning-realloc[ray]'")
 pytestmark = pytest.mark.ray

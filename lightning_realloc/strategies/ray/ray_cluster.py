@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.strategies.lightning.launchers import STUCK_S
-from lightning_realloc.strategies.lightning.ray_ranks import (
+from lightning_realloc.strategies.ray.ray_ranks import (
     CheckpointList,
     RankActor,
     RankFailure,

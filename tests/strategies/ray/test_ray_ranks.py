@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_realloc.errors import ConfigError, DataError, RankLost
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.lightning import ray_cluster
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
-from lightning_realloc.strategies.lightning.ray_launcher import RankWork, RayLauncher, last_complete
-from lightning_realloc.strategies.lightning.ray_ranks import (
+from lightning_realloc.strategies.ray import ray_cluster
+from lightning_realloc.strategies.ray.ray_launcher import RankWork, RayLauncher, last_complete
+from lightning_realloc.strategies.ray.ray_ranks import (
     RankFailure,
     RankPlace,
     choose_spread,

@@ -24,9 +24,9 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import is_complet
 from lightning_realloc.strategies.lightning.failures import report_failures
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, drop_callbacks, leave_process_group
-from lightning_realloc.strategies.lightning.ray_cluster import RankGroup, RayPlacement, connect
-from lightning_realloc.strategies.lightning.ray_ranks import CheckpointList
 from lightning_realloc.strategies.lightning.signals import signals_forwarded
+from lightning_realloc.strategies.ray.ray_cluster import RankGroup, RayPlacement, connect
+from lightning_realloc.strategies.ray.ray_ranks import CheckpointList
 
 
 @dataclass(frozen=True, slots=True)
