@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks, max_over_ranks, turns_within
-from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.runtime.transfer.executor import MAX_STAGING_BYTES, Reallocation
@@ -64,13 +64,13 @@ def llama(num_blocks: int = BLOCKS) -> ModelSpec:
         "post_attention_layernorm": ((WIDTH,), None),
     }
     blocks = [
-        ParamSpec(f"model.layers.{block}.{name}.weight", shape, cut, "block", block)
+        ParamSpec(f"model.layers.{block}.{name}.weight", shape, sharded(cut), "block", block)
         for block in range(num_blocks)
         for name, (shape, cut) in shapes.items()
     ]
-    embed = ParamSpec("model.embed_tokens.weight", (VOCABULARY, WIDTH), columns, "input")
-    norm = ParamSpec("model.norm.weight", (WIDTH,), None, "output")
-    head = ParamSpec("lm_head.weight", (VOCABULARY, WIDTH), columns, "output")
+    embed = ParamSpec("model.embed_tokens.weight", (VOCABULARY, WIDTH), sharded(columns), "input")
+    norm = ParamSpec("model.norm.weight", (WIDTH,), sharded(), "output")
+    head = ParamSpec("lm_head.weight", (VOCABULARY, WIDTH), sharded(columns), "output")
     return ModelSpec((embed, *blocks, norm, head), num_blocks)
 
 
@@ -195,8 +195,8 @@ def move_raw(row: Row, plan: ReallocationPlan) -> Arm:
 
 
 def _placements(layout: ModelLayout, param: ParamSpec) -> list[Placement]:
-    cuts = {"dp": None, "tp": None if param.tp is None else param.tp.dim, "fsdp": 0}
-    dims = (cuts[axis] for axis in _mesh_axes(layout.layout))
+    cuts = {axis: cut.dim for cut in param.cuts for axis in cut.axes}
+    dims = (cuts.get(axis) for axis in _mesh_axes(layout.layout))
     return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cuts import TensorParallelCut, sharded
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
-from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 
 EFFICIENCY = 0.5
@@ -24,8 +24,8 @@ HALF_EFFICIENT_TOKENS = 256
 
 def decoder(num_blocks: int, hidden: int, heads: int) -> ModelSpec:
     """Return a model with ``12 * hidden ** 2`` elements in each block, cut along its heads."""
-    cut = TensorParallelCut(0, num_units=heads)
-    blocks = (ParamSpec(f"block.{b}.weight", (12 * hidden, hidden), cut, "block", b) for b in range(num_blocks))
+    cuts = sharded(TensorParallelCut(0, num_units=heads))
+    blocks = (ParamSpec(f"block.{b}.weight", (12 * hidden, hidden), cuts, "block", b) for b in range(num_blocks))
     return ModelSpec(tuple(blocks), num_blocks)
 
 

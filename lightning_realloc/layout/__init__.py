@@ -4,24 +4,27 @@ Pure: uses the standard library only. Start with `Layout` and `ModelLayout`.
 """
 
 from lightning_realloc.layout.cluster import PRESETS, ClusterSpec
-from lightning_realloc.layout.dims import AXES, Coordinate, Layout, ParallelDims, format_ranks, parse_ranks
-from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec, stage_blocks, stage_of_block
-from lightning_realloc.layout.region import Region, tiles
-from lightning_realloc.layout.sharding import (
-    LocalShard,
-    Piece,
+from lightning_realloc.layout.cuts import (
+    Cut,
+    FsdpCut,
     TensorParallelCut,
     chunk_bounds,
     group_bounds,
     head_bounds,
-    local_shard,
+    sharded,
 )
+from lightning_realloc.layout.dims import AXES, Coordinate, Layout, ParallelDims, Share, format_ranks, parse_ranks
+from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec, stage_blocks, stage_of_block
+from lightning_realloc.layout.region import Region, tiles
+from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
 __all__ = [
     "AXES",
     "PRESETS",
     "ClusterSpec",
     "Coordinate",
+    "Cut",
+    "FsdpCut",
     "Layout",
     "LocalShard",
     "ModelLayout",
@@ -30,6 +33,7 @@ __all__ = [
     "ParamSpec",
     "Piece",
     "Region",
+    "Share",
     "TensorParallelCut",
     "chunk_bounds",
     "format_ranks",
@@ -37,6 +41,7 @@ __all__ = [
     "head_bounds",
     "local_shard",
     "parse_ranks",
+    "sharded",
     "stage_blocks",
     "stage_of_block",
     "tiles",

@@ -1,16 +1,15 @@
 """Degrees of parallelism, and the ranks that fill them.
 
-``ParallelDims`` holds the degrees; ``Layout`` adds the ordered ranks. ``sharding`` and ``model`` cut parameters.
+``ParallelDims`` holds the degrees; ``Layout`` adds the ordered ranks. ``cuts`` and ``model`` divide parameters.
 CONTRIBUTING.md lists the places that a further axis concerns.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -24,6 +23,15 @@ class Coordinate(NamedTuple):
     dp: int = 0
     fsdp: int = 0
     tp: int = 0
+
+
+class Share(NamedTuple):
+    """One of the equal shares into which the ranks along some axes divide something."""
+
+    num_shares: int
+    """The product of the axes' degrees."""
+    position: int
+    """Position among the shares; the last axis varies fastest."""
 
 
 AXES = Coordinate._fields
@@ -103,16 +111,26 @@ class Layout:
     (6, 7)
     """
 
-    batch_axes: ClassVar[tuple[str, ...]] = ("dp", "fsdp")
+    stage_axes: ClassVar[tuple[str, ...]] = ("pp",)
+    """Axes along which ranks hold other parameters, and work on the same samples one after the other."""
+    replica_axes: ClassVar[tuple[str, ...]] = ("dp",)
+    """Axes along which ranks hold the same elements, and work on other samples."""
+    batch_axes: ClassVar[tuple[str, ...]] = (*replica_axes, "fsdp")
     """Axes over which samples are divided."""
+    tensor_axes: ClassVar[tuple[str, ...]] = ("tp",)
+    """Axes along which ranks share the weights of each layer, and the samples."""
     dims: ParallelDims
     ranks: tuple[int, ...]
     """Rank at each coordinate, in row-major order over ``AXES``."""
     _position: dict[int, int] = field(init=False, repr=False, compare=False)
+    _spans: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)
+    """Axis -> degree, and distance of neighbours in ``ranks``. An entry may divide the ranks of other axes anew."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "_position", {rank: index for index, rank in enumerate(self.ranks)})
+        strides = (math.prod(self.dims.degrees[number + 1 :]) for number in range(len(AXES)))
+        object.__setattr__(self, "_spans", dict(zip(AXES, zip(self.dims.degrees, strides, strict=True), strict=True)))
         if any(rank < 0 for rank in self.ranks):
             raise LayoutError(
                 f"ranks must be 0 or more, got {min(self.ranks)} in {self.dims}@{format_ranks(self.ranks)}"
@@ -161,14 +179,19 @@ class Layout:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of ``rank``. Raises LayoutError when the rank is not part of the layout."""
-        if rank not in self._position:
-            raise LayoutError(f"rank {rank} is not part of layout {self}; pass one of its ranks")
-        index = self._position[rank]
-        positions = []
-        for degree in reversed(self.dims.degrees):
-            index, position = divmod(index, degree)
-            positions.append(position)
-        return Coordinate(*reversed(positions))
+        index = self._index(rank)
+        return Coordinate(*(index // stride % degree for degree, stride in self._spans_of(AXES)))
+
+    def share(self, rank: int, *axes: str) -> Share:
+        """Return the place of ``rank`` among the ranks along ``axes``. Raises LayoutError as `coordinate` does."""
+        index, num_shares, position = self._index(rank), 1, 0
+        for degree, stride in self._spans_of(axes):
+            num_shares, position = num_shares * degree, position * degree + index // stride % degree
+        return Share(num_shares, position)
+
+    def count(self, *axes: str) -> int:
+        """Return the number of ranks along ``axes``."""
+        return math.prod(degree for degree, _ in self._spans_of(axes))
 
     def rank_at(self, coordinate: Coordinate) -> int:
         """Return the rank at ``coordinate``. Raises LayoutError when a component is outside its degree."""
@@ -181,12 +204,9 @@ class Layout:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only along ``axes``, itself included, in the layout's order."""
-        _check_axes(axes)
-        spans = [
-            range(degree) if axis in axes else (position,)
-            for axis, degree, position in zip(AXES, self.dims.degrees, self.coordinate(rank), strict=True)
-        ]
-        return tuple(self.rank_at(Coordinate(*coordinate)) for coordinate in itertools.product(*spans))
+        index = self._index(rank)
+        start = index - sum(index // stride % degree * stride for degree, stride in self._spans_of(axes))
+        return tuple(self.ranks[start + offset] for offset in self._offsets(axes))
 
     def batch_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that work on other samples with the same part of the model as ``rank``, itself included."""
@@ -194,49 +214,47 @@ class Layout:
 
     def tensor_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share the weights of each layer, and the samples, with ``rank``, itself included."""
-        return self.group(rank, "tp")
+        return self.group(rank, *self.tensor_axes)
 
     def stage_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the pipeline stages of ``rank``'s samples, in the order of the stages."""
-        return self.group(rank, "pp")
+        return self.group(rank, *self.stage_axes)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every group along ``axes``, ordered by the position of its first rank in the layout.
 
         Takes time in proportion to the number of ranks, while `group` for each of them takes its square.
         """
-        _check_axes(axes)
-        degrees = dict(zip(AXES, self.dims.degrees, strict=True))
-        offsets = _offsets(degrees, moving=axes)
-        starts = _offsets(degrees, moving=[axis for axis in AXES if axis not in axes])
+        spans, offsets = self._spans_of(axes), self._offsets(axes)
+        starts = (i for i in range(len(self.ranks)) if not any(i // stride % degree for degree, stride in spans))
         return tuple(tuple(self.ranks[start + offset] for offset in offsets) for start in starts)
-
-    def is_ascending(self, *axes: str) -> bool:
-        """Return whether every group along each of ``axes`` alone lists its ranks in ascending order.
-
-        torch sorts the ranks of a process group by default. ``fully_shard``, gathers and pipeline stages use the
-        position in the group, so sorted groups disagree with a layout that is not ascending.
-        """
-        return all(list(group) == sorted(group) for axis in axes for group in self.groups(axis))
 
     @property
     def data_parallel_size(self) -> int:
         """Number of shares that a batch is split into: ``dp * fsdp``."""
-        return self.dims.dp * self.dims.fsdp
+        return self.count(*self.batch_axes)
 
     def data_parallel_index(self, rank: int) -> int:
         """Return the index of the batch share that ``rank`` works on; dp is the outer index, fsdp the inner one."""
-        coordinate = self.coordinate(rank)
-        return coordinate.dp * self.dims.fsdp + coordinate.fsdp
+        return self.share(rank, *self.batch_axes).position
 
+    def _index(self, rank: int) -> int:
+        if rank not in self._position:
+            raise LayoutError(f"rank {rank} is not part of layout {self}; pass one of its ranks")
+        return self._position[rank]
 
-def _offsets(degrees: Mapping[str, int], *, moving: Collection[str]) -> list[int]:
-    """Return the positions of all coordinates that are 0 along every axis but those ``moving``, in ascending order."""
-    offsets = [0]
-    for axis, degree in degrees.items():
-        positions = range(degree if axis in moving else 1)
-        offsets = [offset * degree + position for offset in offsets for position in positions]
-    return offsets
+    def _spans_of(self, axes: Iterable[str]) -> list[tuple[int, int]]:
+        try:
+            return [self._spans[axis] for axis in axes]
+        except KeyError as error:
+            raise LayoutError(f"unknown axis {error}; use {', '.join(self._spans)}") from None
+
+    def _offsets(self, axes: Iterable[str]) -> list[int]:
+        """Return the distances in ``ranks`` from the first rank of a group along ``axes`` to each of its ranks."""
+        offsets = [0]
+        for degree, stride in self._spans_of(axes):
+            offsets = [offset + position * stride for offset in offsets for position in range(degree)]
+        return sorted(offsets)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -272,9 +290,3 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def is_count(value: object) -> bool:
     """Return whether a value is a whole number of at least 1; True, which Python counts as 1, is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _check_axes(axes: Iterable[str]) -> None:
-    for axis in axes:
-        if axis not in AXES:
-            raise LayoutError(f"unknown axis {axis!r}; use {', '.join(AXES)}")

@@ -12,21 +12,22 @@ from functools import lru_cache
 from typing import Literal
 
 from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout.cuts import Cut, FsdpCut, TensorParallelCut, share_bounds
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.sharding import LocalShard, Piece, TensorParallelCut, local_shard, share_bounds
+from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
 Section = Literal["input", "block", "output"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter: its global shape, its tensor-parallel cut, and its place in the model."""
+    """One parameter: its global shape, its cuts, and its place in the model."""
 
     name: str
     shape: tuple[int, ...]
     """Global shape."""
-    tp: TensorParallelCut | None = None
-    """How tensor parallelism cuts the parameter. None means that every tensor-parallel rank holds all of it."""
+    cuts: tuple[Cut, ...] = (FsdpCut(),)
+    """Cuts in the order in which they apply. Ranks along axes of none of them hold the same elements."""
     section: Section = "block"
     """Place relative to the blocks: "input" lies on the first pipeline stage, "output" on the last."""
     block: int | None = None
@@ -34,6 +35,7 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "cuts", tuple(self.cuts))
         if self.section not in ("input", "block", "output"):
             raise LayoutError(f'{self.name}: section={self.section!r} must be "input", "block" or "output"')
         if (self.section == "block") != (self.block is not None):
@@ -41,11 +43,31 @@ class ParamSpec:
                 f"{self.name}: section={self.section!r} with block={self.block}; "
                 'give an index to "block" and to no other section'
             )
-        if self.tp is not None:
-            try:
-                self.tp.check_shape(self.shape)
-            except LayoutError as error:
-                raise LayoutError(f"{self.name}: {error}") from None
+        try:
+            self._check_cuts()
+        except LayoutError as error:
+            raise LayoutError(f"{self.name}: {error}") from None
+
+    def _check_cuts(self) -> None:
+        axes = [axis for cut in self.cuts for axis in cut.axes]
+        if len(set(axes)) < len(axes):
+            raise LayoutError(f"its cuts go by the axes {axes}; let each axis cut once")
+        for number, cut in enumerate(self.cuts):
+            cut.check_shape(self.shape)
+            earlier = self.cuts[:number]
+            if cut.needs_whole_dim and cut.dim in (other.dim for other in earlier):
+                raise LayoutError(f"{cut} counts units along the whole dim; let it be the first cut of dim {cut.dim}")
+            if not cut.is_gathered and any(other.is_gathered for other in earlier):
+                raise LayoutError(f"{cut} follows one that FSDP gathers; let FSDP's cut be the last")
+
+    def is_cut_along(self, *axes: str) -> bool:
+        """Return whether ranks along any of ``axes`` divide the parameter."""
+        return any(axis in cut.axes for cut in self.cuts for axis in axes)
+
+    @property
+    def tensor_cut(self) -> TensorParallelCut | None:
+        """The cut by tensor parallelism; None if every tensor-parallel rank holds all of the parameter."""
+        return next((cut for cut in self.cuts if isinstance(cut, TensorParallelCut)), None)
 
     @property
     def numel(self) -> int:
@@ -100,10 +122,13 @@ class ModelSpec:
 
     def tensor_parallel_degrees(self, limit: int) -> tuple[int, ...]:
         """Return the tp degrees up to ``limit`` that every parameter allows."""
-        if self.tp_refusal is not None:
-            return (1,)
-        cuts = {(param.tp, param.shape[param.tp.dim]) for param in self.params if param.tp is not None}
-        return tuple(tp for tp in range(1, limit + 1) if all(cut.allows(size, tp) for cut, size in cuts))
+        return (1,) if self.tp_refusal is not None else self.allowed_counts(TensorParallelCut.axes, limit)
+
+    def allowed_counts(self, axes: tuple[str, ...], limit: int) -> tuple[int, ...]:
+        """Return the numbers of ranks along ``axes``, up to ``limit``, that can divide every parameter they cut."""
+        cuts = {(cut, param.shape) for param in self.params for cut in param.cuts if cut.axes == axes}
+        counts = range(1, limit + 1)
+        return tuple(n for n in counts if n == 1 or all(cut.refusal(shape, n) is None for cut, shape in cuts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +145,11 @@ class ModelLayout:
     layout: Layout
 
     def __post_init__(self) -> None:
-        self._check_tensor_parallel()
+        tp = self.layout.count(*self.layout.tensor_axes)
+        if tp > 1 and self.model.tp_refusal is not None:
+            raise LayoutError(f"tp={tp} is impossible for this model: {self.model.tp_refusal}; use tp=1")
+        self._check_cuts()
         self._check_pipeline()
-        if self.layout.dims.fsdp > 1:
-            scalars = [param.name for param in self.model.params if not param.shape]
-            if scalars:
-                raise LayoutError(
-                    f"{scalars[0]}: fsdp={self.layout.dims.fsdp} needs a dim to chunk but the parameter is a scalar; "
-                    "give it the shape (1,) or use fsdp=1"
-                )
 
     def stage(self, name: str) -> int:
         """Return the pipeline stage that holds the parameter."""
@@ -148,13 +169,17 @@ class ModelLayout:
 
     def shard(self, name: str, rank: int) -> LocalShard | None:
         """Return the rank's local shard of a parameter; None when the rank's stage does not hold the parameter."""
-        if rank not in self.layout:
+        return self._shard(name, rank, self.model.param(name).cuts)
+
+    def gathered_shard(self, name: str, rank: int) -> LocalShard | None:
+        """Return, as `shard` does, the part of a parameter that modules compute with: all but what FSDP divides."""
+        return self._shard(name, rank, tuple(cut for cut in self.model.param(name).cuts if not cut.is_gathered))
+
+    def _shard(self, name: str, rank: int, cuts: tuple[Cut, ...]) -> LocalShard | None:
+        if rank not in self.layout or self.layout.coordinate(rank).pp != self.stage(name):
             return None
-        dims, coordinate = self.layout.dims, self.layout.coordinate(rank)
-        param = self.model.param(name)
-        if coordinate.pp != self.stage(name):
-            return None
-        return local_shard(param.shape, param.tp, dims.tp, coordinate.tp, dims.fsdp, coordinate.fsdp)
+        shares = tuple(self.layout.share(rank, *cut.axes) for cut in cuts)
+        return local_shard(self.model.param(name).shape, cuts, shares)
 
     def pieces(self, name: str, rank: int) -> tuple[Piece, ...]:
         """Return the regions that the rank holds, with their offsets in its local tensor; () if there are none."""
@@ -177,19 +202,27 @@ class ModelLayout:
                 ranks.setdefault(shard, []).append(rank)
         return tuple((shard, tuple(held_by)) for shard, held_by in ranks.items())
 
+    def num_holders(self, name: str, rank: int) -> int:
+        """Return the number of ranks that hold the same elements of a parameter as ``rank``, itself included."""
+        number = len(self.layout.ranks) // self.layout.count(*self.layout.stage_axes)
+        for cut in self.model.param(name).cuts:
+            count, index = self.layout.share(rank, *cut.axes)
+            sharing = cut.shared_by(count, index)
+            number = number // count * (1 if sharing is None else len(sharing))
+        return number
+
     def num_local_elements(self, rank: int) -> int:
         """Return the number of elements of all local tensors of the rank."""
         return sum(math.prod(self.local_shape(name, rank)) for name in self.names(rank))
 
-    def _check_tensor_parallel(self) -> None:
-        tp = self.layout.dims.tp
-        if tp == 1:
-            return
-        if self.model.tp_refusal is not None:
-            raise LayoutError(f"tp={tp} is impossible for this model: {self.model.tp_refusal}; use tp=1")
+    def _check_cuts(self) -> None:
         for param in self.model.params:
-            if param.tp is not None and not param.tp.allows(param.shape[param.tp.dim], tp):
-                raise LayoutError(_unit_error(self.model, param, param.tp, tp))
+            for cut in param.cuts:
+                count = self.layout.count(*cut.axes)
+                rule = None if count == 1 else cut.refusal(param.shape, count)
+                if rule is not None:
+                    largest = self.model.allowed_counts(cut.axes, count)[-1]
+                    raise LayoutError(f"{param.name}: {rule}; use {'*'.join(cut.axes)}={largest}")
 
     def _check_pipeline(self) -> None:
         pp = self.layout.dims.pp
@@ -223,11 +256,3 @@ def stage_of_block(block: int, num_blocks: int, pp: int) -> int:
 def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
     """Return the blocks of every stage, consistent with ``stage_of_block``."""
     return tuple(range(*share_bounds(num_blocks, pp, stage)) for stage in range(pp))
-
-
-def _unit_error(model: ModelSpec, param: ParamSpec, cut: TensorParallelCut, tp: int) -> str:
-    counts = [count for _, count in cut.blocks(param.shape[cut.dim])]
-    rule = f"tp={tp} must not exceed the number of heads along dim {cut.dim} ({counts[0]}), so that every rank gets one"
-    if len(counts) > 1:
-        rule = f"tp={tp} must divide the heads of the blocks that are fused along dim {cut.dim} {tuple(counts)}"
-    return f"{param.name}: {rule}; use tp={max(model.tensor_parallel_degrees(tp))}"

@@ -10,9 +10,9 @@ import pytest
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import LayoutError, PlanError
+from lightning_realloc.layout.cuts import TensorParallelCut, sharded
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
-from lightning_realloc.layout.sharding import TensorParallelCut
 from tests.dataflow.test_dataflow import EVALUATE, GENERATE, JUDGE, SCORE, TRAIN, call
 
 FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
@@ -141,7 +141,7 @@ def test_a_layout_that_does_not_fit_its_model_is_named_with_its_call() -> None:
 def heads(count: int) -> ModelSpec:
     """Return a model of one matrix with this number of attention heads."""
     return ModelSpec(
-        (ParamSpec("q", (16 * count, 8), TensorParallelCut(0, num_units=count), "block", 0),), num_blocks=1
+        (ParamSpec("q", (16 * count, 8), sharded(TensorParallelCut(0, num_units=count)), "block", 0),), num_blocks=1
     )
 
 

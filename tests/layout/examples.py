@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import strategies as st
 
 from lightning_realloc.layout import (
     ClusterSpec,
+    Cut,
+    FsdpCut,
     Layout,
     ModelLayout,
     ModelSpec,
     ParallelDims,
     ParamSpec,
     TensorParallelCut,
+    sharded,
 )
+from lightning_realloc.layout.cuts import Intervals, share_bounds
 
 WORLD_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCut(Cut):
+    """A kind of cut that the package does not have: experts, whole, over the ranks of two axes together."""
+
+    axes = (*FsdpCut.axes, *Layout.tensor_axes)
+
+    def refusal(self, shape: tuple[int, ...], count: int) -> str | None:
+        """Refuse more ranks than experts."""
+        return None if count <= shape[self.dim] else f"{count} ranks exceed the experts ({shape[self.dim]})"
+
+    def split(self, held: Intervals, count: int, index: int) -> Intervals:
+        """Return even shares."""
+        ((_, size),) = held
+        return (share_bounds(size, count, index),)
 
 
 def llama_spec(*, width: int, inner: int, layers: int, vocab: int, heads: int, kv_heads: int) -> ModelSpec:
@@ -34,11 +56,13 @@ def llama_spec(*, width: int, inner: int, layers: int, vocab: int, heads: int, k
         ("input_layernorm.weight", (width,), None),
         ("post_attention_layernorm.weight", (width,), None),
     ]
-    params = [ParamSpec("model.embed_tokens.weight", (vocab, width), rows, "input")]
+    params = [ParamSpec("model.embed_tokens.weight", (vocab, width), sharded(rows), "input")]
     for block in range(layers):
-        params += [ParamSpec(f"model.layers.{block}.{name}", shape, cut, block=block) for name, shape, cut in shapes]
+        params += [
+            ParamSpec(f"model.layers.{block}.{name}", shape, sharded(cut), block=block) for name, shape, cut in shapes
+        ]
     params.append(ParamSpec("model.norm.weight", (width,), section="output"))
-    params.append(ParamSpec("lm_head.weight", (vocab, width), rows, "output"))
+    params.append(ParamSpec("lm_head.weight", (vocab, width), sharded(rows), "output"))
     return ModelSpec(tuple(params), layers)
 
 
@@ -49,10 +73,14 @@ SMALL = llama_spec(width=12, inner=18, layers=2, vocab=13, heads=4, kv_heads=2)
 
 @st.composite
 def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> ParamSpec:
-    """Draw a parameter of one to three small dims with any kind of tensor-parallel cut, or none."""
+    """Draw a parameter of one to three small dims with any kind of cut."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["none", "chunk", "heads", "kv", "fused", "fused_heads"]))
+    kind = draw(st.sampled_from(["fsdp", "chunk", "heads", "kv", "fused", "fused_heads", "experts"]))
+    if kind == "fsdp":
+        return ParamSpec(name, tuple(shape), (FsdpCut(dim),), section, block)  # type: ignore[arg-type]
+    if kind == "experts":
+        return ParamSpec(name, (draw(st.integers(1, 8)), *shape), (ExpertCut(0),), section, block)  # type: ignore[arg-type]
     cut = None
     if kind == "chunk":
         shape[dim] = draw(st.integers(1, 9))
@@ -75,7 +103,7 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
         shape[dim] = sum(units) * head
         blocks = tuple(count * head for count in units)
         cut = TensorParallelCut(dim, sum(units), replicate_units=True, block_sizes=blocks, num_groups=groups)
-    return ParamSpec(name, tuple(shape), cut, section, block)  # type: ignore[arg-type]
+    return ParamSpec(name, tuple(shape), sharded(cut), section, block)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -86,7 +114,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
     block_params = [draw(cut_params("w", "block", 0)) for _ in range(draw(st.integers(1, 2)))]
     for block in range(num_blocks):
         params += [
-            ParamSpec(f"layers.{block}.{index}", param.shape, param.tp, block=block)
+            ParamSpec(f"layers.{block}.{index}", param.shape, param.cuts, block=block)
             for index, param in enumerate(block_params)
         ]
     params.append(draw(cut_params("head", "output", None)))
@@ -113,8 +141,14 @@ def layouts(draw: st.DrawFn) -> Layout:
 def layout_pairs(draw: st.DrawFn) -> tuple[ModelLayout, ModelLayout]:
     """Draw one model under two layouts."""
     model = draw(models())
-    fitting = layouts().filter(lambda layout: layout.dims.tp in model.tensor_parallel_degrees(4))
+    fitting = layouts().filter(lambda layout: allows(model, layout))
     return ModelLayout(model, draw(fitting)), ModelLayout(model, draw(fitting))
+
+
+def allows(model: ModelSpec, layout: Layout) -> bool:
+    """Return whether the ranks of a layout can divide every parameter."""
+    kinds = {cut.axes for param in model.params for cut in param.cuts}
+    return all(layout.count(*axes) in model.allowed_counts(axes, WORLD_SIZE) for axes in kinds)
 
 
 clusters = st.sampled_from([None, *(ClusterSpec.parse(f"h100:{text}") for text in ("1x8", "2x4", "4x2", "8x1"))])

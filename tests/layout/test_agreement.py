@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 
 ODD_SHAPES = [(251, 6), (3, 5), (16, 7), (1, 4), (13,)]
 
@@ -36,7 +36,7 @@ def mesh_of(layout: Layout, *axes: str) -> DeviceMesh:
 
 
 def one_param(shape: tuple[int, ...], layout: Layout, cut: TensorParallelCut | None = None) -> ModelLayout:
-    return ModelLayout(ModelSpec((ParamSpec("w", shape, cut, "output"),), 0), layout)
+    return ModelLayout(ModelSpec((ParamSpec("w", shape, sharded(cut), "output"),), 0), layout)
 
 
 def assemble(layout: ModelLayout, rank: int, whole: Tensor) -> Tensor:
@@ -131,10 +131,9 @@ def test_fused_blocks_are_chunked_one_by_one_then_joined_then_chunked_by_fsdp(
         assert torch.equal(assemble(one_param((sum(blocks), 3), layout, cut), rank, whole), expected)
 
 
-def test_fully_shard_sorts_its_ranks_so_that_permuted_layouts_are_not_ascending() -> None:
-    """Show why ``Layout.is_ascending`` exists: torch sorts the ranks of the group that a permuted mesh makes."""
+def test_fully_shard_sorts_the_ranks_of_a_permuted_mesh() -> None:
+    """Show why `MeshRegistry` makes the groups of meshes itself: torch sorts their ranks."""
     permuted, ascending = Layout.parse("fsdp3@2,0,1"), Layout.parse("fsdp3@0-2")
-    assert not permuted.is_ascending("fsdp") and ascending.is_ascending("fsdp")
     with playing(2, 3):
         local = fsdp_local(numbered((6, 1)), mesh_of(permuted, "fsdp"))
     assert torch.equal(assemble(one_param((6, 1), ascending), 2, numbered((6, 1))), local)

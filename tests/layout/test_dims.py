@@ -121,9 +121,3 @@ def test_a_rank_or_axis_outside_the_layout_is_refused() -> None:
         layout.rank_at(Coordinate(tp=2))
     with pytest.raises(LayoutError, match=r"0 or more"):
         Layout(ParallelDims(), (-1,))
-
-
-def test_each_axis_is_ascending_or_not_on_its_own() -> None:
-    layout = Layout.parse("dp2.tp2@2-3,0-1")  # tp groups (2, 3) and (0, 1), dp groups (2, 0) and (3, 1)
-    assert layout.is_ascending("tp", "fsdp", "pp")
-    assert not layout.is_ascending("tp", "dp")

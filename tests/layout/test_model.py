@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import (
     AXES,
+    FsdpCut,
     Layout,
     ModelLayout,
     ModelSpec,
     ParamSpec,
     TensorParallelCut,
+    sharded,
     stage_blocks,
     stage_of_block,
 )
@@ -83,6 +85,17 @@ def test_holders_group_the_ranks_of_equal_shards() -> None:
     assert [ranks for _, ranks in layout.holders("model.norm.weight")] == [(0, 1, 2, 3)]
 
 
+def test_ranks_that_hold_the_same_elements_are_replicas_and_those_that_share_heads() -> None:
+    # 2 key-value heads on 4 ranks: each is held twice, in each of 2 replicas. Norms are on all 4 ranks of both.
+    under_tp4 = lay("dp2.fsdp2.tp4")
+    assert under_tp4.num_holders("model.layers.0.self_attn.k_proj.weight", 0) == 4
+    assert under_tp4.num_holders("model.layers.0.self_attn.q_proj.weight", 0) == 2
+    assert under_tp4.num_holders("model.norm.weight", 0) == 8
+    # On 3 ranks the first one holds its head alone.
+    under_tp3 = lay("pp2.dp2.tp3")
+    assert [under_tp3.num_holders("model.layers.0.self_attn.k_proj.weight", rank) for rank in range(3)] == [2, 4, 4]
+
+
 @settings(max_examples=40, deadline=None)
 @given(layout_pairs())
 def test_local_shapes_have_as_many_elements_as_their_pieces(pair: tuple[ModelLayout, ModelLayout]) -> None:
@@ -113,11 +126,12 @@ def test_degrees_that_leave_a_rank_without_heads_are_refused() -> None:
         "every rank gets one; use tp=4"
     )
     assert lay("tp3").local_shape("model.layers.0.self_attn.k_proj.weight", 2) == (3, 12)
-    read = ModelSpec((ParamSpec("k", (6, 4), TensorParallelCut(1, 2), block=0),), 1)  # its readers do not share heads
+    by_input = sharded(TensorParallelCut(1, 2))  # readers of these heads do not share them
+    read = ModelSpec((ParamSpec("k", (6, 4), by_input, block=0),), 1)
     with pytest.raises(LayoutError, match=r"k: tp=3 must not exceed the number of heads along dim 1 \(2\).*use tp=2"):
         lay("tp3", read)
     cut = TensorParallelCut(0, 8, True, (8, 4, 4), num_groups=2)
-    fused = ModelSpec((ParamSpec("qkv", (16, 4), cut, block=0),), 1)
+    fused = ModelSpec((ParamSpec("qkv", (16, 4), sharded(cut), block=0),), 1)
     with pytest.raises(LayoutError, match=r"qkv: tp=3 must divide the heads .* dim 0 \(4, 2, 2\); use tp=2"):
         lay("tp3", fused)
 
@@ -158,7 +172,9 @@ def test_a_model_that_contradicts_itself_is_refused() -> None:
         (lambda: ModelSpec((weight,), 1).param("x"), "no parameter 'x'"),
         (lambda: ParamSpec("w", (4,)), "block=None"),
         (lambda: ParamSpec("w", (4,), section="middle"), "section='middle'"),  # type: ignore[arg-type]
-        (lambda: ParamSpec("w", (4,), TensorParallelCut(1), block=0), "w: the tensor-parallel cut along dim 1"),
+        (lambda: ParamSpec("w", (4,), sharded(TensorParallelCut(1)), block=0), "w: the cut along dim 1 by tp needs"),
+        (lambda: ParamSpec("w", (4,), (FsdpCut(), FsdpCut()), block=0), "let each axis cut once"),
+        (lambda: ParamSpec("w", (4,), (FsdpCut(), TensorParallelCut(0)), block=0), "let FSDP's cut be the last"),
     ]:
         with pytest.raises(LayoutError) as refusal:
             build()

@@ -7,13 +7,34 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import Region, TensorParallelCut, chunk_bounds, local_shard, tiles
-from tests.layout.examples import cut_params
+from lightning_realloc.layout import (
+    Layout,
+    LocalShard,
+    ModelLayout,
+    ModelSpec,
+    ParamSpec,
+    Region,
+    Share,
+    TensorParallelCut,
+    chunk_bounds,
+    local_shard,
+    sharded,
+    tiles,
+)
+from tests.layout.examples import ExpertCut, allows, cut_params
+
+
+def shard_at(
+    shape: tuple[int, ...], cut: TensorParallelCut | None, tp: int, tp_index: int, fsdp: int, fsdp_index: int
+) -> LocalShard:
+    """Return the shard of a parameter that tensor parallelism and FSDP cut."""
+    shares = Share(tp, tp_index), Share(fsdp, fsdp_index)
+    return local_shard(shape, sharded(cut), shares if cut is not None else shares[1:])
 
 
 def rows(shape: tuple[int, ...], cut: TensorParallelCut | None, *coordinate: int) -> list[tuple[int, int]]:
     """Return (start, stop) along dim 0 of every piece at (tp, tp index, fsdp, fsdp index)."""
-    return [(p.region.starts[0], p.region.stops[0]) for p in local_shard(shape, cut, *coordinate).pieces]
+    return [(p.region.starts[0], p.region.stops[0]) for p in shard_at(shape, cut, *coordinate).pieces]
 
 
 def test_chunks_are_ceil_sized_and_the_last_may_be_empty() -> None:
@@ -28,13 +49,13 @@ def test_tensor_parallelism_cuts_before_fsdp() -> None:
 
 
 def test_a_row_wise_weight_is_cut_along_both_dims() -> None:
-    shard = local_shard((6, 8), TensorParallelCut(1), 2, 1, 3, 2)
+    shard = shard_at((6, 8), TensorParallelCut(1), 2, 1, 3, 2)
     assert shard.shape == (2, 4)
     assert [piece.region for piece in shard.pieces] == [Region((4, 4), (6, 8))]
 
 
 def test_an_empty_shard_has_a_shape_and_no_pieces() -> None:
-    shard = local_shard((3, 5), None, 1, 0, 4, 3)
+    shard = shard_at((3, 5), None, 1, 0, 4, 3)
     assert shard.shape == (0, 5)
     assert shard.pieces == ()
 
@@ -42,7 +63,7 @@ def test_an_empty_shard_has_a_shape_and_no_pieces() -> None:
 def test_fused_blocks_are_cut_one_by_one() -> None:
     # gate rows 0-5, up rows 6-11: tp rank 1 of 2 has 3-5 and 9-11, one after the other.
     cut = TensorParallelCut(0, block_sizes=(6, 6))
-    shard = local_shard((12, 2), cut, 2, 1, 1, 0)
+    shard = shard_at((12, 2), cut, 2, 1, 1, 0)
     assert rows((12, 2), cut, 2, 1, 1, 0) == [(3, 6), (9, 12)]
     assert [piece.offset for piece in shard.pieces] == [(0, 0), (3, 0)]
     # FSDP over it: local rows 2-3 are the last of gate and the first of up.
@@ -84,7 +105,7 @@ def test_heads_that_the_degree_does_not_divide_are_shared_unevenly(
     num_heads, num_groups = heads
     query = TensorParallelCut(0, num_heads, num_groups=num_groups)
     key = TensorParallelCut(0, num_groups, replicate_units=True)
-    assert [local_shard((2 * num_heads,), query, tp, index, 1, 0).shape for index in range(tp)] == [
+    assert [shard_at((2 * num_heads,), query, tp, index, 1, 0).shape for index in range(tp)] == [
         (2 * count,) for count in queries
     ]
     assert [rows((num_groups,), key, tp, index, 1, 0) for index in range(tp)] == [[bounds] for bounds in keys]
@@ -125,15 +146,17 @@ def test_ranks_hold_every_query_head_once_with_the_key_value_head_that_it_reads(
         equal = [other for other in range(tp) if keys[other] == keys[index]]
         assert list(range(index, index + 1) if ranks is None else ranks) == equal
         assert (ranks is None) == (tp <= num_groups) and query.shared_by(tp, index) is None
-    assert query.allows(num_heads, tp) and not query.allows(num_heads, num_heads + 1)
-    assert key.allows(num_groups, num_heads)
+    assert query.refusal((num_heads,), tp) is None and query.refusal((num_heads,), num_heads + 1) is not None
+    assert key.refusal((num_groups,), num_heads) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cut_params("w", "output", None), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4))
-def test_distinct_pieces_tile_the_tensor_and_pieces_tile_each_shard(param, tp: int, fsdp: int) -> None:  # type: ignore[no-untyped-def]
-    assume(param.tp is None or param.tp.allows(param.shape[param.tp.dim], tp))
-    shards = {local_shard(param.shape, param.tp, tp, t, fsdp, f) for t in range(tp) for f in range(fsdp)}
+def test_distinct_pieces_tile_the_tensor_and_pieces_tile_each_shard(param: ParamSpec, tp: int, fsdp: int) -> None:
+    model, layout = ModelSpec((param,), 0), Layout.parse(f"fsdp{fsdp}.tp{tp}")
+    assume(allows(model, layout))
+    laid_out = ModelLayout(model, layout)
+    shards = {shard for shard, _ in laid_out.holders("w")}
     distinct = {piece.region for shard in shards for piece in shard.pieces}
     assert tiles(distinct, param.shape)
     for shard in shards:
@@ -167,3 +190,15 @@ def test_a_cut_that_does_not_fit_its_parameter_is_refused(
         TensorParallelCut(**arguments).check_shape(shape)  # type: ignore[arg-type]
     for word in words:
         assert word in str(refusal.value)
+
+
+def test_the_ranks_of_two_axes_divide_one_dim_together() -> None:
+    # 5 experts over fsdp2 x tp2, in shares of 2, 1, 1 and 1; the second replica holds the same.
+    model = ModelSpec((ParamSpec("w", (5, 3), (ExpertCut(0),), "output"),), 0)
+    layout = ModelLayout(model, Layout.parse("dp2.fsdp2.tp2@0-3,5,4,6,7"))
+    starts = [layout.pieces("w", rank)[0].region.starts[0] for rank in range(8)]
+    assert starts == [0, 2, 3, 4, 2, 0, 3, 4]
+    assert [layout.num_holders("w", rank) for rank in range(8)] == [2] * 8
+    assert layout.layout.group(1, *ExpertCut.axes) == (0, 1, 2, 3)
+    with pytest.raises(LayoutError, match=r"w: 8 ranks exceed the experts \(5\); use fsdp\*tp=5"):
+        ModelLayout(model, Layout.parse("fsdp4.tp2"))

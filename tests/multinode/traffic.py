@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from tests.runtime.reference import local_part
 
@@ -27,7 +27,7 @@ _WIDTH, _NUM_BLOCKS = 1024, 2
 def model() -> ModelSpec:
     """Return a model of four matrices, 16 MB in float32."""
     params = [
-        ParamSpec(f"blocks.{block}.{name}", (_WIDTH, _WIDTH), block=block, tp=TensorParallelCut(dim))
+        ParamSpec(f"blocks.{block}.{name}", (_WIDTH, _WIDTH), block=block, cuts=sharded(TensorParallelCut(dim)))
         for block in range(_NUM_BLOCKS)
         for name, dim in (("up", 0), ("down", 1))
     ]

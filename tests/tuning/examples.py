@@ -10,9 +10,9 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cuts import TensorParallelCut, sharded
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ParamSpec
-from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.report.known_models import find_known_model, is_shape, parse_shape
 from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
@@ -65,8 +65,8 @@ def with_adapters(role: RoleMemory, *, rank: int) -> RoleMemory:
             continue
         layer, (rows, columns) = param.name.removesuffix(".weight"), param.shape
         params.append(replace(param, name=f"{layer}.base_layer.weight"))
-        down = ParamSpec(f"{layer}.lora_A.weight", (rank, columns), TensorParallelCut(1), "block", param.block)
-        params += [down, ParamSpec(f"{layer}.lora_B.weight", (rows, rank), None, "block", param.block)]
+        down = ParamSpec(f"{layer}.lora_A.weight", (rank, columns), sharded(TensorParallelCut(1)), "block", param.block)
+        params += [down, ParamSpec(f"{layer}.lora_B.weight", (rows, rank), sharded(), "block", param.block)]
     frozen = frozenset(param.name for param in params if ".lora_" not in param.name)
     return replace(role, model=replace(role.model, params=tuple(params)), frozen_params=frozen)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import AXES, ModelLayout
+from lightning_realloc.layout import AXES, Layout, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.shards import local_tensor
 
@@ -49,7 +49,7 @@ def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRe
     groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            key = num_holders(model_layout, name, meshes.rank), parameter.grad.dtype
+            key = model_layout.num_holders(name, meshes.rank), parameter.grad.dtype
             groups.setdefault(key, []).append(local_tensor(parameter.grad))
     for (holders, _), gradients in groups.items():
         norms = torch.stack(_exact_norms(gradients)).to(torch.float64)
@@ -107,7 +107,7 @@ def uneven_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshReg
     whole = {
         model_layout.model.param(name).name: _exact_norms([local_tensor(parameter.grad)])[0].double()
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and model_layout.model.param(name).tp is None
+        if parameter.grad is not None and not model_layout.model.param(name).is_cut_along(*Layout.tensor_axes)
     }
     if group is not None and whole:
         norms = torch.stack(list(whole.values()))
@@ -121,15 +121,6 @@ def uneven_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshReg
     if everyone is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=everyone)
     return names[int(found)] if int(found) < len(names) else None
-
-
-def num_holders(model_layout: ModelLayout, name: str, rank: int) -> int:
-    """Return the number of ranks of the layout that hold the same elements of a parameter as ``rank``."""
-    dims, cut = model_layout.layout.dims, model_layout.model.param(name).tp
-    if cut is None:
-        return dims.dp * dims.tp
-    sharing = cut.shared_by(dims.tp, model_layout.layout.coordinate(rank).tp)
-    return dims.dp * (1 if sharing is None else len(sharing))
 
 
 def _exact_norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Describe a model's parameters as a `ModelSpec`: shapes, places in the model, tensor-parallel cuts.
+"""Describe a model's parameters as a `ModelSpec`: shapes, places in the model, cuts.
 
 A `ModelSpec` holds no tensors, and every plan and layout starts from one. Works on models on the meta device.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import ModelSpec, ParamSpec
+from lightning_realloc.layout import ModelSpec, ParamSpec, sharded
 from lightning_realloc.layout.model import Section
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
@@ -52,7 +52,8 @@ def describe_model(
         if block is None:
             embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
             section = "input" if embeds or index < first_in_block else "output"
-        params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), plan.cuts.get(name), section, block))
+        cuts = sharded(plan.cuts.get(name))
+        params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), cuts, section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
     spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal)
     most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]

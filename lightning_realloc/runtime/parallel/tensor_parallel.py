@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import Layout, ModelLayout, ParallelDims, TensorParallelCut, local_shard
+from lightning_realloc.layout import Layout, ModelLayout, TensorParallelCut
+from lightning_realloc.layout.cuts import total_length
 from lightning_realloc.runtime.forward.tp_group import (
     TensorParallelGroup,
     copy_to_ranks,
@@ -43,13 +44,10 @@ from lightning_realloc.runtime.transfer.point_to_point import region_view
 
 
 def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
-    """Replace every full parameter by a copy of this rank's tensor-parallel slice; ties are kept.
+    """Replace every full parameter by a copy of the slice that this rank computes with; ties are kept.
 
-    Ignores all axes of the layout except ``tp``; FSDP shards the slices later.
+    FSDP shards the slices later.
     """
-    layout = model_layout.layout
-    across = Layout(ParallelDims(tp=layout.dims.tp), layout.tensor_group(rank))
-    tensor_parallel = ModelLayout(model_layout.model, across)
     for owner, names in tied_names(model).items():
         parameter = model.get_parameter(owner)
         spec = model_layout.model.param(owner)
@@ -58,10 +56,12 @@ def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> 
                 f"{owner}: the model holds shape {tuple(parameter.shape)} and its description {spec.shape}; "
                 "slice a model with full weights, once"
             )
-        if spec.tp is None:
+        shard = model_layout.gathered_shard(owner, rank)
+        assert shard is not None, "a model holds the parameters of its stage"
+        if shard.shape == spec.shape:
             continue
-        local = parameter.new_empty(tensor_parallel.local_shape(owner, rank), requires_grad=False)
-        for piece in tensor_parallel.pieces(owner, rank):
+        local = parameter.new_empty(shard.shape, requires_grad=False)
+        for piece in shard.pieces:
             source = region_view(parameter.detach(), piece.region.starts, piece.region.shape)
             region_view(local, piece.offset, piece.region.shape).copy_(source)
         replace_parameter(model, names, nn.Parameter(local, parameter.requires_grad))
@@ -293,8 +293,8 @@ def _with_own_forward(base: type[nn.Module], own: type[nn.Module]) -> type[nn.Mo
 
 def _is_uneven(layer: nn.Module, cut: TensorParallelCut, layout: Layout) -> bool:
     """Return whether ranks hold different numbers of the layer's input features."""
-    tp, shape = layout.dims.tp, tuple(layer.get_parameter("weight").shape)
-    return len({local_shard(shape, cut, tp, index, 1, 0).shape for index in range(tp)}) > 1
+    tp, held = layout.dims.tp, ((0, layer.get_parameter("weight").shape[cut.dim]),)
+    return len({total_length(cut.split(held, tp, index)) for index in range(tp)}) > 1
 
 
 def _divide_heads(attention: nn.Module, heads: AttentionHeads, group: TensorParallelGroup) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_realloc.layout import TensorParallelCut, local_shard
+from lightning_realloc.layout import TensorParallelCut
 from lightning_realloc.runtime.model.dry_run import ForwardFailed, Placeholder, dry_run
 from lightning_realloc.runtime.model.structure import copy_without_weights, find_blocks, replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import ROWWISE, TensorParallelPlan
@@ -138,6 +138,5 @@ def _inputs_of_cut_layers(copy: nn.Module, plan: TensorParallelPlan, tp: int, *,
 
 def _first_slice(weight: Tensor, cut: TensorParallelCut, tp: int) -> Tensor:
     """Return the features that the first rank holds, of the dim of a layer's weight that is cut."""
-    pieces = local_shard(tuple(weight.shape), cut, tp, 0, 1, 0).pieces
-    spans = [(piece.region.starts[cut.dim], piece.region.shape[cut.dim]) for piece in pieces]
-    return torch.cat([torch.arange(start, start + length, device="cpu") for start, length in spans])
+    spans = cut.split(((0, weight.shape[cut.dim]),), tp, 0)
+    return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in spans])

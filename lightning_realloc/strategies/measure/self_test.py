@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
-from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.measure.profiling import num_cores
@@ -127,7 +127,7 @@ def _link(device: torch.device) -> TrialResult:
 def _reallocate(device: torch.device) -> TrialResult:
     names = [f"weight_{number}" for number in range(_NUM_WEIGHTS)]
     spec = ModelSpec(
-        tuple(ParamSpec(name, _WEIGHT_SHAPE, TensorParallelCut(1), block=0) for name in names), num_blocks=1
+        tuple(ParamSpec(name, _WEIGHT_SHAPE, sharded(TensorParallelCut(1)), block=0) for name in names), num_blocks=1
     )
     source, target = (ModelLayout(spec, Layout.parse(f"{degree}@0-1")) for degree in ("fsdp2", "tp2"))
     values = torch.arange(math.prod(_WEIGHT_SHAPE), dtype=torch.float32, device=device).view(_WEIGHT_SHAPE)

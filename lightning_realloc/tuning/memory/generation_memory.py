@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from lightning_realloc.layout.dims import Share
 from lightning_realloc.layout.sharding import local_shard
 from lightning_realloc.limits import (
     BUFFER_SHARE,
@@ -134,8 +135,10 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
     sizes: Counter[str] = Counter()
     for param in role.model.params:
         is_linear = len(param.shape) == 2 and (param.section != "input" or param.name in tied)
-        if is_linear and (tp == 1 or param.tp is None or param.tp.dim == 0):
-            sizes[_shared_product(param.name)] += math.prod(local_shard(param.shape, param.tp, tp, 0, 1, 0).shape)
+        cuts = () if param.tensor_cut is None else (param.tensor_cut,)
+        if is_linear and (tp == 1 or all(cut.dim == 0 for cut in cuts)):
+            shard = local_shard(param.shape, cuts, (Share(tp, 0),) * len(cuts))
+            sizes[_shared_product(param.name)] += math.prod(shard.shape)
     return sum(size for size in sizes.values() if size >= least) * element_bytes
 
 

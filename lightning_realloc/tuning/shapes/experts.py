@@ -55,7 +55,7 @@ class Experts:
             features=features,
             shared_features=features * (read_size(config, "n_shared_experts") or 0) if shared is None else shared,
             num_dense_blocks=model.num_blocks - len({param.block for param in params}),
-            are_cut=any(param.tp is not None for param in params),
+            are_cut=any(param.tensor_cut is not None for param in params),
         )
 
     def features_on(self, tp: int) -> float:

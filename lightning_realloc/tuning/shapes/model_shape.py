@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cuts import group_bounds, head_bounds
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.layout.sharding import group_bounds, head_bounds
 from lightning_realloc.tuning.shapes.experts import Experts, read_size
 
 # ReLU keeps only its result, which the next projection keeps anyway. "gelu_new" consists of seven operations.

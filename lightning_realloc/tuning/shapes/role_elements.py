@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
+from lightning_realloc.layout.cuts import Cut
+from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims, Share
 from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
-from lightning_realloc.layout.sharding import LocalShard, TensorParallelCut, local_shard
+from lightning_realloc.layout.sharding import LocalShard, local_shard
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, is_adapted
 
 
@@ -158,17 +159,18 @@ class _Param(NamedTuple):
     """Properties of a parameter that its size on a rank depends on."""
 
     shape: tuple[int, ...]
-    cut: TensorParallelCut | None
+    cuts: tuple[Cut, ...]
     is_trained: bool
     is_adapted: bool
 
     @classmethod
     def from_spec(cls, param: ParamSpec, role: RoleMemory) -> _Param:
-        return cls(param.shape, param.tp, param.name not in role.frozen_params, is_adapted(param))
+        return cls(param.shape, param.cuts, param.name not in role.frozen_params, is_adapted(param))
 
     def shard(self, tp: int, tp_index: int, fsdp: int, fsdp_index: int) -> LocalShard:
         """Return the shard at a position."""
-        return local_shard(self.shape, self.cut, tp, tp_index, fsdp, fsdp_index)
+        shares = (Share(fsdp, fsdp_index) if cut.is_gathered else Share(tp, tp_index) for cut in self.cuts)
+        return local_shard(self.shape, self.cuts, tuple(shares))
 
 
 class _Count(NamedTuple):

@@ -50,7 +50,7 @@ class RoleMemory:
         by_token = [param for param in self.model.params if param.shape[:-1] == (self.shape.num_outputs,)]
         owners = {owner for _, owner in self.model.aliases}
         heads = [param for param in by_token if param.section == "output" or param.name in owners]
-        return any(head.tp is not None and head.tp.dim == 0 for head in heads)
+        return any(head.tensor_cut is not None and head.tensor_cut.dim == 0 for head in heads)
 
 
 def sharers_of(roles: Mapping[str, RoleMemory]) -> dict[str, str]:

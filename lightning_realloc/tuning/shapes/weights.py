@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cuts import TensorParallelCut
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec, ParamSpec, stage_blocks
-from lightning_realloc.layout.sharding import TensorParallelCut
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -49,7 +49,7 @@ class Ranges(NamedTuple):
         return share
 
 
-class Cut(NamedTuple):
+class SizedCut(NamedTuple):
     """Tensor-parallel cut of a parameter, as far as its sizes depend on it."""
 
     along: int | None
@@ -60,13 +60,14 @@ class Cut(NamedTuple):
     """Length of the dim that FSDP chunks, if it is a number of experts, too small for equal chunks; None: large."""
 
     @classmethod
-    def from_param(cls, param: ParamSpec) -> Cut:
+    def from_param(cls, param: ParamSpec) -> SizedCut:
         """Return the cut of one parameter."""
         rows = param.shape[0] if len(param.shape) == 3 else None
-        if param.tp is None:
+        cut = param.tensor_cut
+        if cut is None:
             return cls(None, None, rows)
-        has_heads = param.tp.num_units is not None and not param.tp.block_sizes
-        return cls(min(param.tp.dim, 1), param.tp if has_heads else None, rows if param.tp.dim else None)
+        has_heads = cut.num_units is not None and not cut.block_sizes
+        return cls(min(cut.dim, 1), cut if has_heads else None, rows if cut.dim else None)
 
     def ranges(self, tp: int, index: IntArray) -> Ranges:
         """Return the ranges of the cut dim that tensor-parallel ranks hold; the whole dim if it is not cut."""
@@ -77,7 +78,7 @@ class Cut(NamedTuple):
         bounds, length = _head_bounds(self.heads, tp)
         return Ranges(bounds[index, 0], bounds[index, 1], length)
 
-    def without_even_heads(self, *degrees: int) -> Cut:
+    def without_even_heads(self, *degrees: int) -> SizedCut:
         """Return the cut as one that tp divides, if all of these degrees share its heads evenly."""
         if self.heads is None or not all(_shares_evenly(self.heads, tp) for tp in degrees):
             return self
@@ -111,21 +112,21 @@ class Weights:
     """Elements of a model by section and by cut."""
 
     num_blocks: int
-    block: tuple[tuple[Cut, float], ...]
+    block: tuple[tuple[SizedCut, float], ...]
     """Elements of one block by cut, as a mean over blocks."""
-    input: tuple[tuple[Cut, float], ...]
+    input: tuple[tuple[SizedCut, float], ...]
     """Elements before the blocks by cut; they lie on the first stage."""
-    output: tuple[tuple[Cut, float], ...]
+    output: tuple[tuple[SizedCut, float], ...]
     """Elements after the blocks by cut; they lie on the last stage."""
 
     @classmethod
     def from_model(cls, model: ModelSpec, without: frozenset[str] = frozenset()) -> Weights:
         """Count the parameters of a model, except those named in ``without``."""
-        sums: dict[str, dict[Cut, float]] = {"input": {}, "block": {}, "output": {}}
+        sums: dict[str, dict[SizedCut, float]] = {"input": {}, "block": {}, "output": {}}
         for param in model.params:
             if param.name not in without:
                 section = sums[param.section]
-                section[Cut.from_param(param)] = section.get(Cut.from_param(param), 0) + param.numel
+                section[SizedCut.from_param(param)] = section.get(SizedCut.from_param(param), 0) + param.numel
         blocks = max(1, model.num_blocks)
         block = tuple((cut, size / blocks) for cut, size in sums["block"].items())
         return cls(model.num_blocks, block, tuple(sums["input"].items()), tuple(sums["output"].items()))
@@ -149,7 +150,7 @@ def _fullest_stage(weights: Weights, pp: int, fsdp: int, tp: int) -> float:
     return first + tail if pp == 1 else max(first, last)
 
 
-def _local(sizes: tuple[tuple[Cut, float], ...], fsdp: int, tp: int) -> float:
+def _local(sizes: tuple[tuple[SizedCut, float], ...], fsdp: int, tp: int) -> float:
     return sum(size * cut.padding(fsdp) * cut.largest_share(tp) for cut, size in sizes)
 
 
@@ -217,9 +218,9 @@ class _Sizes(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _by_cut(weights: Weights, *degrees: int) -> dict[Cut, _Sizes]:
+def _by_cut(weights: Weights, *degrees: int) -> dict[SizedCut, _Sizes]:
     """Return the elements of each cut; cuts between heads that all of these degrees share evenly count as one."""
-    found: dict[Cut, list[float]] = {}
+    found: dict[SizedCut, list[float]] = {}
     for section, sizes in enumerate((weights.block, weights.input, weights.output)):
         for cut, size in sizes:
             found.setdefault(cut.without_even_heads(*degrees), [0.0, 0.0, 0.0])[section] += size
@@ -239,18 +240,18 @@ class _Mesh:
         self.begin = np.array([run.start for run in runs])[self.pp]
         self.end = np.array([run.stop for run in runs])[self.pp]
 
-    def ranges(self, cut: Cut) -> Ranges:
+    def ranges(self, cut: SizedCut) -> Ranges:
         """Return the range of the cut dim that each rank holds before FSDP's chunks."""
         return cut.ranges(self.dims.tp, self.tp)
 
-    def held(self, cut: Cut, sizes: _Sizes) -> FloatArray:
+    def held(self, cut: SizedCut, sizes: _Sizes) -> FloatArray:
         """Return the number of elements that each rank holds."""
         whole = sizes.block * (self.end - self.begin)
         whole = whole + sizes.input * (self.pp == 0) + sizes.output * (self.pp == self.dims.pp - 1)
         held: FloatArray = whole * _chunk(self.fsdp, self.dims.fsdp, cut.rows).share * self.ranges(cut).share
         return held
 
-    def is_first(self, cut: Cut) -> NDArray[np.bool_]:
+    def is_first(self, cut: SizedCut) -> NDArray[np.bool_]:
         """Return, for each rank, whether it is the first on its node with its piece."""
         ranges = self.ranges(cut)
         piece = (self.pp * self.dims.fsdp + self.fsdp) * ranges.length + ranges.begin
@@ -271,7 +272,7 @@ def _neighbours(after: _Mesh, before: _Mesh, nodes: int) -> tuple[IntArray, IntA
     return reader, order[starts[after.nodes[reader]] + within]
 
 
-def _overlap(cut: Cut, sizes: _Sizes, one: tuple[_Mesh, IntArray], other: tuple[_Mesh, IntArray]) -> FloatArray:
+def _overlap(cut: SizedCut, sizes: _Sizes, one: tuple[_Mesh, IntArray], other: tuple[_Mesh, IntArray]) -> FloatArray:
     """Return the number of elements that both ranks of each pair hold."""
     (a, i), (b, j) = one, other
     blocks = np.maximum(0, np.minimum(a.end[i], b.end[j]) - np.maximum(a.begin[i], b.begin[j]))

@@ -14,7 +14,6 @@ from lightning_realloc.runtime.parallel.gradients import (
     clip_gradients,
     first_bad_gradient,
     global_grad_norm,
-    num_holders,
     uneven_gradient,
 )
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -75,19 +74,6 @@ def test_one_process_needs_no_group(workers: WorkerPool) -> None:
 
     assert norm == pytest.approx(expected, rel=1e-6)
     assert clipped
-
-
-def test_holders_are_replicas_and_shared_heads() -> None:
-    spec = describe_model(tiny_model("llama"))
-    under_tp4 = ModelLayout(spec, Layout.parse("dp2.fsdp2.tp4"))
-
-    # 2 key-value heads on 4 ranks: each is held twice, in each of 2 replicas. Norms are on all 4 ranks of both.
-    assert num_holders(under_tp4, "model.layers.0.self_attn.k_proj.weight", 0) == 4
-    assert num_holders(under_tp4, "model.layers.0.self_attn.q_proj.weight", 0) == 2
-    assert num_holders(under_tp4, "model.norm.weight", 0) == 8
-    # On 3 ranks the first one holds its head alone.
-    under_tp3 = ModelLayout(spec, Layout.parse("dp2.tp3"))
-    assert [num_holders(under_tp3, "model.layers.0.self_attn.k_proj.weight", rank) for rank in range(3)] == [2, 4, 4]
 
 
 def _spoilt(layout_texts: list[str]) -> list[tuple[float, str | None, bool]]:

@@ -62,7 +62,7 @@ def test_a_classification_head_is_replicated_output() -> None:
         spec = describe_model(AutoModelForSequenceClassification.from_config(config))
 
     assert spec.tp_refusal is None
-    assert (spec.param("score.weight").tp, spec.param("score.weight").section) == (None, "output")
+    assert (spec.param("score.weight").tensor_cut, spec.param("score.weight").section) == (None, "output")
 
 
 def test_blocks_are_the_outermost_list_even_where_blocks_hold_lists() -> None:

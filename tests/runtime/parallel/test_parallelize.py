@@ -149,7 +149,7 @@ def _mixed_precision_and_replicas() -> dict[str, object]:
         output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    replicated = [spec.name for spec in model_layout.model.params if spec.tp is None]
+    replicated = [spec.name for spec in model_layout.model.params if spec.tensor_cut is None]
     weights = local_tensors(model)
     return {
         "fsdp index": layout.coordinate(rank).fsdp,

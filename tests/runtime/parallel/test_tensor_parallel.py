@@ -156,8 +156,9 @@ def _dropout(checkpointing: bool) -> tuple[Tensor, list[Tensor], Tensor]:
     output = model(input_ids=torch.arange(8).unsqueeze(0), labels=torch.arange(8).unsqueeze(0))
     following = torch.rand(1)
     output.loss.backward()
-    named = [(model_layout.model.param(name).tp, parameter.grad) for name, parameter in model.named_parameters()]
-    return output.logits.detach(), [grad for cut, grad in named if cut is None and grad is not None], following
+    cuts = {param.name: param.tensor_cut for param in model_layout.model.params}
+    grads = [parameter.grad for name, parameter in model.named_parameters() if cuts[name] is None]
+    return output.logits.detach(), [grad for grad in grads if grad is not None], following
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 10, 4, 2, 3, 13, 31
 
@@ -15,7 +15,7 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 10, 4, 2, 3, 13, 31
 def odd_model(num_blocks: int = 2) -> ModelSpec:
     """Odd sizes, fused blocks, fewer kv heads than tp (fused and alone too), and a shard that fsdp4 leaves empty."""
     query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    params = [ParamSpec("embed", (VOCABULARY, WIDTH), TensorParallelCut(0), "input")]
+    params = [ParamSpec("embed", (VOCABULARY, WIDTH), sharded(TensorParallelCut(0)), "input")]
     for block in range(num_blocks):
         fused = TensorParallelCut(0, HEADS + 2 * KV_HEADS, True, (query, key, key))
         one_head = TensorParallelCut(0, HEADS + 2, True, (query, HEAD_DIM, HEAD_DIM))
@@ -29,9 +29,9 @@ def odd_model(num_blocks: int = 2) -> ModelSpec:
             ("down", (WIDTH, INNER), TensorParallelCut(1)),
             ("norm", (WIDTH,), None),
         ):
-            params.append(ParamSpec(f"layers.{block}.{name}", shape, cut, "block", block))
-    params.append(ParamSpec("scale", (3,), None, "output"))
-    params.append(ParamSpec("head", (VOCABULARY, WIDTH), TensorParallelCut(0), "output"))
+            params.append(ParamSpec(f"layers.{block}.{name}", shape, sharded(cut), "block", block))
+    params.append(ParamSpec("scale", (3,), sharded(), "output"))
+    params.append(ParamSpec("head", (VOCABULARY, WIDTH), sharded(TensorParallelCut(0)), "output"))
     return ModelSpec(tuple(params), num_blocks)
 
 
@@ -54,8 +54,8 @@ def local_reference(full: Mapping[str, Tensor], layout: ModelLayout, rank: int) 
         if layout.stage(param.name) != at.pp:
             continue
         tensor = full[param.name]
-        if param.tp is not None and dims.tp > 1:
-            tensor = _cut(tensor, param.tp, dims.tp, at.tp)
+        if param.tensor_cut is not None and dims.tp > 1:
+            tensor = _cut(tensor, param.tensor_cut, dims.tp, at.tp)
         if dims.fsdp > 1:
             tensor = _chunk(tensor, 0, dims.fsdp, at.fsdp)
         held[param.name] = tensor.contiguous().clone()

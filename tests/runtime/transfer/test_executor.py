@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.errors import PlanError, ReallocError
-from lightning_realloc.layout import ClusterSpec, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import ClusterSpec, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.runtime.transfer import shared_memory, transport
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from tests.matrices import crossed, matrix
@@ -384,8 +384,8 @@ def _large_pieces() -> int:
     """Pieces above the packing limit with the real constants: in place where contiguous, staged where strided."""
     model = ModelSpec(
         (
-            ParamSpec("column", (512, 300), TensorParallelCut(0), "output"),
-            ParamSpec("row", (300, 512), TensorParallelCut(1), "output"),
+            ParamSpec("column", (512, 300), sharded(TensorParallelCut(0)), "output"),
+            ParamSpec("row", (300, 512), sharded(TensorParallelCut(1)), "output"),
         ),
         0,
     )

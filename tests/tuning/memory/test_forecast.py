@@ -11,7 +11,7 @@ import pytest
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout import ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.limits import CHUNK_ELEMENTS, TILE_ELEMENTS
 from lightning_realloc.tuning.memory.advice import find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
@@ -24,7 +24,7 @@ from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 SPEC = ModelSpec(
     (
         ParamSpec("embed", (100, 10), section="input"),
-        *(ParamSpec(f"block.{i}", (100, 10), TensorParallelCut(0), block=i) for i in range(3)),
+        *(ParamSpec(f"block.{i}", (100, 10), sharded(TensorParallelCut(0)), block=i) for i in range(3)),
     ),
     num_blocks=3,
     aliases=(("head", "embed"),),
@@ -121,7 +121,7 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
 
 
 def test_a_role_that_shares_a_base_is_counted_once() -> None:
-    params = (*SPEC.params, ParamSpec("block.0.base_layer.weight", (100, 10), TensorParallelCut(0), block=0))
+    params = (*SPEC.params, ParamSpec("block.0.base_layer.weight", (100, 10), sharded(TensorParallelCut(0)), block=0))
     adapted = RoleMemory(model=ModelSpec(params, num_blocks=3), frozen_params=frozenset({"embed"}))
     roles = {"actor": adapted, "reference": RoleMemory(model=adapted.model, shares="actor")}
     beside = forecast(plan("dp1", "dp1", "dp1"), roles=roles)
@@ -174,7 +174,7 @@ def test_several_micro_batches_keep_whole_gradients_until_the_last() -> None:
 
 def _logits_bytes(call: str, head: ParamSpec | None, layout: str, response_tokens: int = 100) -> int:
     """Return the bytes of logits for eight responses and a vocabulary of 10,000; ``head`` None ties the head."""
-    embedding = ParamSpec("embed", (10_000, 10), TensorParallelCut(0), section="input")
+    embedding = ParamSpec("embed", (10_000, 10), sharded(TensorParallelCut(0)), section="input")
     params = (embedding, *SPEC.params[1:], *([] if head is None else [head]))
     model = ModelSpec(params, num_blocks=3, aliases=(("head", "embed"),) if head is None else ())
     role = RoleMemory(model=model, shape=replace(SHAPE, num_outputs=10_000))
@@ -193,7 +193,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_from_it_on() ->
 
 
 def test_logits_divided_among_ranks_count_on_each_of_them() -> None:
-    cut = ParamSpec("head", (10_000, 10), TensorParallelCut(0), section="output")
+    cut = ParamSpec("head", (10_000, 10), sharded(TensorParallelCut(0)), section="output")
     whole = ParamSpec("head", (10_000, 10), section="output")
     every = 800 * 10_000 * 4  # fp32, and the same in a chunk; a backward pass doubles both
     for head in (cut, None):

@@ -9,9 +9,9 @@ import pytest
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cuts import TensorParallelCut, sharded
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
-from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.search.heuristic import TRAINING_SHARE_OF_MEMORY, WEIGHTS_SHARE_OF_MEMORY, heuristic_plan
 from tests.dataflow.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
 
@@ -30,9 +30,9 @@ PPO_FLOW = Dataflow(
 FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
 NUM_ELEMENTS = 1024 * 64
 MODEL = ModelSpec(
-    (ParamSpec("block.0.weight", (1024, 64), TensorParallelCut(0, num_units=4), "block", 0),), num_blocks=1
+    (ParamSpec("block.0.weight", (1024, 64), sharded(TensorParallelCut(0, num_units=4)), "block", 0),), num_blocks=1
 )
-UNCUT = ModelSpec((ParamSpec("block.0.weight", (1024, 64), None, "block", 0),), num_blocks=1, tp_refusal="no plan")
+UNCUT = ModelSpec((ParamSpec("block.0.weight", (1024, 64), sharded(), "block", 0),), num_blocks=1, tp_refusal="no plan")
 
 
 def layouts(model: ModelSpec, device_memory_bytes: float, *, world_size: int = 8) -> dict[str, str]:
@@ -84,7 +84,7 @@ def test_any_number_of_ranks_gets_a_plan() -> None:
 def sized(num_rows: int) -> ModelSpec:
     """Return a model of ``num_rows * 64`` elements and four heads."""
     cut = TensorParallelCut(0, num_units=4)
-    return ModelSpec((ParamSpec("block.0.weight", (num_rows, 64), cut, "block", 0),), num_blocks=1)
+    return ModelSpec((ParamSpec("block.0.weight", (num_rows, 64), sharded(cut), "block", 0),), num_blocks=1)
 
 
 def ppo_plan(world_size: int, *, device_memory_bytes: float = 1e12, **rows: int) -> dict[str, Layout]:

@@ -11,9 +11,9 @@ import pytest
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cuts import TensorParallelCut, sharded
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
-from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.search.space import (
     CallOptions,
     RankSet,
@@ -26,11 +26,13 @@ from lightning_realloc.tuning.search.space import (
 from tests.tuning.examples import role_of
 
 KINDS: tuple[CallKind, ...] = ("generate", "infer", "train")
-PARAMS = tuple(ParamSpec(f"block.{b}", (24, 4), TensorParallelCut(0, num_units=12), "block", b) for b in range(3))
+PARAMS = tuple(
+    ParamSpec(f"block.{b}", (24, 4), sharded(TensorParallelCut(0, num_units=12)), "block", b) for b in range(3)
+)
 MODEL = ModelSpec(PARAMS, num_blocks=3)
-HEAD = ParamSpec("embedding", (16, 4), None, "input")
+HEAD = ParamSpec("embedding", (16, 4), sharded(), "input")
 TIED = ModelSpec((HEAD, *PARAMS), num_blocks=3, aliases=(("head", "embedding"),))
-SCALED = ModelSpec((ParamSpec("scale", (), None, "input"), *PARAMS), num_blocks=3)
+SCALED = ModelSpec((ParamSpec("scale", (), sharded(), "input"), *PARAMS), num_blocks=3)
 UNCUT = ModelSpec(PARAMS, num_blocks=3, tp_refusal="no plan")
 
 

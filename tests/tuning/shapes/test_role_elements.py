@@ -7,16 +7,16 @@ import math
 import pytest
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 # Uneven sizes: 7 rows over 2, 3 or 4 ranks, different blocks, and one frozen parameter per block.
 SPEC = ModelSpec(
     (
-        ParamSpec("embed", (7, 3), TensorParallelCut(0), section="input"),
-        *(ParamSpec(f"block.{i}.in", (7, 2 + i % 2), TensorParallelCut(0), block=i) for i in range(5)),
-        *(ParamSpec(f"block.{i}.out", (2, 8), TensorParallelCut(1, num_units=4), block=i) for i in range(5)),
+        ParamSpec("embed", (7, 3), sharded(TensorParallelCut(0)), section="input"),
+        *(ParamSpec(f"block.{i}.in", (7, 2 + i % 2), sharded(TensorParallelCut(0)), block=i) for i in range(5)),
+        *(ParamSpec(f"block.{i}.out", (2, 8), sharded(TensorParallelCut(1, num_units=4)), block=i) for i in range(5)),
         ParamSpec("norm", (5,), section="output"),
         ParamSpec("scale", (), section="output"),
     ),
