@@ -148,7 +148,7 @@ def _given(name: str, folder: str, size: Size, seed: int, **settings: Any) -> tu
 
 
 def _policies() -> dict[str, Learner]:
-    from lightning_realloc import DynamicSampling
+    from lightning_realloc import Cispo, Clip, DynamicSampling
 
     def learner(name: str, n: int, **settings: Any) -> Learner:
         metric = settings.pop("metric", "reward")
@@ -157,12 +157,14 @@ def _policies() -> dict[str, Learner]:
     return {
         "GRPO": learner("GRPO", 8, kl_coef=0.04, loss_average="sequence"),
         "Dr. GRPO": learner("GRPO", 8, normalize_by_std=False, loss_average="constant"),
-        "DAPO": learner("GRPO", 8, clip_high=0.28, dynamic_sampling=DynamicSampling()),
-        "GSPO": learner("GRPO", 8, ratio_level="sequence", loss_average="sequence", clip_low=3e-4, clip_high=4e-4),
-        "CISPO": learner("GRPO", 8, loss="cispo", clip_high=4.0),
-        "SAPO": learner("GRPO", 8, loss="sapo", kl_coef=0.04, loss_average="sequence"),
+        "DAPO": learner("GRPO", 8, policy_loss=Clip(high=0.28), dynamic_sampling=DynamicSampling()),
+        "GSPO": learner(
+            "GRPO", 8, ratio_level="sequence", loss_average="sequence", policy_loss=Clip(low=3e-4, high=4e-4)
+        ),
+        "CISPO": learner("GRPO", 8, policy_loss=Cispo(high=4.0)),
+        "SAPO": learner("GRPO", 8, policy_loss="sapo", kl_coef=0.04, loss_average="sequence"),
         "LUSPO": learner("GRPO", 8, ratio_level="sequence", kl_coef=0.04, loss_average="sum"),
-        "VESPO": learner("GRPO", 8, loss="vespo", kl_coef=0.04),
+        "VESPO": learner("GRPO", 8, policy_loss="vespo", kl_coef=0.04),
         "RLOO": learner("RLOO", 4),
         "REINFORCE++": learner("ReinforcePlusPlus", 1),
         "REINFORCE++, group": learner("ReinforcePlusPlus", 8, baseline="group"),

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.losses.correction import EngineCorrection as EngineCorrection
     from lightning_realloc.algorithms.losses.loss_options import KLOptions as KLOptions
-    from lightning_realloc.algorithms.losses.loss_options import PolicyLossOptions as PolicyLossOptions
+    from lightning_realloc.algorithms.losses.policy_losses import Cispo as Cispo
+    from lightning_realloc.algorithms.losses.policy_losses import Clip as Clip
+    from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss as PolicyLoss
+    from lightning_realloc.algorithms.losses.policy_losses import Sapo as Sapo
+    from lightning_realloc.algorithms.losses.policy_losses import Vespo as Vespo
     from lightning_realloc.algorithms.online_dpo import OnlineDPO as OnlineDPO
     from lightning_realloc.algorithms.orpo import ORPO as ORPO
     from lightning_realloc.algorithms.ppo import PPO as PPO
@@ -156,7 +160,11 @@ _HOMES = {
     "RoleOptimizer": "algorithms.base.optimizers",
     "GenerationOptions": "algorithms.base.generation_options",
     "KLOptions": "algorithms.losses.loss_options",
-    "PolicyLossOptions": "algorithms.losses.loss_options",
+    "PolicyLoss": "algorithms.losses.policy_losses",
+    "Clip": "algorithms.losses.policy_losses",
+    "Cispo": "algorithms.losses.policy_losses",
+    "Sapo": "algorithms.losses.policy_losses",
+    "Vespo": "algorithms.losses.policy_losses",
     "ReallocStrategy": "strategies",
     "AutoTuner": "callbacks",
     "EMA": "callbacks",

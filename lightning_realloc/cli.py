@@ -117,7 +117,8 @@ _UNKNOWN_OPTION = re.compile(
     r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'"  # of a callable, such as a reward
 )
 _UNKNOWN_KEY = re.compile(  # an option at the beginning is of a class that the outer parser's message names
-    r"\sOption '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)"
+    r"\sOption '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)|"
+    r" is abstract\n(?:.*\n){2}.*Given value: (?:\{|NestedArg\(key=)'(\w+)'"  # no class_path
 )
 _ONE_LINE_ERRORS = (*CALLER_ERRORS, torch.OutOfMemoryError)
 """Exceptions that end a command with one line and exit code 2."""

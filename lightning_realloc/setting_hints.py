@@ -59,7 +59,7 @@ def _read_tables() -> dict[str, dict[str, str]]:
     tables = _parse_file()
     hints = {name: hint for topic in tables["algorithm"].values() for name, hint in topic.items()}
     renamed = {earlier: hints[flag] for earlier, flag in tables["renamed_flags"].items()}
-    return tables | {"algorithm": renamed | hints}
+    return tables | {"algorithm": renamed | hints | tables["renamed_settings"]}
 
 
 def algorithm_topics() -> Mapping[str, Mapping[str, str]]:

@@ -139,7 +139,7 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     del model["init_args"]["kl_coef"]
     model["init_args"] |= {
         "kl": {"coef": 0.1, "estimator": "k1"},
-        "policy_loss": {"clip_high": 0.28, "loss_average": "token"},
+        "policy_loss": {"class_path": "Clip", "init_args": {"high": 0.28}},
         "generation": {"speculation": {"num_draft_tokens": 2}, "rollout_budget": {"tokens": 100}},
     }  # fmt: skip
     (folder / "groups.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
@@ -402,7 +402,7 @@ def test_help_names_every_command_and_stays_short(workers: WorkerPool, folder: P
     # Options, not lines: the lines below an option list every subclass that something has imported.
     options = re.findall(r"(?m)^  --\S+", model.output)
     assert len(options) < 80, (
-        f"GRPO's help has {len(options)} options; make a new setting the field of a group such as PolicyLossOptions, "
+        f"GRPO's help has {len(options)} options; make a new setting the field of a group such as GenerationOptions, "
         f"or raise this limit"
     )
     names = "".join(fit.output.split())  # help breaks lines inside names
@@ -433,6 +433,19 @@ MISTAKES = [
     ("--model.speculation", '{"method": "ngram"}', "Speculation has no setting method; here it is drafter="),
     ("--trainer.callbacks+", '{"class_path": "tests.test_cli.make_callback", "init_args": {"evry": 1}}', "'evry'"),
     ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
+    ("--model.policy_loss", "{clip_low: 0.1}", "clip_low is here policy_loss=Clip(low=...)\n"),
+    (
+        "--model.policy_loss",
+        "{loss_average: token}",
+        "loss_average is a setting of GRPO or PPO; write it under the init",
+    ),
+    ("--model.policy_loss.clip_high", "0.3", "clip_high is here policy_loss=Clip(high=...) or Cispo(high=...)"),
+    (
+        "--model.policy_loss",
+        '{"class_path": "Clip", "init_args": {"clip_low": 0.1}}',
+        "Clip has no setting clip_low; ",
+    ),
+    ("--model.clip_high", "0.28", "GRPO has no setting clip_high; here it is policy_loss=Clip(high=...) or Cispo("),
     ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
     ("--model.sampling.max_tokens", "7", "Option 'max_tokens' is not accepted"),
     ("--model.sampling.max_tokens", "7", "SamplingParams has no setting max_tokens; here it is max_new_tokens="),

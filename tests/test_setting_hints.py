@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -23,13 +24,13 @@ from lightning_realloc import (
     PPO,
     SFT,
     AutoTuner,
+    Clip,
     ConfigError,
     Conversation,
     EngineCorrection,
     GenerationEngine,
     GenerationOptions,
     KLOptions,
-    PolicyLossOptions,
     ReallocStrategy,
     Role,
     RolloutBudget,
@@ -37,6 +38,7 @@ from lightning_realloc import (
     Speculation,
     TrainOptions,
 )
+from lightning_realloc.algorithms.losses.policy_losses import POLICY_LOSSES
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
@@ -72,7 +74,7 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: GRPO("x", no_reward, num_generations=8), "SamplingParams(n=...)"),
         (lambda: GRPO(model="x", reward_funcs=no_reward), "reward_funcs: here it is reward="),
         (lambda: GRPO("x", no_reward, beta=0.04), "kl_coef="),
-        (lambda: PPO("x", no_reward, cliprange=0.2), "clip_low="),
+        (lambda: PPO("x", no_reward, cliprange=0.2), "policy_loss=Clip(low=..., high=...)"),
         (lambda: GRPO("x", no_reward, use_vllm=True), "the package also generates by itself"),
         (lambda: GRPO("x", no_reward, vllm_tensor_parallel_size=2), "engine='vllm', which takes layouts of dp alone"),
         (lambda: GRPO("x", no_reward, vllm_gpu_memory_utilization=0.5), "VLLMOptions(memory_share=...)"),
@@ -121,14 +123,17 @@ def test_a_name_that_is_also_our_setting_is_accepted() -> None:
     ("make", "answer"),
     [
         (lambda: SFT("x", learning_rte=1.0), "SFT has no setting learning_rte; did you mean learning_rate=?"),
-        (lambda: PPO(clp_low=0.2), "PPO has no setting clp_low; did you mean clip_low=?"),
+        (lambda: PPO(value_clp=0.2), "PPO has no setting value_clp; did you mean value_clip=?"),
         (lambda: PPO(free_cache=False), "here it is generation=GenerationOptions(free_cache=...)"),
         (lambda: SFT("x", num_minibatches=2), "here it is train_options=TrainOptions(num_minibatches=...)"),
         (lambda: SamplingParams(temprature=0.2), "did you mean temperature=?"),
         (lambda: Speculation(draftr="ngram"), "did you mean drafter=?"),
         (lambda: Speculation(num_speculative_tokens=4), "here it is num_draft_tokens="),
         (lambda: KLOptions(beta=0.1), "KLOptions has no setting beta; here it is coef="),
-        (lambda: PolicyLossOptions(epsilon=0.1), "here it is clip_low= and clip_high="),
+        (lambda: Clip(epsilon=0.1), "Clip has no setting epsilon; here it is low= and high="),
+        (lambda: Clip(loss_average="token"), "here it is a setting of the algorithm, next to policy_loss="),
+        (lambda: GRPO("x", no_reward, clip_high=0.3), "here it is policy_loss=Clip(high=...) or Cispo(high=...)"),
+        (lambda: GRPO("x", no_reward, loss="cispo"), "here it is policy_loss=, a name or a value such as Cispo("),
         (lambda: GenerationOptions(speculativ=None), "did you mean speculation=?"),
         (lambda: GenerationOptions(gpu_memory_utilization=0.9), "here it is max_cache_bytes="),
         (lambda: Conversation(turns=4), "did you mean max_turns=?"),
@@ -156,13 +161,19 @@ def test_settings_of_an_algorithm_include_those_of_its_base_classes(algorithm: t
     assert {"learning_rate", "train_options", "peft_config", "seed", "tokenizer"} <= settings_of(algorithm)
 
 
+def named_in(hints: Mapping[str, str]) -> set[str]:
+    """Return the settings at the beginning of hints."""
+    settings = {hint.partition("=")[0] for hint in hints.values()}
+    return {setting for setting in settings if " " not in setting}
+
+
 def test_every_hint_of_options_names_a_field() -> None:
     classes = ((SAMPLING_HINTS, SamplingParams), (TRAIN_OPTIONS_HINTS, TrainOptions), (SPECULATION_HINTS, Speculation))
     classes += ((KL_HINTS, KLOptions), (GENERATION_HINTS, GenerationOptions), (ENGINE_HINTS, GenerationEngine))
-    classes += ((POLICY_LOSS_HINTS, PolicyLossOptions), (STRATEGY_HINTS, ReallocStrategy), (ROLE_HINTS, Role))
+    classes += ((STRATEGY_HINTS, ReallocStrategy), (ROLE_HINTS, Role))
     for hints, cls in classes:
-        settings = {hint.partition("=")[0] for hint in hints.values()}
-        assert {setting for setting in settings if " " not in setting} <= settings_of(cls)
+        assert named_in(hints) <= settings_of(cls)
+    assert named_in(POLICY_LOSS_HINTS) <= set().union(*map(settings_of, (*POLICY_LOSSES.values(), GRPO)))
     known = set().union(*map(settings_of, ALGORITHMS))
     named = {
         hint.partition("=")[0] for hint in ALGORITHM_HINTS.values() if "=" in hint and " " not in hint.split("=")[0]

@@ -22,7 +22,7 @@ from lightning_realloc.algorithms.base.rollout_columns import model_mask, respon
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.losses.functional import kept_tokens, sequence_sums
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
-from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, resolve_policy_loss
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.settings import Unpack, check_choice, check_type
 from lightning_realloc.batch.packing import PackedBatch
@@ -55,8 +55,7 @@ class OnPolicyDistillation(PolicyModule):
             sends its last hidden states, and every training rank keeps a copy of its head, under tensor parallelism a
             share of it.
         mix: For ``"js"``: weight of the teacher in the mixture; near 0 like the forward KL, near 1 like the reverse KL.
-        clip_low: For ``"sampled"``: distance below 1 at which a ratio is clipped.
-        clip_high: For ``"sampled"``: distance above 1 at which a ratio is clipped.
+        policy_loss: For ``"sampled"``: loss of tokens, such as ``Clip(low=0.2, high=0.28)``, or a name.
         loss_average: Mean over every ``"token"``, or over each ``"sequence"`` and then over these; see
             :class:`PolicyGradient`.
         settings: Settings of :class:`PolicyModule` (evaluation, environment, rollout budget) and
@@ -75,8 +74,7 @@ class OnPolicyDistillation(PolicyModule):
         sampling: SamplingParams | None = None,
         divergence: DistillationDivergence = "sampled",
         mix: float = 0.5,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
+        policy_loss: PolicyLoss | PolicyLossName = "clip",
         loss_average: LossAverage = "token",
         **settings: Unpack[PolicySettings],
     ) -> None:
@@ -90,7 +88,7 @@ class OnPolicyDistillation(PolicyModule):
             raise ConfigError("sampling.temperature=0 leaves one token of each distribution; set it above 0")
         self.divergence = divergence
         self.mix = mix
-        self.policy_loss = PolicyLoss(clip_low=clip_low, clip_high=clip_high)
+        self.policy_loss = resolve_policy_loss(policy_loss)
         self.loss_average = loss_average
         self.evaluation_calls = ("actor.generate", *(("teacher.infer", "measure") if self._is_sampled else ()))
         self.sources |= {"actor": actor, "teacher": teacher}
@@ -155,7 +153,7 @@ class OnPolicyDistillation(PolicyModule):
         """Return the (N,) policy losses whose advantage is minus each token's part of the divergence."""
         logprobs, behaviour = self._logprobs(actor, batch), batch["behaviour_logprobs"]
         apart = behaviour - batch["teacher_logprobs"]
-        loss = self.policy_loss(logprobs, behaviour, -apart, batch)
+        loss = self.policy_loss(logprobs, logprobs - behaviour, -apart, batch)
         return loss.values, {"reverse_kl": apart, "clip_fraction": loss.clipped.float()}
 
     def _whole(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:

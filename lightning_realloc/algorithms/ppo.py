@@ -25,12 +25,12 @@ from lightning_realloc.algorithms.base.rollout_columns import (
 from lightning_realloc.algorithms.losses.controllers import KLController, RunningMoments
 from lightning_realloc.algorithms.losses.functional import (
     KLEstimator,
-    clipped_policy_loss,
     clipped_value_loss,
     kl_estimate,
 )
 from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, resolve_policy_loss
 from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
@@ -73,8 +73,7 @@ class PPO(RewardedModule):
         kl_estimator: k1, k2 or k3, in the loss.
         kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef`` fixed.
         kl_gain: Relative change of ``kl_coef`` per relative error of the divergence (at most 20 %), in one iteration.
-        clip_low: Distance below 1 at which a ratio is clipped.
-        clip_high: Distance above 1 at which a ratio is clipped.
+        policy_loss: Loss of the actor's tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or a name.
         value_clip: Distance from the value at the rollout at which a value is clipped; None never clips.
         discount: Discount of a reward per token.
         gae_lambda: Weight of later rewards over the critic's values: 0 uses one token, 1 the whole response.
@@ -110,8 +109,7 @@ class PPO(RewardedModule):
         kl_estimator: KLEstimator = "k3",
         kl_target: float | None = None,
         kl_gain: float = 0.1,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
+        policy_loss: PolicyLoss | PolicyLossName = "clip",
         value_clip: float | None = 0.2,
         discount: float = 1.0,
         gae_lambda: float = 0.95,
@@ -129,8 +127,7 @@ class PPO(RewardedModule):
     ) -> None:
         super().__init__(actor, reward, sampling=sampling or SamplingParams(), **settings)
         self.role_optimizers = with_learning_rate(self.role_optimizers, "critic", critic_learning_rate)
-        self.clip_low = clip_low
-        self.clip_high = clip_high
+        self.policy_loss = resolve_policy_loss(policy_loss)
         self.value_clip = value_clip
         self.token_advantages = TokenAdvantages(
             discount=discount, gae_lambda=gae_lambda, normalize_advantages=normalize_advantages,
@@ -156,7 +153,7 @@ class PPO(RewardedModule):
 
     def _check_loss(self) -> None:
         check_choice("loss_average", self.loss_average, get_args(LossAverage))
-        for name in ("clip_low", "clip_high", "entropy_coef", "critic_warmup"):
+        for name in ("entropy_coef", "critic_warmup"):
             check_not_negative(**{name: getattr(self, name)})
         check_type(Integral, critic_warmup=self.critic_warmup)
         check_positive(value_clip=self.value_clip)
@@ -238,7 +235,7 @@ class PPO(RewardedModule):
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
-        """Return the clipped surrogate, the entropy bonus and, with ``kl_place="loss"``, the divergence penalty."""
+        """Return the policy loss, the entropy bonus and, with ``kl_place="loss"``, the divergence penalty."""
         statistics = token_logprobs(
             actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
         )
@@ -246,9 +243,7 @@ class PPO(RewardedModule):
         logprobs, entropy, mask = statistics.logprobs, statistics.entropy, batch.response_mask
         assert entropy is not None, "asked for with_entropy"
         behaviour = batch["behaviour_logprobs"]
-        surrogate = clipped_policy_loss(
-            logprobs, behaviour, batch["advantages"], clip_low=self.clip_low, clip_high=self.clip_high
-        )
+        surrogate = self.policy_loss(logprobs, logprobs - behaviour, batch["advantages"], batch)
         values = surrogate.values - self.entropy_coef * entropy
         if self.has_reference and self.kl_place == "loss":
             kl = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)

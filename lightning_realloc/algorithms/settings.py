@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,11 +63,12 @@ def check_share(**settings: float) -> None:
             raise ConfigError(f"{name}={value} must lie between 0 and 1")
 
 
-def check_positive_numbers(name: str, values: object, *, example: Sequence[float]) -> None:
-    """Raise ConfigError unless ``values`` are as many positive numbers as the example has."""
-    numbers = tuple(values) if isinstance(values, Iterable) else ()
-    if len(numbers) != len(example) or not all(is_of_kind(value, Real) and value > 0 for value in numbers):
-        raise ConfigError(f"{name}={values!r} must be {len(example)} positive numbers, as in {example}")
+def check_positive_numbers(**settings: float) -> None:
+    """Raise ConfigError for the first setting that is zero, negative or no number."""
+    for name, value in settings.items():
+        _check_number(name, value)
+        if value <= 0:
+            raise ConfigError(f"{name}={value} must be positive")
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -105,7 +106,7 @@ def given(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 
-OPTION_GROUPS = {"generation": "", "kl": "kl_", "policy_loss": ""}
+OPTION_GROUPS = {"generation": "", "kl": "kl_"}
 """Setting with a group of options -> prefix of the same options as single settings."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc import OnPolicyDistillation, SamplingParams
+from lightning_realloc import Clip, OnPolicyDistillation, SamplingParams
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -39,7 +39,7 @@ def loss_in_parts(module: OnPolicyDistillation, model: Any, samples: Samples) ->
 
 def test_a_sampled_tokens_reward_is_the_teachers_log_ratio() -> None:
     student, again, teacher = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
-    module = module_of(student, teacher, clip_low=0.9, clip_high=9.0)
+    module = module_of(student, teacher, policy_loss=Clip(low=0.9, high=9.0))
     samples = rollout().without_columns("advantages", "ref_logprobs")
     scored = module.score_teacher(teacher, pack(samples)).detach()
     samples = samples.with_columns(teacher_logprobs=pack(samples).responses(scored))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.losses.functional import ClippedLoss
+from lightning_realloc.algorithms.losses.policy_losses import Clip
 from lightning_realloc.algorithms.remax import ReMax
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.ragged import Ragged
@@ -77,7 +78,7 @@ def naive_loss(model: Any, samples: Samples, *, average: str, kl_coef: float, te
 def test_the_loss_and_its_gradient_are_those_of_a_loop_over_tokens(average: str, temperature: float) -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     sampling = runs.SamplingParams(n=2, temperature=temperature)
-    module = runs.grpo(actor=model, sampling=sampling, kl_coef=0.1, clip_high=0.3, loss_average=average)
+    module = runs.grpo(actor=model, sampling=sampling, kl_coef=0.1, policy_loss=Clip(high=0.3), loss_average=average)
     samples, totals = rollout(), Totals(4, 9)
     parts = [module.actor_loss(model, pack_columns(samples.select(rows), CPU), totals) for rows in ([0, 3], [1, 2])]
     loss = parts[0].value + parts[1].value
@@ -108,7 +109,7 @@ class Linear(runs.RecordedGRPO):
 
 def test_a_subclass_replaces_the_formula_of_the_policy_loss() -> None:
     model, batch = tiny_model("llama"), pack_columns(rollout(), CPU)
-    unclipped = runs.grpo(clip_low=9.0, clip_high=1e9)
+    unclipped = runs.grpo(policy_loss=Clip(low=9.0, high=1e9))
     own = Linear(model, fixed, sampling=runs.SAMPLING, kl_coef=0.04, loss_average="sequence")
     ours, theirs = (module.actor_loss(model, batch, Totals(4, 9)) for module in (own, unclipped))
     assert ours.value.item() == pytest.approx(theirs.value.item(), rel=1e-5)
@@ -256,8 +257,9 @@ def test_invalid_settings_are_refused() -> None:
     for settings, name in (
         ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
         ({"loss_average": "group"}, "loss_average='group'"),
-        ({"clip_low": -0.1}, "clip_low=-0.1"),
-        ({"clip_high": -0.1}, "clip_high=-0.1"),
+        ({"policy_loss": {"low": 0.1}}, r"policy_loss=\{'low': 0.1\} is a dict; write a name"),
+        ({"ratio_level": "group"}, "ratio_level='group'"),
+        ({"policy_loss": "vespo", "ratio_level": "sequence"}, "by itself; set ratio_level='token' in place of"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),
         ({"ratio_to": "reference"}, "ratio_to='reference'"),
     ):

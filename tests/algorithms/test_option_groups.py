@@ -1,8 +1,7 @@
-"""Groups of settings (KLOptions, PolicyLossOptions, GenerationOptions), next to the single settings."""
+"""Groups of settings (KLOptions, GenerationOptions), next to the single settings."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ from lightning_realloc import (
     RLOO,
     SFT,
     ConfigError,
-    EngineCorrection,
     GenerationOptions,
     KLOptions,
-    PolicyLossOptions,
     ReinforcePlusPlus,
     RolloutBudget,
     Speculation,
 )
-from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
-from lightning_realloc.setting_hints import setting_defaults
 from tests.algorithms import test_grpo
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -35,7 +30,6 @@ def made(kind: type = GRPO, **settings: Any) -> Any:
 
 
 DIVERGENCE = ("kl_coef", "kl_estimator", "kl_place")
-LOSS = ("policy_loss", "loss_average", "entropy_coef", "ratio_to", "engine_correction")
 GENERATION = ("generation_options", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
 
 
@@ -51,26 +45,6 @@ GENERATION = ("generation_options", "engine", "speculation", "max_cache_bytes", 
         ),
         (RLOO, {"kl": KLOptions(coef=0.1)}, {"kl_coef": 0.1}, DIVERGENCE),
         (ReinforcePlusPlus, {"kl": KLOptions(place="loss")}, {"kl_place": "loss"}, DIVERGENCE),
-        (
-            RLOO,
-            {"policy_loss": PolicyLossOptions(loss="sapo", sapo_temperatures=(1.0, 2.0), entropy_coef=0.1)},
-            {"loss": "sapo", "sapo_temperatures": (1.0, 2.0), "entropy_coef": 0.1},
-            LOSS,
-        ),
-        (
-            GRPO,
-            {
-                "policy_loss": PolicyLossOptions(
-                    ratio_to="proximal", engine_correction=EngineCorrection(), clip_low=0.1, clip_high=0.3,
-                    clip_most=3.0, ratio_level="sequence", loss_average="token",
-                )
-            },
-            {
-                "ratio_to": "proximal", "engine_correction": EngineCorrection(), "clip_low": 0.1, "clip_high": 0.3,
-                "clip_most": 3.0, "ratio_level": "sequence", "loss_average": "token",
-            },
-            LOSS,
-        ),
         (
             GRPO,
             {"generation": GenerationOptions(speculation=Speculation(), max_cache_bytes=1 << 20)},
@@ -94,18 +68,6 @@ def test_a_group_sets_the_same_as_single_settings_and_keeps_other_defaults(
         assert getattr(by_group, name) == getattr(by_settings, name), name
 
 
-def test_every_constant_of_a_policy_loss_is_a_setting_that_reaches_it() -> None:
-    others = {
-        "loss": "sapo", "ratio_level": "sequence", "clip_low": 0.1, "clip_high": 0.3, "clip_most": 3.0,
-        "sapo_temperatures": (2.0, 3.0), "vespo_shapes": (1.0, 2.0, 3.0, 4.0),
-    }  # fmt: skip
-    defaults = {field.name: field.default for field in fields(PolicyLoss)}
-    assert defaults.keys() == others.keys()
-    assert defaults.items() <= setting_defaults(GRPO).items()
-    assert not defaults.items() & others.items(), "other values than the defaults"
-    assert made(**others).policy_loss == PolicyLoss(**others)
-
-
 def test_ppo_controls_the_divergence_by_a_group() -> None:
     module = made(PPO, kl=KLOptions(coef=0.2, target=6.0, gain=0.5, place="loss", estimator="k1"))
     controller = module.kl_controller
@@ -126,7 +88,6 @@ def test_a_setting_given_twice_must_be_the_same_unless_it_is_the_default() -> No
     assert made(RLOO, kl=KLOptions(coef=0.2), kl_coef=0.2).kl_coef == 0.2
     for group, single, message in (
         ({"kl": KLOptions(coef=0.2)}, {"kl_coef": 0.04}, r"kl_coef=0.04 and kl=KLOptions\(coef=0.2\) contradict each"),
-        ({"policy_loss": PolicyLossOptions(clip_low=0.1)}, {"clip_low": 0.3}, "clip_low=0.3 and policy_loss="),
         ({"generation": GenerationOptions(max_cache_bytes=9)}, {"max_cache_bytes": 8}, "leave one of them out"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -140,9 +101,6 @@ def test_a_setting_given_twice_must_be_the_same_unless_it_is_the_default() -> No
         (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KLOptions\(...\)"),
         (GRPO, {"kl": KLOptions(target=6.0)}, r"target=6.0\) steers the coefficient of PPO; GRPO keeps kl_coef=0.0"),
         (PPO, {"kl": KLOptions(target=6.0, coef=0.0)}, "kl_target=6.0 steers kl_coef, which is 0"),
-        (GRPO, {"policy_loss": PolicyLossOptions(loss="none")}, "loss='none' must be one of clip"),
-        (GRPO, {"policy_loss": "clip"}, r"policy_loss='clip' is a str; write PolicyLossOptions\(...\)"),
-        (GRPO, {"policy_loss": PolicyLossOptions(clip_most=1.1)}, r"clip_most=1.1 must lie above 1 \+ clip_high=1.2"),
         (GRPO, {"generation": "hf"}, r"generation='hf' is a str; write GenerationOptions\(...\)"),
     ],
 )

@@ -16,6 +16,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 
 from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.vocabulary import retokenized
+from lightning_realloc.algorithms.losses.policy_losses import Clip
 from lightning_realloc.algorithms.ppo import PPO
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -53,7 +54,7 @@ def token_logits(model: Any, prompt: list[int], response: list[int]) -> Tensor:
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_the_actor_loss_is_that_of_a_loop_over_tokens(place: Any) -> None:
     model, samples = tiny_model("llama"), rollout()
-    module = runs.ppo(actor=model, kl_place=place, kl_coef=0.1, entropy_coef=0.01, clip_high=0.3)
+    module = runs.ppo(actor=model, kl_place=place, kl_coef=0.1, entropy_coef=0.01, policy_loss=Clip(high=0.3))
     parts = [module.actor_loss(model, pack_columns(samples.select(rows), CPU), TOTALS) for rows in ([0, 2], [1])]
     columns = zip(
         *(samples.ragged(name).to_lists() for name in ("behaviour_logprobs", "ref_logprobs", "advantages")), strict=True
@@ -371,7 +372,7 @@ def test_invalid_settings_are_refused() -> None:
             "reward_tokenizer='other' must be one of actor",
         ),
         ({"reward_tokenizer": "retokenize"}, "reward_tokenizer='retokenize' is for a reward model; reward="),
-        ({"clip_low": -0.1}, "clip_low=-0.1 may not be negative"),
+        ({"policy_loss": "clipped"}, "policy_loss='clipped' must be one of clip, cispo, sapo, vespo"),
         ({"entropy_coef": float("nan")}, "entropy_coef=nan is not a number"),
         ({"critic_warmup": -1}, "critic_warmup=-1 may not be negative"),
         ({"value_clip": 0.0}, "value_clip=0.0 must be positive; None leaves it out"),

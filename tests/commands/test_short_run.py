@@ -154,7 +154,7 @@ WHOLE = ("--model", "M", "--data", "some/rows", "--reward", "exact")
         ((*WHOLE, "--max-tokens", "3"), "there is no flag --max-tokens; did you mean --max-new-tokens"),
         ((*WHOLE, "--num_generations=4"), "num_generations is here sampling=SamplingParams(n=...)"),
         ((*WHOLE, "--algo.kl.init_coef=0.1"), "algo.kl.init_coef is here kl_coef="),
-        ((*WHOLE, "--actor_rollout_ref.actor.clip_ratio_c=3"), "actor.clip_ratio_c is here clip_most="),
+        ((*WHOLE, "--actor_rollout_ref.actor.clip_ratio_c=3"), "actor.clip_ratio_c is here policy_loss=Clip(most=...)"),
         ((*WHOLE, "--steps", "many"), "argument --steps: invalid int value: 'many'"),
         ((*WHOLE, "--steps", "0"), "--steps=0 must be at least 1"),
         ((*WHOLE, "--lora", "0"), "--lora=0 must be at least 1"),

@@ -118,7 +118,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "names"), [("loss", PolicyLossName), ("ratio_level", RatioLevel), ("loss_average", LossAverage)]
+    ("setting", "names"), [("policy_loss", PolicyLossName), ("ratio_level", RatioLevel), ("loss_average", LossAverage)]
 )
 def test_the_tables_of_the_policy_loss_have_a_row_for_every_name(setting: str, names: Any) -> None:
     text = (ROOT / "docs/policy-loss.md").read_text()

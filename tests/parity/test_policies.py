@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc import EngineCorrection, OnPolicyDistillation, PolicyGradient, SamplingParams
+from lightning_realloc import Cispo, Clip, EngineCorrection, OnPolicyDistillation, PolicyGradient, SamplingParams
 from lightning_realloc.algorithms import distillation
 from lightning_realloc.algorithms.rollout import policy_gradient
 from lightning_realloc.batch.packing import PackedBatch, pack
@@ -53,13 +53,15 @@ class Case:
 
 def clips(**settings: Any) -> dict[str, Any]:
     """Return our settings of a clipped loss without a divergence, like TRL's defaults in this file."""
-    return {"clip_high": 0.28, "kl_coef": 0.0, **settings}
+    return {"policy_loss": Clip(high=0.28), "kl_coef": 0.0, **settings}
 
 
 CASES: Mapping[str, Case] = {
     "grpo": Case(theirs={"loss_type": "grpo"}, ours=clips()),
     "grpo with a divergence": Case(theirs={"loss_type": "grpo", "beta": 0.04}, ours=clips(kl_coef=0.04)),
-    "grpo, clipped twice": Case(theirs={"loss_type": "grpo", "delta": 1.4}, ours=clips(clip_most=1.4)),
+    "grpo, clipped twice": Case(
+        theirs={"loss_type": "grpo", "delta": 1.4}, ours=clips(policy_loss=Clip(high=0.28, most=1.4))
+    ),
     "gspo": Case(
         theirs={"loss_type": "grpo", "importance_sampling_level": "sequence"}, ours=clips(ratio_level="sequence")
     ),
@@ -68,11 +70,11 @@ CASES: Mapping[str, Case] = {
     "dapo": Case(theirs={"loss_type": "dapo"}, ours=clips(loss_average="token")),
     "cispo": Case(
         theirs={"loss_type": "cispo", "epsilon_high": 1.5, "beta": 0.04},
-        ours=clips(loss="cispo", clip_high=0.5, kl_coef=0.04, loss_average="token"),
+        ours=clips(policy_loss=Cispo(high=0.5), kl_coef=0.04, loss_average="token"),
     ),
     "sapo": Case(
         theirs={"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-        ours=clips(loss="sapo"),
+        ours=clips(policy_loss="sapo"),
     ),
     "luspo": Case(
         theirs={"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.04},
@@ -81,7 +83,7 @@ CASES: Mapping[str, Case] = {
     "vespo": Case(
         theirs={"loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
                 "vespo_lambda_neg": 2.0},
-        ours=clips(loss="vespo", loss_average="token"),
+        ours=clips(policy_loss="vespo", loss_average="token"),
     ),
 }  # fmt: skip
 
@@ -211,7 +213,7 @@ def test_rloo(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = (rows["logprobs"].clone().requires_grad_() for _ in range(2))
     expected = trl.response_loss(theirs, trl_inputs(rows), epsilon_low=0.2, epsilon_high=0.5)
     batch = packed(behaviour_logprobs=rows["old"], ref_logprobs=rows["ref"], advantages=ADVANTAGES)
-    settings = {"ratio_level": "product", "kl_place": "reward", "clip_high": 0.5}
+    settings = {"ratio_level": "product", "kl_place": "reward", "policy_loss": Clip(high=0.5)}
     assert_equal(our_loss(monkeypatch, ours, batch, settings), expected, ours, theirs)
 
 

@@ -77,42 +77,6 @@ def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rewards - (sums / counts).to(rewards)[index], counts, index
 
 
-def clipped_policy_loss(
-    logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> ClippedLoss:
-    """Return ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` for each of the N tokens.
-
-    ``ratio`` is the token's current probability over its probability at the rollout.
-
-    Source: Schulman et al., arXiv:1707.06347, eq. 7; two bounds: Yu et al., arXiv:2503.14476, eq. 10.
-    """
-    ratio = (logprobs - behaviour_logprobs).exp()
-    return clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
-
-
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_most: float | None = None
-) -> ClippedLoss:
-    """Return ``-min(min(ratio, clip_most) * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` for N ratios.
-
-    Without ``clip_most``, the loss of a token with a negative advantage grows with its ratio without bound.
-
-    Source: as :func:`clipped_policy_loss`; ``clip_most``: Ye et al., arXiv:1912.09729; for language models: Prime
-    Intellect, arXiv:2505.07291.
-    """
-    plain = (ratio if clip_most is None else ratio.clamp(max=clip_most)) * advantages
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    clipped = bounded < plain
-    if clip_most is not None:
-        clipped = clipped | ((ratio > clip_most) & (advantages < 0))
-    return ClippedLoss(-torch.minimum(plain, bounded), clipped.detach())
-
-
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> ClippedLoss:
     """Return ``max((v - R)^2, (clamp(v, old - clip, old + clip) - R)^2) / 2`` for each of the N tokens.
 

@@ -25,9 +25,15 @@ from lightning_realloc.algorithms.losses.functional import (
     token_rewards,
     whiten,
 )
-from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace, PolicyLossOptions
+from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
-from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, RatioLevel
+from lightning_realloc.algorithms.losses.policy_losses import (
+    PolicyLoss,
+    PolicyLossName,
+    RatioLevel,
+    log_ratios,
+    resolve_policy_loss,
+)
 from lightning_realloc.algorithms.losses.proximal import (
     RatioTo,
     learns_in_one_step,
@@ -59,19 +65,13 @@ class PolicyGradientSettings(RewardedSettings, total=False):
     ``loss_average`` itself, with its own defaults. All other settings of :class:`PolicyGradient` belong here.
     """
 
-    loss: PolicyLossName
-    clip_low: float
-    clip_high: float
-    clip_most: float | None
-    sapo_temperatures: tuple[float, float]
-    vespo_shapes: tuple[float, float, float, float]
+    policy_loss: PolicyLoss | PolicyLossName
     ratio_to: RatioTo | None
     engine_correction: EngineCorrection | None
     entropy_coef: float
     learn_truncated: bool
     dynamic_sampling: DynamicSampling | None
     kl: KLOptions | None
-    policy_loss: PolicyLossOptions | None
 
 
 class PolicyGradient(RewardedModule):
@@ -86,13 +86,9 @@ class PolicyGradient(RewardedModule):
         kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_estimator: k1, k2 or k3, in the loss.
         kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
-        loss: Name of the policy loss, from the table in docs/policy-loss.md.
+        policy_loss: Loss of tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or the name of one with its default
+            constants, from the table in docs/policy-loss.md.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
-        clip_low: For losses that clip low ratios: distance below 1 at which a ratio is clipped.
-        clip_high: For losses that clip high ratios: distance above 1 at which a ratio is clipped.
-        clip_most: Largest ratio of a token with a negative advantage; None: no bound.
-        sapo_temperatures: For ``"sapo"``: temperature for positive advantages, and for the others.
-        vespo_shapes: For ``"vespo"``: k and lambda for advantages from 0 on, and for the others.
         ratio_to: Denominator of ratios: ``"behaviour"``: the probability at the rollout; ``"proximal"``: the trained
             model's before its first step, by a call ``actor.infer`` if there are several steps. None: the first; with
             ``engine="vllm"`` the second.
@@ -104,7 +100,6 @@ class PolicyGradient(RewardedModule):
         learn_truncated: Whether to learn from responses that were cut off.
         dynamic_sampling: Replace groups of equal rewards by further prompts.
         kl: Group of the settings ``kl_*``; its fields take precedence.
-        policy_loss: Group of the settings of the loss; its fields take precedence.
         settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule` (evaluation,
             environment, rollout budget) and :class:`MultiModelModule` (learning rate, optimizer, schedule, tokenizer,
             training options, seed).
@@ -121,13 +116,8 @@ class PolicyGradient(RewardedModule):
         kl_coef: float = 0.04,
         kl_estimator: KLEstimator = "k3",
         kl_place: KLPlace = "loss",
-        loss: PolicyLossName = "clip",
+        policy_loss: PolicyLoss | PolicyLossName = "clip",
         ratio_level: RatioLevel = "token",
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
-        clip_most: float | None = None,
-        sapo_temperatures: tuple[float, float] = (1.0, 1.05),
-        vespo_shapes: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
         ratio_to: RatioTo | None = None,
         engine_correction: EngineCorrection | None = None,
         loss_average: LossAverage = "sequence",
@@ -135,29 +125,23 @@ class PolicyGradient(RewardedModule):
         learn_truncated: bool = True,
         dynamic_sampling: DynamicSampling | None = None,
         kl: KLOptions | None = None,
-        policy_loss: PolicyLossOptions | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
         super().__init__(actor, reward, sampling=sampling, **settings)
         check_type(KLOptions, kl=kl)
-        check_type(PolicyLossOptions, policy_loss=policy_loss)
-        divergence, options = kl or KLOptions(), policy_loss or PolicyLossOptions()
+        divergence = kl or KLOptions()
         self.kl_coef = given(divergence.coef, kl_coef)
         self.kl_estimator = given(divergence.estimator, kl_estimator)
         self.kl_place = given(divergence.place, kl_place)
-        self.policy_loss = options.over(
-            PolicyLoss(
-                loss=loss, ratio_level=ratio_level, clip_low=clip_low, clip_high=clip_high, clip_most=clip_most,
-                sapo_temperatures=sapo_temperatures, vespo_shapes=vespo_shapes,
-            )
-        )  # fmt: skip
+        self.policy_loss = resolve_policy_loss(policy_loss)
+        self.ratio_level = ratio_level
         self.ratio_to, self.engine_correction = engine_defaults(
-            given(options.ratio_to, ratio_to),
-            given(options.engine_correction, engine_correction),
-            is_other_engine="same_logprobs" not in CAPABILITIES[self.engine] and self.policy_loss.loss != "vespo",
+            ratio_to,
+            engine_correction,
+            is_other_engine="same_logprobs" not in CAPABILITIES[self.engine] and not self.policy_loss.weighs_responses,
         )
-        self.loss_average = given(options.loss_average, loss_average)
-        self.entropy_coef = given(options.entropy_coef, entropy_coef)
+        self.loss_average = loss_average
+        self.entropy_coef = entropy_coef
         check_type(bool, learn_truncated=learn_truncated)
         self.learn_truncated = learn_truncated
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
@@ -178,6 +162,7 @@ class PolicyGradient(RewardedModule):
 
     def _check_loss(self) -> None:
         check_choice("loss_average", self.loss_average, get_args(LossAverage))
+        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
         check_choice("ratio_to", self.ratio_to, get_args(RatioTo))
         check_not_negative(entropy_coef=self.entropy_coef)
         if self.ratio_to == "proximal" and self.rollout_budget is not None:
@@ -185,12 +170,17 @@ class PolicyGradient(RewardedModule):
                 f"ratio_to='proximal' leaves out what was learnt since a token was drawn, and {self.rollout_budget} "
                 f"goes on with responses of older weights; use ratio_to='behaviour', or leave rollout_budget out"
             )
-        loss = self.policy_loss.loss
-        if self.engine_correction is not None and (self.ratio_to == "behaviour" or loss == "vespo"):
+        loss = self.policy_loss
+        if self.engine_correction is not None and (self.ratio_to == "behaviour" or loss.weighs_responses):
             raise ConfigError(
-                f"engine_correction with ratio_to={self.ratio_to!r} and loss={loss!r}: ratios to the behaviour hold "
-                f"what it corrects already, and vespo's weights take them; use ratio_to='proximal' and another loss, "
-                f"or leave engine_correction out"
+                f"engine_correction with ratio_to={self.ratio_to!r} and policy_loss={loss}: ratios to the behaviour "
+                f"hold what it corrects already, and Vespo's weights take them; use ratio_to='proximal' and another "
+                f"loss, or leave engine_correction out"
+            )
+        if loss.weighs_responses and self.ratio_level != "token":
+            raise ConfigError(
+                f"policy_loss={loss} weighs whole responses by itself; set ratio_level='token' in place of "
+                f"{self.ratio_level!r}"
             )
 
     def setup(self, stage: str) -> None:
@@ -342,7 +332,8 @@ class PolicyGradient(RewardedModule):
             advantages: (N,) advantage of each token.
             batch: The micro-batch; values outside its ``response_mask`` are ignored.
         """
-        return self.policy_loss(logprobs, before, advantages, batch)
+        ratios = log_ratios(logprobs - before, batch, level=self.ratio_level)
+        return self.policy_loss(logprobs, ratios, advantages, batch)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return also the spread of rewards, and the divergence in nats per response, if it is a penalty."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lightning_realloc.algorithms.losses.functional import (
     KLEstimator,
-    clipped_policy_loss,
     clipped_value_loss,
     cross_entropy,
     explained_variance,
@@ -97,28 +96,6 @@ def test_group_advantages_agree_with_a_loop_over_groups(samples: list[tuple[floa
     rewards = torch.tensor([reward for reward, _ in samples], dtype=torch.float64)
     actual = group_advantages(rewards, torch.tensor([group for _, group in samples]), std_eps=0.01)
     assert actual.tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_policy_loss_is_clipped_only_where_that_is_pessimistic() -> None:
-    # ratio 1.5, A = +2: min(3.0, 1.2 * 2 = 2.4) = 2.4, clipped;  A = -2: min(-3.0, -2.4) = -3.0, not
-    # ratio 0.5, A = +2: min(1.0, 0.8 * 2 = 1.6) = 1.0, not;      A = -2: min(-1.0, -1.6) = -1.6, clipped
-    # ratio 1.1 lies inside either way: 1.1 * 2 = 2.2
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
-    behaviour = torch.full((5,), -1.0)
-    logprobs = (behaviour + ratio.log()).requires_grad_()
-    loss = clipped_policy_loss(logprobs, behaviour, torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0]))
-    assert loss.values.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6, -2.2])
-    assert loss.clipped.tolist() == [True, False, False, True, False]
-    # the gradient of -ratio * A by log p is -ratio * A itself; none where clipped
-    (gradient,) = torch.autograd.grad(loss.values.sum(), logprobs)
-    assert gradient.tolist() == pytest.approx([0.0, 3.0, -1.0, 0.0, -2.2])
-
-
-def test_the_two_clip_bounds_are_set_apart() -> None:
-    # ratio 1.5 with A = 1: clipped at 1.28; ratio 0.5 with A = -1: clipped at 0.9
-    logprobs = torch.tensor([1.5, 0.5]).log()
-    loss = clipped_policy_loss(logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), clip_low=0.1, clip_high=0.28)
-    assert loss.values.tolist() == pytest.approx([-1.28, 0.9])
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc.algorithms.losses import policy_losses
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
-from lightning_realloc.algorithms.losses.loss_options import PolicyLossOptions
 from lightning_realloc.algorithms.losses.loss_reduction import averaged_loss
-from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, RatioLevel
+from lightning_realloc.algorithms.losses.policy_losses import (
+    POLICY_LOSSES,
+    Cispo,
+    Clip,
+    PolicyLoss,
+    PolicyLossName,
+    RatioLevel,
+    Sapo,
+    Vespo,
+    log_ratios,
+    resolve_policy_loss,
+)
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -76,13 +84,22 @@ NAIVE: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+SETTINGS: dict[str, PolicyLoss] = {
+    "clip": Clip(high=0.3, most=1.5), "cispo": Cispo(high=0.3), "sapo": Sapo(positive=2.0, negative=3.0),
+    "vespo": Vespo(),
+}  # fmt: skip
+"""The constants of the naive formulas."""
 LEVELS = [(loss, level) for loss in NAIVE for level in get_args(RatioLevel) if loss != "vespo"]
+
+
+def losses_of(loss: PolicyLoss, now: Tensor, before: Tensor, advantages: Tensor, batch: PackedBatch, level: Any) -> Any:
+    """Return the losses of tokens, and which were clipped."""
+    return loss(now, log_ratios(now - before, batch, level=level), advantages, batch)
 
 
 @pytest.mark.parametrize(("loss", "level"), [*LEVELS, ("vespo", "token")])
 @pytest.mark.parametrize("average", ["sequence", "token", "constant", "sum"])
 def test_losses_and_gradients_are_those_of_a_loop_over_responses(loss: Any, level: Any, average: Any) -> None:
-    settings = PolicyLoss(loss=loss, ratio_level=level, clip_high=0.3, clip_most=1.5, sapo_temperatures=(2.0, 3.0))
     before = drawn(1)
     naive = [row.requires_grad_() for row in drawn(0)]
     ours = [row.requires_grad_() for row in drawn(0)]
@@ -95,7 +112,8 @@ def test_losses_and_gradients_are_those_of_a_loop_over_responses(loss: Any, leve
     means, total = torch.stack([row.mean() for row in by_response]), torch.cat(by_response).sum()
     expected = {"sequence": means.mean(), "token": total / 6, "constant": total / (3 * 10), "sum": total / 3}[average]
     batch = packed()
-    values = settings(flat(ours), flat(before), batch.per_token(torch.tensor(ADVANTAGES)), batch).values
+    advantages = batch.per_token(torch.tensor(ADVANTAGES))
+    values = losses_of(SETTINGS[loss], flat(ours), flat(before), advantages, batch, level).values
     found = averaged_loss(values, batch, Totals(3, 6), average=average, max_tokens=10)
     assert found.item() == pytest.approx(expected.item(), abs=1e-6)
     found.backward()
@@ -104,18 +122,17 @@ def test_losses_and_gradients_are_those_of_a_loop_over_responses(loss: Any, leve
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
 
 
-def test_every_loss_has_a_name_a_function_and_options() -> None:
-    names = get_args(PolicyLossName)
-    assert set(names) == set(policy_losses._LOSSES) == set(NAIVE)
-    options = {field.name for field in fields(PolicyLossOptions)}
-    assert {field.name for field in fields(PolicyLoss)} <= options
+def test_every_loss_has_a_name_and_a_naive_formula() -> None:
+    assert set(get_args(PolicyLossName)) == set(POLICY_LOSSES) == set(NAIVE)
+    assert {type(loss) for loss in SETTINGS.values()} == set(POLICY_LOSSES.values())
+    assert all(resolve_policy_loss(name) == POLICY_LOSSES[name]() for name in POLICY_LOSSES)
 
 
 def test_tokens_of_an_environment_do_not_enter_a_responses_ratio() -> None:
     batch = packed([[True, False], [True, True, True], [True]])
-    settings = PolicyLoss(ratio_level="product", clip_low=9.0, clip_high=9.0)
     now, before = drawn(0), drawn(1)
-    values = settings(flat(now), flat(before), torch.ones(batch.num_tokens), batch).values
+    ones = torch.ones(batch.num_tokens)
+    values = losses_of(Clip(low=9.0, high=9.0), flat(now), flat(before), ones, batch, "product").values
     assert values[2].item() == pytest.approx(-math.exp(float(now[0][0] - before[0][0])), abs=1e-6)
 
 
@@ -123,38 +140,58 @@ def test_clipped_tokens_are_counted() -> None:
     batch = packed()
     ratios = torch.tensor([1.1, 1.4, 0.7, 1.1, 1.7, 0.9])
     now = flat(list(torch.split(ratios.log(), LENGTHS)))
-    zeros, advantages = torch.zeros_like(now), batch.per_token(torch.tensor(ADVANTAGES))
-    clipped = PolicyLoss(clip_high=0.3)(now, zeros, advantages, batch).clipped[batch.response_mask]
-    assert clipped.tolist() == [False, True, True, False, False, False]
-    clipped = PolicyLoss(clip_high=0.3, clip_most=1.5)(now, zeros, advantages, batch).clipped[batch.response_mask]
-    assert clipped.tolist() == [False, True, True, False, True, False]
-    clipped = PolicyLoss(loss="cispo", clip_high=0.3)(now, zeros, advantages, batch).clipped[batch.response_mask]
-    assert clipped.tolist() == [False, True, False, False, False, False]
+    advantages = batch.per_token(torch.tensor(ADVANTAGES))
+    for loss, expected in (
+        (Clip(high=0.3), [False, True, True, False, False, False]),
+        (Clip(high=0.3, most=1.5), [False, True, True, False, True, False]),
+        (Cispo(high=0.3), [False, True, False, False, False, False]),
+    ):
+        clipped = loss(now, now, advantages, batch).clipped[batch.response_mask]
+        assert clipped.tolist() == expected, loss
 
 
-def test_invalid_loss_settings_are_refused() -> None:
-    for settings, message in (
-        ({"loss": "ppo"}, f"loss='ppo' must be one of {', '.join(get_args(PolicyLossName))}"),
-        ({"ratio_level": "group"}, "ratio_level='group'"),
-        ({"clip_most": 1.1}, r"clip_most=1.1 must lie above 1 \+ clip_high=1.2"),
+def test_invalid_constants_and_names_are_refused() -> None:
+    for make, message in (
+        (lambda: Clip(most=1.1), r"most=1.1 must lie above 1 \+ high=1.2"),
+        (lambda: Clip(low=-0.1), "low=-0.1 may not be negative"),
+        (lambda: Clip(low="a"), "low='a' is a str; write a number"),
+        (lambda: Clip(high=None), "high=None is a NoneType; write a number"),
+        (lambda: Clip(most="a"), "most='a' is a str; write a number"),
+        (lambda: Cispo(high=-0.1), "high=-0.1 may not be negative"),
+        (lambda: Sapo(negative=0.0), "negative=0.0 must be positive"),
+        (lambda: Sapo(positive="ab"), "positive='ab' is a str; write a number"),
+        (lambda: Vespo(lambda_negative="a"), "lambda_negative='a' is a str; write a number"),
+        (lambda: resolve_policy_loss("ppo"), f"policy_loss='ppo' must be one of {', '.join(get_args(PolicyLossName))}"),
         (
-            {"sapo_temperatures": (1.0, 0.0)},
-            r"sapo_temperatures=\(1.0, 0.0\) must be 2 positive numbers, as in",
+            lambda: resolve_policy_loss("dapo"),
+            "clip, .*; TRL's loss_type 'dapo' is here loss_average=.token., with",
         ),
-        ({"sapo_temperatures": "ab"}, "sapo_temperatures='ab' must be 2 positive numbers"),
-        ({"sapo_temperatures": 1.0}, "sapo_temperatures=1.0 must be 2 positive numbers"),
-        ({"vespo_shapes": (1.0, 1.0, 1.0, "a")}, "vespo_shapes=.* must be 4 positive numbers"),
-        ({"loss": "dapo"}, r"clip, .*; TRL's loss_type 'dapo' is here loss_average=.token., with loss='clip'"),
-        ({"loss": "dr_grpo"}, 'is here loss_average="constant", with'),
-        ({"clip_low": "a"}, "clip_low='a' is a str; write a number"),
-        ({"clip_high": None}, "clip_high=None is a NoneType; write a number"),
-        ({"clip_most": "a"}, "clip_most='a' is a str; write a number"),
-        ({"loss": "vespo", "ratio_level": "sequence"}, "leave ratio_level='sequence' out"),
+        (lambda: resolve_policy_loss("dr_grpo"), 'is here loss_average="constant", with'),
+        (lambda: resolve_policy_loss(0.2), "policy_loss=0.2 is a float; write a name, or a value such as Clip"),
+        (lambda: EngineCorrection(floor=2.0), r"floor=2.0 must lie below cap=2.0"),
     ):
         with pytest.raises(ConfigError, match=message):
-            PolicyLoss(**settings)
-    with pytest.raises(ConfigError, match=r"floor=2.0 must lie below cap=2.0"):
-        EngineCorrection(floor=2.0)
+            make()
+
+
+def test_the_policy_loss_is_clipped_only_where_that_is_pessimistic() -> None:
+    # ratio 1.5, A = +2: min(3.0, 1.2 * 2 = 2.4) = 2.4, clipped;  A = -2: min(-3.0, -2.4) = -3.0, not
+    # ratio 0.5, A = +2: min(1.0, 0.8 * 2 = 1.6) = 1.0, not;      A = -2: min(-1.0, -1.6) = -1.6, clipped
+    # ratio 1.1 lies inside either way: 1.1 * 2 = 2.2
+    logs = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log().requires_grad_()
+    loss = Clip()(logs, logs, torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0]), packed())
+    assert loss.values.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6, -2.2])
+    assert loss.clipped.tolist() == [True, False, False, True, False]
+    # the gradient of -ratio * A by log p is -ratio * A itself; none where clipped
+    (gradient,) = torch.autograd.grad(loss.values.sum(), logs)
+    assert gradient.tolist() == pytest.approx([0.0, 3.0, -1.0, 0.0, -2.2])
+
+
+def test_the_two_clip_bounds_are_set_apart() -> None:
+    # ratio 1.5 with A = 1: clipped at 1.28; ratio 0.5 with A = -1: clipped at 0.9
+    logs = torch.tensor([1.5, 0.5]).log()
+    loss = Clip(low=0.1, high=0.28)(logs, logs, torch.tensor([1.0, -1.0]), packed())
+    assert loss.values.tolist() == pytest.approx([-1.28, 0.9])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -15,6 +15,8 @@ from lightning_realloc import (
     GRPO,
     RLOO,
     BestOfN,
+    Cispo,
+    Clip,
     ConfigError,
     DynamicSampling,
     EngineCorrection,
@@ -46,7 +48,7 @@ SEVERAL = TrainOptions(num_epochs=2, num_minibatches=2)
 OPTIMIZED = {"optimizer": DESCENT, "sampling": runs.SAMPLING}
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 DAPO = {
-    "kl_coef": 0.0, "clip_high": 0.28, "loss_average": "token", "dynamic_sampling": DynamicSampling(),
+    "kl_coef": 0.0, "policy_loss": Clip(high=0.28), "loss_average": "token", "dynamic_sampling": DynamicSampling(),
     "reward": [runs.low_tokens, OverlongPenalty(max_length=6, buffer=3)], "learn_truncated": False,
 }  # fmt: skip
 
@@ -62,7 +64,7 @@ CASES: Mapping[str, Case] = {
     "dapo": (GRPO, DAPO),
     "refilled": (GRPO, {"reward": ends_early, "dynamic_sampling": DynamicSampling(max_refills=2), "kl_coef": 0.1}),
     "gspo": (GRPO, {"ratio_level": "sequence", "train_options": SEVERAL}),
-    "cispo": (GRPO, {"loss": "cispo", "clip_high": 4.0, "kl_coef": 0.04, "entropy_coef": 0.01}),
+    "cispo": (GRPO, {"policy_loss": Cispo(high=4.0), "kl_coef": 0.04, "entropy_coef": 0.01}),
     "corrected": (
         GRPO, {"ratio_to": "proximal", "engine_correction": EngineCorrection(), "train_options": SEVERAL,
                "kl_place": "reward", "kl_coef": 0.04},

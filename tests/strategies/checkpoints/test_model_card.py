@@ -113,7 +113,7 @@ def test_by_default_nothing_is_uploaded_and_the_folder_is_complete(workers: Work
     assert "RecordedGRPO, after 2 iterations." in card
     for row in (
         "| kl_coef | `0.5` |", "| ranks | `2` |", "| optimizer | `AdamW(lr=0.25, betas=(0.9, 0.999), eps=1e-08,",
-        "| ratio_to | `'behaviour'` |", "| clip_low | `0.2` |",
+        "| ratio_to | `'behaviour'` |", "| policy_loss | `Clip()` |",
     ):  # fmt: skip
         assert row in card, card
     assert "learning_rate" not in card and str(tmp_path) not in card
