@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout.dims import Layout
 
 Interval = tuple[int, int]
 """A half-open range of indices along one dim."""
@@ -69,7 +70,7 @@ class Cut:
 class FsdpCut(Cut):
     """Chunks that FSDP gathers for use."""
 
-    axes = ("fsdp",)
+    axes = Layout.shard_axes
     is_gathered = True
     dim: int = 0
 
@@ -87,7 +88,7 @@ class FsdpCut(Cut):
 class TensorParallelCut(Cut):
     """Tensor parallelism's cut: chunks, or shares of whole units (attention heads)."""
 
-    axes = ("tp",)
+    axes = Layout.tensor_axes
     num_units: int | None = None
     """Number of units along ``dim`` that must stay whole (attention heads), over all blocks. None allows any split."""
     replicate_units: bool = False

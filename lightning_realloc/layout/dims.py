@@ -113,10 +113,12 @@ class Layout:
 
     stage_axes: ClassVar[tuple[str, ...]] = ("pp",)
     """Axes along which ranks hold other parameters, and work on the same samples one after the other."""
-    replica_axes: ClassVar[tuple[str, ...]] = ("dp",)
-    """Axes along which ranks hold the same elements, and work on other samples."""
-    batch_axes: ClassVar[tuple[str, ...]] = (*replica_axes, "fsdp")
+    batch_axes: ClassVar[tuple[str, ...]] = ("dp", "fsdp")
     """Axes over which samples are divided."""
+    replica_axes: ClassVar[tuple[str, ...]] = ("dp",)
+    """Axes along which ranks hold the same weights, and gradients of other tokens, which FSDP averages."""
+    shard_axes: ClassVar[tuple[str, ...]] = ("fsdp",)
+    """Axes along which FSDP shards weights, and gathers them for use."""
     tensor_axes: ClassVar[tuple[str, ...]] = ("tp",)
     """Axes along which ranks share the weights of each layer, and the samples."""
     dims: ParallelDims
@@ -228,6 +230,16 @@ class Layout:
         spans, offsets = self._spans_of(axes), self._offsets(axes)
         starts = (i for i in range(len(self.ranks)) if not any(i // stride % degree for degree, stride in spans))
         return tuple(tuple(self.ranks[start + offset] for offset in offsets) for start in starts)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward pass gathers weights, and so is collective."""
+        return self.count(*self.shard_axes) > 1
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same weights, and average their gradients."""
+        return self.count(*self.replica_axes) > 1
 
     @property
     def data_parallel_size(self) -> int:

@@ -145,11 +145,20 @@ class ModelLayout:
     layout: Layout
 
     def __post_init__(self) -> None:
-        tp = self.layout.count(*self.layout.tensor_axes)
+        tp = self.layout.count(*TensorParallelCut.axes)
         if tp > 1 and self.model.tp_refusal is not None:
             raise LayoutError(f"tp={tp} is impossible for this model: {self.model.tp_refusal}; use tp=1")
         self._check_cuts()
         self._check_pipeline()
+
+    def cut_dims(self) -> dict[str, set[int]]:
+        """Return, for every axis along which ranks divide parameters, the dims that are cut."""
+        found: dict[str, set[int]] = {}
+        for cut in {cut for param in self.model.params for cut in param.cuts}:
+            for axis in cut.axes:
+                if self.layout.count(axis) > 1:
+                    found.setdefault(axis, set()).add(cut.dim)
+        return dict(sorted(found.items()))
 
     def stage(self, name: str) -> int:
         """Return the pipeline stage that holds the parameter."""

@@ -42,7 +42,8 @@ def choose_rank_order(
     given = Layout(dims, tuple(ranks))
     node_of = {rank: 0 if cluster is None else cluster.node_of(rank) for rank in ranks}
     gains = _overlaps(source, ModelLayout(source.model, given))
-    problem = _Problem(dims, gains, node_of)
+    positions = Layout(dims, tuple(range(dims.size)))
+    problem = _Problem(dims, gains, node_of, positions.groups(*positions.tensor_axes))
     candidates = list(dict.fromkeys(_candidates(source.layout, given.ranks, problem)))
     if len(ranks) <= ENUMERATED_RANKS and min(map(problem.cost, candidates)) > problem.bound():
         candidates.extend(itertools.permutations(ranks))
@@ -59,6 +60,8 @@ class _Problem:
     gains: Mapping[int, Sequence[int]]
     """Rank -> number of elements that it holds of each coordinate's shards, in row-major order of coordinates."""
     node_of: Mapping[int, int]
+    groups: tuple[Order, ...]
+    """Positions in an order of the ranks of each tensor-parallel group."""
 
     def bound(self) -> tuple[int, int]:
         """Return a lower bound on the cost of every order, which ignores node borders."""
@@ -67,8 +70,7 @@ class _Problem:
 
     def cost(self, order: Order) -> tuple[int, int]:
         """Return the node borders that tensor-parallel groups cross, and the negated number of elements kept."""
-        groups = (order[start : start + self.dims.tp] for start in range(0, len(order), self.dims.tp))
-        crossings = sum(len({self.node_of[rank] for rank in group}) - 1 for group in groups)
+        crossings = sum(len({self.node_of[order[index]] for index in group}) - 1 for group in self.groups)
         return crossings, -sum(self.gains[rank][index] for index, rank in enumerate(order))
 
 
@@ -98,13 +100,13 @@ def _candidates(source: Layout, ranks: Order, problem: _Problem) -> Iterator[Ord
             yield _in_order(base, indices)
     if len(packed) <= ASSIGNED_RANKS:
         yield _in_order(packed, assign_jobs([problem.gains[rank] for rank in packed]))
-    if problem.dims.tp > 1 and len(packed) // problem.dims.tp <= ASSIGNED_RANKS:
+    if len(problem.groups) < len(packed) and len(problem.groups) <= ASSIGNED_RANKS:
         yield _assigned_by_group(packed, problem)
 
 
 def _packed(ranks: Order, problem: _Problem) -> Order:
     """Return the ranks node by node, whole tensor-parallel groups first, then the remaining ranks of each node."""
-    tp = problem.dims.tp
+    tp = len(problem.groups[0])
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(problem.node_of[rank], []).append(rank)
@@ -128,9 +130,8 @@ def _in_order(ranks: Sequence[int], positions: Sequence[int]) -> Order:
 
 def _assigned_by_group(packed: Order, problem: _Problem) -> Order:
     """Assign whole blocks of ranks to tensor-parallel groups, then ranks to coordinates inside each."""
-    tp = problem.dims.tp
+    spans, tp = problem.groups, len(problem.groups[0])
     blocks = [packed[start : start + tp] for start in range(0, len(packed), tp)]
-    spans = [range(start, start + tp) for start in range(0, len(packed), tp)]
     tables = [
         [tuple(tuple(problem.gains[rank][column] for column in span) for rank in block) for span in spans]
         for block in blocks

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, DataError, DeviceFull, PlanError, RankLost
-from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import give_back_freed_memory
 from lightning_realloc.runtime.measure.usage import PeakMemory
@@ -344,9 +344,10 @@ class PlacedRoles:
         self._check_optimizers(self.pool.plan)
 
     def _check_optimizers(self, plan: ExecutionPlan) -> None:
-        homes = {role: self.pool.dataflow.home_call(role).name for role in self.pool.dataflow.trained_roles}
-        dims = {role: plan.layout(call).dims for role, call in homes.items()}
-        check_optimizers(self._optimizers.by_role(), dims)
+        pool = self.pool
+        homes = {role: plan.layout(pool.dataflow.home_call(role).name) for role in pool.dataflow.trained_roles}
+        layouts = {role: ModelLayout(pool.home(role).model_layout.model, home) for role, home in homes.items()}
+        check_optimizers(self._optimizers.by_role(), layouts)
 
     def release(self, role: str) -> None:
         """See `ReallocStrategy.release`."""

@@ -27,7 +27,7 @@ WORLD_SIZE = 8
 class ExpertCut(Cut):
     """A kind of cut that the package does not have: experts, whole, over the ranks of two axes together."""
 
-    axes = (*FsdpCut.axes, *Layout.tensor_axes)
+    axes = (*FsdpCut.axes, *TensorParallelCut.axes)
 
     def refusal(self, shape: tuple[int, ...], count: int) -> str | None:
         """Refuse more ranks than experts."""

@@ -21,7 +21,7 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import AXES, Layout
 from lightning_realloc.runtime.messages.objects import gather_objects
 
-_GROUPED_AXES = (*((axis,) for axis in AXES), Layout.batch_axes, AXES)
+_GROUPED_AXES = (*((axis,) for axis in AXES), Layout.batch_axes, Layout.replica_axes, Layout.shard_axes, AXES)
 _Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
 _groups_by_world: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 """Default group -> ordered ranks -> group, without groups of all ranks. The key of the host group is ``_HOST``."""
@@ -107,23 +107,22 @@ class MeshRegistry:
 
         Its dims are ("fsdp",), or ("dp", "fsdp") if shards are replicated. Raises LayoutError if ``dp * fsdp`` is 1.
         """
-        dims, own = layout.dims, layout.coordinate(self.rank)
-        if layout.data_parallel_size == 1:
+        if not (layout.is_sharded or layout.has_replicas):
             raise LayoutError(f"layout {layout} has dp=1 and fsdp=1, so there is nothing to shard; do not wrap it")
-        rows = tuple(
-            tuple(layout.rank_at(own._replace(dp=dp, fsdp=fsdp)) for fsdp in range(dims.fsdp)) for dp in range(dims.dp)
-        )
+        replicas = layout.group(self.rank, *layout.replica_axes)
+        rows = tuple(layout.group(rank, *layout.shard_axes) for rank in replicas)
         if rows not in self._meshes:
             self._meshes[rows] = self._new_mesh(layout, rows)
         return self._meshes[rows]
 
     def _new_mesh(self, layout: Layout, rows: tuple[tuple[int, ...], ...]) -> DeviceMesh:
-        shards = self._existing(layout.group(self.rank, "fsdp"), layout)
+        names = ".".join(layout.replica_axes), ".".join(layout.shard_axes)
+        shards = self._existing(layout.group(self.rank, *layout.shard_axes), layout)
         if len(rows) == 1:
-            return DeviceMesh.from_group(shards, self.device_type, mesh_dim_names=("fsdp",))
-        replicas = self._existing(layout.group(self.rank, "dp"), layout)
+            return DeviceMesh.from_group(shards, self.device_type, mesh_dim_names=names[1:])
+        replicas = self._existing(layout.group(self.rank, *layout.replica_axes), layout)
         return DeviceMesh.from_group(
-            [replicas, shards], self.device_type, mesh=torch.tensor(rows), mesh_dim_names=("dp", "fsdp")
+            [replicas, shards], self.device_type, mesh=torch.tensor(rows), mesh_dim_names=names
         )
 
     def _existing(self, ranks: tuple[int, ...], layout: Layout) -> dist.ProcessGroup:
@@ -151,5 +150,5 @@ def rank_groups(layout: Layout) -> Iterable[tuple[int, ...]]:
     for axes in _GROUPED_AXES:
         for ranks in layout.groups(*axes):
             # For dp > 1 and fsdp = 1, FSDP's mesh has groups of one rank along "fsdp".
-            if len(ranks) > 1 or (axes == ("fsdp",) and layout.dims.dp > 1):
+            if len(ranks) > 1 or (axes == layout.shard_axes and layout.has_replicas):
                 yield ranks

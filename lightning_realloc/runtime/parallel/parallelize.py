@@ -86,4 +86,4 @@ def tensor_parallelize(
 def needs_fsdp(model: nn.Module, layout: Layout) -> bool:
     """Return whether a layout needs FSDP2: to hold shards, or to average gradients over trained replicas."""
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    return layout.dims.fsdp > 1 or (layout.dims.dp > 1 and is_trained)
+    return layout.is_sharded or (layout.has_replicas and is_trained)

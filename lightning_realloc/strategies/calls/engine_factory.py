@@ -106,7 +106,7 @@ class EngineFactory(ABC):
             asked = "generate with batch_invariant=True"
         if "sharded" not in CAPABILITIES[self._algorithm.engine]:
             asked = f"generate by engine={self._algorithm.engine!r}"
-        if replica.is_sharded and asked is not None:
+        if replica.layout.is_sharded and asked is not None:
             raise GenerationError(
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
                 f"and cannot {asked}; give it a layout with fsdp=1, or another engine or drafter"

@@ -81,7 +81,7 @@ class NativeEngines(EngineFactory):
         self._kept |= last
 
     def _lockstep(self, replica: Replica) -> Lockstep | None:
-        group = self._context.pool.meshes.batch_group(replica.layout) if replica.is_sharded else None
+        group = self._context.pool.meshes.batch_group(replica.layout) if replica.layout.is_sharded else None
         return None if group is None else Lockstep(group, self._context.device)
 
     def _moves(self, peers: tuple[int, ...]) -> Peers | None:

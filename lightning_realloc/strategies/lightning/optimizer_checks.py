@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, optim
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.layout import ParallelDims
+from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.strategies.checkpoints.optimizer_settings import given_settings
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"
@@ -26,12 +26,12 @@ _TOLERANCE = 1e-3
 """Largest difference of two updates, as a share of the largest update, that counts as rounding."""
 
 
-def check_optimizers(optimizers: Mapping[str, optim.Optimizer], dims: Mapping[str, ParallelDims]) -> None:
+def check_optimizers(optimizers: Mapping[str, optim.Optimizer], layouts: Mapping[str, ModelLayout]) -> None:
     """Check the optimizers of roles before their first step.
 
     Args:
         optimizers: Role -> optimizer.
-        dims: Role -> degrees of the layout that it is trained in.
+        layouts: Role -> its parameters in the layout that it is trained in.
 
     Raises:
         ConfigError: for an optimizer that needs a closure or sparse gradients, and for one that is not elementwise in a
@@ -46,8 +46,8 @@ def check_optimizers(optimizers: Mapping[str, optim.Optimizer], dims: Mapping[st
             )
         if isinstance(optimizer, optim.SparseAdam):
             raise ConfigError(f"{role}: {name} needs sparse gradients, and those of models here are dense; use Adam")
-        if type(optimizer) not in _ELEMENTWISE and role in dims:
-            _check_parts(optimizer, role, dims[role])
+        if type(optimizer) not in _ELEMENTWISE and role in layouts:
+            _check_parts(optimizer, role, layouts[role])
 
 
 def _needs_closure(optimizer: optim.Optimizer) -> bool:
@@ -55,12 +55,13 @@ def _needs_closure(optimizer: optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _check_parts(optimizer: optim.Optimizer, role: str, dims: ParallelDims) -> None:
-    if max(dims.pp, dims.fsdp, dims.tp) == 1:
+def _check_parts(optimizer: optim.Optimizer, role: str, model_layout: ModelLayout) -> None:
+    dims = model_layout.layout.dims
+    if not model_layout.cut_dims() and dims.pp == 1:
         return
     for group in optimizer.param_groups:
         try:
-            differing = _axes_that_change_a_step(optimizer, group, dims)
+            differing = _axes_that_change_a_step(optimizer, group, model_layout)
         except Exception as error:  # of any class: an optimizer may need kernels of a device, or names of its groups
             rank_zero_warn(
                 f"{role}: whether {type(optimizer).__name__} updates every element on its own could not be tried "
@@ -75,7 +76,7 @@ def _check_parts(optimizer: optim.Optimizer, role: str, dims: ParallelDims) -> N
             )
 
 
-def _axes_that_change_a_step(optimizer: optim.Optimizer, group: Mapping[str, Any], dims: ParallelDims) -> str:
+def _axes_that_change_a_step(optimizer: optim.Optimizer, group: Mapping[str, Any], model_layout: ModelLayout) -> str:
     """Return the axes, as in ``"fsdp=1, tp=1"``, whose parts of small weights get other updates than in whole ones."""
     shape = (8,) if all(parameter.dim() < 2 for parameter in group["params"]) else (8, 6)
     generator = torch.Generator().manual_seed(0)
@@ -84,17 +85,17 @@ def _axes_that_change_a_step(optimizer: optim.Optimizer, group: Mapping[str, Any
     whole = _updates(optimizer, group, weights, gradients)
     if not all(update.isfinite().all() and update.any() for update in whole):
         raise ValueError("it leaves a small weight as it is, or without finite values")
-    cuts = {"fsdp": (0,), "tp": tuple(range(len(shape))), "pp": ()}
     differing = []
-    for axis, cut_dims in cuts.items():
-        for dim in cut_dims if getattr(dims, axis) > 1 else ():
+    for axis, cut_dims in model_layout.cut_dims().items():
+        for dim in {min(dim, len(shape) - 1) for dim in cut_dims}:
             half = [weight.chunk(2, dim)[0].contiguous() for weight in weights]
             steps = [[gradient.chunk(2, dim)[0].contiguous() for gradient in step] for step in gradients]
             updates = _updates(optimizer, group, half, steps)
             if any(_differ(ours, theirs.chunk(2, dim)[0]) for ours, theirs in zip(updates, whole, strict=True)):
                 differing.append(axis)
-    if dims.pp > 1 and _differ(_updates(optimizer, group, weights[:1], [s[:1] for s in gradients])[0], whole[0]):
-        differing.append("pp")
+    stages = [axis for axis in Layout.stage_axes if model_layout.layout.count(axis) > 1]
+    if stages and _differ(_updates(optimizer, group, weights[:1], [step[:1] for step in gradients])[0], whole[0]):
+        differing += stages
     return ", ".join(f"{axis}=1" for axis in dict.fromkeys(differing))
 
 

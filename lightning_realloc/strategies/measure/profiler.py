@@ -292,8 +292,8 @@ class Profiler:
         assert subject.decode is not None, "only models that generate have points of decoding"
         meshes = self._machine.meshes
         self._timer.max_over_group(meshes.group(layout, *AXES))
-        num_steps = NUM_DECODE_STEPS if layout.dims.fsdp == 1 else NUM_SHARDED_DECODE_STEPS
-        seconds = subject.decode(model, meshes.group(layout, "fsdp"), size, num_steps)
+        num_steps = NUM_DECODE_STEPS if not layout.is_sharded else NUM_SHARDED_DECODE_STEPS
+        seconds = subject.decode(model, meshes.batch_group(layout), size, num_steps)
         return median(seconds)
 
     # ---- models

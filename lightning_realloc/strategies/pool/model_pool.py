@@ -146,10 +146,10 @@ class ModelPool:
         reads all of them for every token; FSDP gathers its shards in bf16 anyway, and bases of adapters are in bf16.
         """
         kinds = {call.kind for call in self._calls_on(role) if self.plan.layout(call.name) == home}
-        if home.dims.fsdp > 1:
+        if home.is_sharded:
             return False
         if self._has_dtype_of_copies(role):
-            return bool(kinds - {"train"}) and role in self.dataflow.trained_roles and home.dims.dp > 1
+            return bool(kinds - {"train"}) and role in self.dataflow.trained_roles and home.has_replicas
         return "generate" in kinds and adapter_config(self._blanks[role]) is None
 
     def _has_dtype_of_copies(self, role: str) -> bool:

@@ -119,11 +119,6 @@ class Replica:
         """Parallel degrees and ranks."""
         return self.model_layout.layout
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a forward pass gathers weights, and so is collective."""
-        return self.layout.dims.fsdp > 1
-
 
 def prepare_copy(
     role: str, blank: nn.Module, target: ModelLayout, meshes: MeshRegistry, options: PoolOptions
@@ -136,7 +131,7 @@ def prepare_copy(
     tp_plan = options.tp_plans.get(role)
     if options.rank not in target.layout.ranks:
         return model
-    if target.layout.dims.fsdp > 1:
+    if target.layout.is_sharded:
         take_weights(model, dict.fromkeys(tied_names(model), options.copy_dtype))
         parallelize(model, target, meshes, tp_plan=tp_plan)
         allocate_weights(model, options.device)
@@ -163,7 +158,7 @@ def connect_copy(
         is_shared: Whether ranks of a node may read the same memory.
     """
     inside = options.rank in target.layout.ranks
-    uses_storage = target.layout.dims.fsdp > 1
+    uses_storage = target.layout.is_sharded
     existing = local_tensors(target.model) if inside and uses_storage else {}
 
     def reallocation(source: ModelLayout, there: ModelLayout, held: Mapping[str, Tensor]) -> Reallocation:

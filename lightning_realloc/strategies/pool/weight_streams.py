@@ -183,7 +183,7 @@ def _obstacle(call: ModelFunctionCall, dataflow: Dataflow, plan: ExecutionPlan) 
     shared = sorted(set(home.ranks) & set(layout.ranks))
     if shared:
         return f"rank {shared[0]} trains and generates"
-    if layout.dims.fsdp > 1:
+    if layout.is_sharded:
         return f"the ranks of {layout} gather each block's weights together"
     if role in plan.offload:
         return f"{role} is offloaded between its calls"

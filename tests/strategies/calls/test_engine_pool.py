@@ -39,7 +39,7 @@ def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
 
 def replica() -> Any:
     """Return a fresh replica of the actor, as another plan makes it."""
-    return SimpleNamespace(role="actor", layout=Layout.parse("dp1@0"), model=tiny_model("llama"), is_sharded=False)
+    return SimpleNamespace(role="actor", layout=Layout.parse("dp1@0"), model=tiny_model("llama"))
 
 
 def test_a_drafter_keeps_its_history_under_the_next_plan() -> None:

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.layout import ParallelDims
+from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.strategies.checkpoints.optimizer_settings import record_given
 from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
 
@@ -60,6 +60,12 @@ class NeedsNames(TrustRatio):
         raise KeyError("model.embed_tokens.weight")
 
 
+def _layouts(text: str) -> dict[str, ModelLayout]:
+    """Return the actor's layout, with a weight that tensor parallelism cuts by columns and one by rows."""
+    params = (ParamSpec(f"w{dim}", (4, 4), sharded(TensorParallelCut(dim)), block=dim) for dim in range(2))
+    return {"actor": ModelLayout(ModelSpec(tuple(params), num_blocks=2), Layout.parse(text))}
+
+
 def _refused(kind: Any, layout: str) -> str:
     """Return the axes that a refusal says to leave out; empty without one."""
     optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1)
@@ -67,7 +73,7 @@ def _refused(kind: Any, layout: str) -> str:
     record_given([optimizer])
     optimizer.register_step_post_hook(lambda *_: pytest.fail("a user's hook runs on a probe"))
     try:
-        check_optimizers({"actor": optimizer}, {"actor": ParallelDims.parse(layout)})
+        check_optimizers({"actor": optimizer}, _layouts(layout))
     except ConfigError as error:
         assert f"actor: {kind.__name__} updates an element by other elements, too" in str(error)
         assert not optimizer.state
@@ -86,17 +92,17 @@ def test_optimizers_that_are_not_elementwise_are_refused_in_layouts_that_cut_wei
 
 
 def test_optimizers_that_need_a_closure_or_sparse_gradients_are_refused_in_every_layout() -> None:
-    weights, dims = [nn.Parameter(torch.randn(4, 4))], {"actor": ParallelDims()}
+    weights, layouts = [nn.Parameter(torch.randn(4, 4))], _layouts("dp1")
     with pytest.raises(ConfigError, match=r"actor: LBFGS computes the loss anew inside a step, .* such as AdamW"):
-        check_optimizers({"actor": optim.LBFGS(weights)}, dims)
+        check_optimizers({"actor": optim.LBFGS(weights)}, layouts)
     with pytest.raises(ConfigError, match=r"actor: SparseAdam needs sparse gradients, .*; use Adam"):
-        check_optimizers({"actor": optim.SparseAdam(weights)}, dims)
+        check_optimizers({"actor": optim.SparseAdam(weights)}, layouts)
 
 
 def test_an_optimizer_that_cannot_be_tried_warns_where_weights_are_cut() -> None:
     weights = [nn.Parameter(torch.randn(4, 4))]
     for optimizer in (NeedsNames(weights), Signs(weights, lr=0.0)):
-        check_optimizers({"actor": optimizer}, {"actor": ParallelDims(dp=2)})
+        check_optimizers({"actor": optimizer}, _layouts("dp2"))
         tried = f"whether {type(optimizer).__name__} updates every element on its own could not be tried"
         with pytest.warns(UserWarning, match=tried):
-            check_optimizers({"actor": optimizer}, {"actor": ParallelDims(fsdp=2)})
+            check_optimizers({"actor": optimizer}, _layouts("fsdp2"))
