@@ -33,6 +33,8 @@ QUESTION = re.compile(r"[^.]*\?(\s|$)")
 BANNED = re.compile(r"(?<![a-z])(stood|acquainted|told|hear|outlet|whoever|come to)(?![a-z])", re.IGNORECASE)
 BANNED_START = re.compile(r"Of |Return (what|who|where)\b")
 ENGINE = re.compile(r"engine\b.* (==|!=|in) .*'(native|hf|vllm)'")
+PROMPT_TOKENS = re.compile(r"tuple\([\w.]*\bprompt\)$|.*\.ragged\('prompt_ids'\)\.(split|to_lists)\(\)$")
+"""Token ids of prompts taken as values to compare; ``prompt_key`` is what identifies a prompt."""
 AXES = ("dp", "fsdp", "tp", "pp")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HINTS = {
@@ -46,6 +48,7 @@ HINTS = {
     "file_cycles": "move the name that both need into a third module",
     "folder_cycles": "move the file to the folder that needs it",
     "engine_comparisons": "ask CAPABILITIES for the capability that is meant",
+    "prompt_identity": "compare prompt_keys(samples), or Sample.input.prompt_key",
     "axis_literals": "ask the layout, such as Layout.batch_axes",
     "file_cycles_with_types": "move the name that both need into a third module",
     "step_files": "import it in the function that needs it, or under TYPE_CHECKING",
@@ -192,11 +195,13 @@ def measure_names(modules: list[Module]) -> dict[str, Figure]:
 
 
 def measure_seams(modules: list[Module]) -> dict[str, Figure]:
-    """Return the figures of names that one room should know alone: engines and axes."""
+    """Return the figures of names that one room should know alone: engines, tokens of prompts, and axes."""
     outside = [m for m in modules if "layout" not in m.path.parts]
     compared = [(m, node, ast.unparse(node)) for m in modules for node in m.nodes(ast.Compare)]
+    calls = [(m, node) for m in modules if "batch" not in m.path.parts for node in m.nodes(ast.Call)]
     return {
         "engine_comparisons": _count(m.place(node) for m, node, text in compared if ENGINE.search(text)),
+        "prompt_identity": _count(m.place(node) for m, node in calls if PROMPT_TOKENS.match(ast.unparse(node))),
         "axis_literals": _count(m.place(node) for m in outside for node in m.nodes(ast.Constant) if node.value in AXES),
         "file_cycles_with_types": cycles(import_graph(modules, at_start=False)),
     }

@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -84,6 +86,8 @@ UNEVEN_HEADS: Mapping[str, Mapping[str, Any]] = {
 """Sizes with these query and key-value heads, which most tensor-parallel degrees do not divide, as no other size."""
 TENSOR_PARALLEL_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox")
 """Families whose transformers class has a ``tp_plan``."""
+PLACEHOLDER = 99
+"""Token whose embedding `LlamaWithFeatures` replaces."""
 TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")
 
 
@@ -116,6 +120,36 @@ def tiny_scorer(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMo
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         model.score.weight.mul_(20.0)
+    return model.eval()
+
+
+class LlamaWithFeatures(LlamaForCausalLM):
+    """Llama that reads ``features`` (rows, 64) in place of the embeddings of `PLACEHOLDER` tokens, as models with
+    images read pictures. The numbers of both must be equal."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        *,
+        features: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> Any:
+        """Return what `LlamaForCausalLM` does."""
+        if features is None:
+            return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **others)
+        places = input_ids == PLACEHOLDER
+        assert int(places.sum()) == len(features), f"{int(places.sum())} placeholders for {len(features)} rows"
+        embedded = self.model.embed_tokens(input_ids)
+        embedded = embedded.masked_scatter(places[..., None], features.to(embedded.dtype))
+        return super().forward(inputs_embeds=embedded, logits_to_keep=logits_to_keep, **others)
+
+
+def model_with_features(*, seed: int = 0) -> LlamaWithFeatures:
+    """Return a tiny `LlamaWithFeatures`, with weights that tell its features clearly apart."""
+    llama = tiny_model("llama", seed=seed)
+    model = LlamaWithFeatures(llama.config)
+    model.load_state_dict(llama.state_dict())
     return model.eval()
 
 

@@ -24,7 +24,7 @@ from lightning_realloc.algorithms.settings import (
     check_single_step,
 )
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples, prompt_keys
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError
@@ -197,8 +197,7 @@ def _ratios(samples: Samples) -> Tensor:
 
 
 def _is_one_prompt(batch: Samples) -> bool:
-    first, *others = batch.ragged("prompt_ids").split()
-    return all(torch.equal(first, prompt) for prompt in others)
+    return len(prompt_keys(batch).unique()) == 1
 
 
 def with_mismatches(batch: Samples) -> Samples:
@@ -209,7 +208,7 @@ def with_mismatches(batch: Samples) -> Samples:
     Raises:
         DataError: if all prompts are equal.
     """
-    prompts = batch.ragged("prompt_ids").to_lists()
+    prompts = prompt_keys(batch).tolist()
     if _is_one_prompt(batch):
         raise DataError(
             f"loss='kto' needs two different prompts in a batch to estimate the divergence, and all {len(batch)} are "

@@ -11,14 +11,13 @@ import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_realloc.batch.ragged import Ragged
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Samples, extra_inputs, prompt_keys
 from lightning_realloc.errors import DataError, PlanError
 
 _TENSORS = (
@@ -64,6 +63,9 @@ class PackedBatch:
     """Position in the row of the token before each token, (N,) int64; the first token of a sequence gives its own."""
     shared: tuple[int, ...]
     """Prompt tokens that each sequence shares with the nearest earlier sequence that holds its prompt; 0 if none."""
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further inputs of the model by the keyword that its ``forward`` expects, each (rows, ...): those of the prompts
+    in the row, in its order."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns: per token, (N, ...), zero outside responses, if ragged; else per sequence, (B, ...)."""
     data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -109,8 +111,11 @@ class PackedBatch:
         """
         queued = torch.device(device).type != "cpu"
         moved = {name: getattr(self, name).to(device, non_blocking=queued) for name in _TENSORS}
-        columns = {name: column.to(device, non_blocking=queued) for name, column in self.columns.items()}
-        return dataclasses.replace(self, **moved, columns=columns)
+        extras, columns = (
+            {name: values.to(device, non_blocking=queued) for name, values in named.items()}
+            for named in (self.extras, self.columns)
+        )
+        return dataclasses.replace(self, **moved, extras=extras, columns=columns)
 
 
 def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool = False) -> PackedBatch:
@@ -118,8 +123,9 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
 
     The samples need ``prompt_ids`` and ``response_ids``; a sample may have one of them empty, but not both. A ragged
     column must have one value per response token, and keeps its place there. If there is a column ``model_mask``,
-    response tokens that are False in it are model input only and do not count in the loss. With ``share_prompts``,
-    adjacent samples with the same prompt store it once. A causal model gives the same outputs for the responses.
+    response tokens that are False in it are model input only and do not count in the loss. Columns ``input/...`` are
+    further inputs of the model. With ``share_prompts``, adjacent samples whose prompts have the same key store the
+    prompt and its further inputs once. A causal model gives the same outputs for the responses.
 
     Raises:
         DataError: if there are no samples, or a column does not fit.
@@ -132,7 +138,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     if int(totals.min()) == 0:
         empty = int(samples.ids[int(totals.argmin())])
         raise DataError(f"a packed sequence needs at least one token; prompt and response of sample {empty} are empty")
-    shared = _shared_prompt_lengths(prompts, responses) if share_prompts else torch.zeros_like(totals)
+    shared = _shared_prompt_lengths(samples) if share_prompts else torch.zeros_like(totals)
     held = _without(prompts, shared > 0)
     lengths = totals - shared
     sample_index = torch.repeat_interleave(torch.arange(len(samples)), lengths)
@@ -157,6 +163,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         sample_index=sample_index.to(device),
         predecessors=_predecessors(starts, shared, positions).to(device),
         shared=tuple(shared.tolist()),
+        extras={name: rows.to(device) for name, rows in _kept_extras(samples, shared == 0).items()},
         columns={name: _packed_column(samples, name, responses, in_response) for name in columns},
         data=samples.data,
     )
@@ -232,14 +239,31 @@ def balanced_shares(
     return tuple(tuple(sorted(rows)) for rows in taken)
 
 
-def _shared_prompt_lengths(prompts: Ragged, responses: Ragged) -> Tensor:
+def _shared_prompt_lengths(samples: Samples) -> Tensor:
     """Return the number of prompt tokens, (B,), that each sequence shares with the sequence before it.
 
     A sequence without a response keeps its prompt, because it would have no token left.
+
+    Raises:
+        DataError: for equal keys of adjacent prompts that differ.
     """
+    keys, prompts = prompt_keys(samples).cpu(), samples.ragged("prompt_ids")
+    same = pad(keys[1:] == keys[:-1], (1, 0))
     rows = prompts.split()
-    same = [False] + [torch.equal(before, row) for before, row in pairwise(rows)]
-    return torch.where(torch.tensor(same) & (responses.lengths > 0), prompts.lengths, 0)
+    for row in same.nonzero().flatten().tolist():
+        if not torch.equal(rows[row - 1], rows[row]):
+            raise DataError(
+                f"samples with the same prompt_key have the same prompt; those of samples {int(samples.ids[row - 1])} "
+                f"and {int(samples.ids[row])} differ: where prompts change, drop the keys of before by "
+                f"samples.without_columns('prompt_key')"
+            )
+    return torch.where(same & (samples.ragged("response_ids").lengths > 0), prompts.lengths, 0)
+
+
+def _kept_extras(samples: Samples, holds_prompt: Tensor) -> dict[str, Tensor]:
+    """Return the further inputs of the samples where ``holds_prompt`` (B,) is True, concatenated."""
+    rows = holds_prompt.nonzero().flatten()
+    return {name: column.select(rows).values for name, column in extra_inputs(samples).items()}
 
 
 def _without(prompts: Ragged, dropped: Tensor) -> Ragged:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.ragged import Ragged as Ragged
 from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
 from lightning_realloc.errors import DataError
@@ -21,6 +22,11 @@ Column = Tensor | Ragged | tuple[object, ...]
 """One value per sample: a (B, ...) tensor, B sequences, or B Python objects."""
 TOKEN_AGES = "token_ages"
 """Column (B,) of the sum of the ages of a response's tokens, in training steps."""
+PROMPT_KEY = "prompt_key"
+"""Column (B,) of `ModelInput.prompt_key`."""
+EXTRA_INPUT = "input/"
+"""Beginning of the names of columns that are further inputs of the model: sequences of rows, ``input/pixel_values`` for
+the argument ``pixel_values`` of its ``forward``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,6 +228,29 @@ def _columns_equal(ours: Column, theirs: Column, atol: float) -> bool:
     return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and tensors_equal(ours, theirs, atol)
 
 
+def extra_inputs(samples: Samples) -> dict[str, Ragged]:
+    """Return the further inputs of the model, by the keyword that its ``forward`` expects."""
+    columns = [name for name in samples.columns if name.startswith(EXTRA_INPUT)]
+    return {name.removeprefix(EXTRA_INPUT): samples.ragged(name) for name in columns}
+
+
+def model_inputs(samples: Samples) -> list[ModelInput]:
+    """Return each sample's prompt as a model reads it, with its key from the column ``prompt_key`` if there is one."""
+    extras = {name: column.split() for name, column in extra_inputs(samples).items()}
+    keys = samples.tensor(PROMPT_KEY).tolist() if PROMPT_KEY in samples else [-1] * len(samples)
+    return [
+        ModelInput(tuple(prompt), {name: rows[row] for name, rows in extras.items()}, keys[row])
+        for row, prompt in enumerate(samples.ragged("prompt_ids").to_lists())
+    ]
+
+
+def prompt_keys(samples: Samples) -> Tensor:
+    """Return the (B,) int64 keys of the samples' prompts: the column ``prompt_key`` or, without one, digests."""
+    if PROMPT_KEY in samples:
+        return samples.tensor(PROMPT_KEY)
+    return torch.tensor([each.prompt_key for each in model_inputs(samples)], dtype=torch.int64)
+
+
 def all_samples(parts: Sequence[Samples]) -> Samples:
     """Return the samples of all parts with new ids 0, 1, ..., because parts may have equal ones."""
     ids = torch.split(torch.arange(sum(map(len, parts))), [len(part) for part in parts])
@@ -247,4 +276,6 @@ def samples_from_state(state: Mapping[str, Any]) -> Samples:
         return tuple(plain) if isinstance(plain, list) else plain  # lists: of checkpoints without "data"
 
     columns = {name: column(plain) for name, plain in state["columns"].items()}
-    return Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})
+    samples = Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})
+    is_old = "prompt_id" in samples and PROMPT_KEY not in samples  # responses of checkpoints without keys
+    return samples.with_columns(**{PROMPT_KEY: prompt_keys(samples)}) if is_old else samples

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.base_engine import Engine
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Completion
@@ -34,6 +35,7 @@ __all__ = [
     "GenerationEngine",
     "GenerationStats",
     "HFEngine",
+    "ModelInput",
     "RolloutBudget",
     "SamplingParams",
     "Speculation",

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from lightning_realloc.generation.core.capabilities import Capability
+from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.capabilities import Capability, require_capability
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
 from lightning_realloc.generation.core.params import SamplingParams, check_counts
 from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
@@ -24,6 +26,7 @@ from lightning_realloc.generation.loop.requests import Requests, next_version
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.loop.streaming import CallNotifier, PartialResults
 from lightning_realloc.runtime.messages.progress import ActivityProgress
+from lightning_realloc.runtime.model.structure import check_extra_inputs
 
 if TYPE_CHECKING:  # imported where samples move
     from lightning_realloc.generation.rebalance.handover import MigrationStats
@@ -110,7 +113,7 @@ class Engine(ABC):
     @torch.no_grad()  # not inference_mode: its tensors break a later training forward under FSDP
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | ModelInput],
         params: SamplingParams | None = None,
         *,
         sample_ids: Sequence[int] | None = None,
@@ -128,7 +131,7 @@ class Engine(ABC):
         """Return ``params.n`` completions per prompt, in the order of the prompts, and then the resumed ones.
 
         Args:
-            prompts: Token ids.
+            prompts: Token ids; with further inputs of the model, or a key that is known, as `ModelInput`.
             params: Sampling parameters; None: the defaults.
             sample_ids: Distinct id per new completion, which keys its random numbers; None: the numbers after the ids
                 in ``resume``.
@@ -147,6 +150,7 @@ class Engine(ABC):
         Raises:
             GenerationError: for arguments that cannot be generated from, for those that need a capability which the
                 engine lacks, and for logits that are not finite.
+            ConfigError: for further inputs that the model does not read.
         """
         requests = Requests(
             vocabulary_of(self._model), self._length_bounds(), prompts, SamplingParams() if params is None else params,
@@ -156,6 +160,8 @@ class Engine(ABC):
         requests.require(self.capabilities, engine=self.name)
         with self._announced():
             samples = requests.samples()
+            if extras := sorted({name for sample in samples for name in sample.input.extras}):
+                self._check_extra_inputs(extras)
             self._follow(samples)
             stop = stop_rule_of(self._model, requests.params, self._tokenizer)
             self._check_stop_strings(requests.params.stop_strings)
@@ -170,6 +176,12 @@ class Engine(ABC):
 
         Finished samples may be given to ``call.notifier`` before the end.
         """
+
+    def _check_extra_inputs(self, names: Sequence[str]) -> None:
+        """Raise for further inputs that the engine does not pass on or the model does not read."""
+        asked, own = f"the model's input {names[0]!r}", self.capabilities
+        require_capability("extra_inputs", asked, engine=self.name, capabilities=own, error=GenerationError)
+        check_extra_inputs(self._model, names)
 
     def _length_bounds(self) -> Mapping[str, int]:
         """Return the most tokens of prompt and response together, by the source of the bound."""

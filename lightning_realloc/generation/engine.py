@@ -141,6 +141,7 @@ class GenerationEngine(Engine):
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         graphs = cuda_graphs if lockstep is None else False
         self._runners = Runners(model, self._cache, graphs=graphs, compile=compile, is_invariant=batch_invariant)
+        self._batch_invariant = batch_invariant
         self._pack_weights = pack_weights and not batch_invariant
         self._decoding = build_decoding(model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=bool(graphs))
         if agree is None:
@@ -159,6 +160,14 @@ class GenerationEngine(Engine):
 
     def _announced(self) -> AbstractContextManager[None]:
         return nullcontext() if self._rebalancer is None else self._rebalancer.announced()
+
+    def _check_extra_inputs(self, names: Sequence[str]) -> None:
+        super()._check_extra_inputs(names)
+        if self._batch_invariant:
+            raise GenerationError(
+                f"batch_invariant=True runs prompts in tiles of equal size, and the model's input {names[0]!r} belongs "
+                f"to a whole prompt; leave batch_invariant out"
+            )
 
     def _complete(self, call: EngineCall) -> GenerationStats:
         asked = call.requests

@@ -130,7 +130,7 @@ class HFEngine(Engine):
         width = max(len(sample.prompt) for sample in samples)
         ids, mask = _padded([sample.prompt for sample in samples], width, self._device)
         # Copies that the stopping criterion extends.
-        rows = [Sample(s.sample_id, s.prompt_number, s.prompt, s.max_new_tokens, s.key) for s in samples]
+        rows = [Sample(s.sample_id, s.prompt_number, s.input, s.max_new_tokens, s.key) for s in samples]
         criteria = StoppingCriteriaList([_Stops(rows, stop)])
         try:
             with _in_place_of_own(self._model, _config(params, samples, stop)):

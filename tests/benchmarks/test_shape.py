@@ -42,7 +42,9 @@ SOURCES = {
         "from lightning_realloc.strategies import sample\n"
         "class Pool:\n    def load(self, state: Any, names: dict[str, Any]): return 'dp'\n"
     ),
-    "strategies/sample.py": "from lightning_realloc.strategies import pool\nclass Sample: ...\ndef _same(): ...\n",
+    "strategies/sample.py": (
+        "from lightning_realloc.strategies import pool\nclass Sample: ...\ndef _same(it): return tuple(it.prompt)\n"
+    ),
 }  # fmt: skip
 
 
@@ -88,6 +90,7 @@ def test_imports_are_followed_as_python_does_at_start(figures: dict[str, shape.F
 
 def test_names_that_one_room_knows_alone_are_counted_elsewhere(figures: dict[str, shape.Figure]) -> None:
     assert figures["engine_comparisons"][1] == ["lightning_realloc/layout/axes.py:2"]
+    assert figures["prompt_identity"][1] == ["lightning_realloc/strategies/sample.py:3"]
     assert figures["axis_literals"][1] == ["lightning_realloc/strategies/pool.py:3"]
     rooms = dict(place.split() for place in figures["lines"][1])
     assert rooms["layout"] == "2" and rooms["(top)"] == "6"

@@ -12,6 +12,7 @@ from benchmarks.speculative import ADAPTIVE, NONE, Arm, Cell, Models, Settings, 
 from benchmarks.speculative_grpo import SETTINGS as GRPO_SETTINGS
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import CHANCES, RECIPES, markov_text, train
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.core.sample import Completion
 from lightning_realloc.generation.loop.run import GenerationStats
 from tests.workers import WorkerPool
@@ -129,7 +130,7 @@ def test_a_real_policy_is_reported_by_epoch_and_trains_the_same_at_every_depth(w
 
 
 def _completion(token: int) -> Completion:
-    return Completion(0, 0, (token,), (0.0,), "length", model_mask=(True,), versions=(0,), prompt=(5,))
+    return Completion(0, 0, (token,), (0.0,), "length", model_mask=(True,), versions=(0,), input=ModelInput((5,)))
 
 
 def _measured(seconds: dict[str, list[float]]) -> Cell:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.core.noise import sample_key
@@ -146,7 +147,7 @@ def test_an_answer_that_leaves_no_room_for_a_turn_ends_the_response() -> None:
 def test_a_stop_string_of_an_earlier_turn_does_not_end_the_next() -> None:
     tokenizer = byte_tokenizer()
     rule = StopRule(token_ids=frozenset(), strings=("a", "bq"), tokenizer=tokenizer)
-    sample = Sample(0, 0, tokenizer.encode("?"), 50, sample_key(0, 0))
+    sample = Sample(0, 0, ModelInput(tuple(tokenizer.encode("?"))), 50, sample_key(0, 0))
 
     def ends(text: str) -> list[bool]:
         over = []

@@ -11,7 +11,7 @@ from lightning_realloc.algorithms.losses.functional import kept_tokens, sequence
 from lightning_realloc.algorithms.losses.preference_losses import shared_length_sums
 from lightning_realloc.algorithms.settings import check_minibatches
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.samples import Ragged, Samples, prompt_keys
 from lightning_realloc.batch.training import Average
 from lightning_realloc.errors import DataError
 
@@ -99,7 +99,7 @@ def pair_metrics(margins: Tensor) -> dict[str, Average]:
 
 def check_pairs(batch: Samples) -> None:
     """Raise DataError unless adjacent samples have the same prompt, and both have a response."""
-    prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+    responses = batch.ragged("response_ids")
     if len(batch) % 2:
         raise DataError(
             f"a batch of pairs holds a chosen and a rejected sample of each, and this one {len(batch)} samples; "
@@ -108,10 +108,9 @@ def check_pairs(batch: Samples) -> None:
     if bool((responses.lengths == 0).any()):
         empty = int(batch.ids[int(responses.lengths.argmin())])
         raise DataError(f"both sides of a pair need a response; that of sample {empty} is empty, leave its pair out")
-    rows = torch.arange(len(batch))
-    if not prompts.select(rows[0::2]).equals(prompts.select(rows[1::2])):
-        rows_differ = [not torch.equal(a, b) for a, b in zip(prompts.split()[0::2], prompts.split()[1::2], strict=True)]
-        first = 2 * rows_differ.index(True)
+    chosen, rejected = prompt_keys(batch).view(-1, 2).unbind(1)
+    if not torch.equal(chosen, rejected):
+        first = 2 * int((chosen != rejected).nonzero()[0])
         raise DataError(
             f"both sides of a pair need the same prompt; those of samples {int(batch.ids[first])} and "
             f"{int(batch.ids[first + 1])} differ, put what both begin with into prompt_ids"

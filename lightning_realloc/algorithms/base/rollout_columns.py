@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import TOKEN_AGES, Column, Ragged, Samples
+from lightning_realloc.batch.samples import (
+    EXTRA_INPUT,
+    PROMPT_KEY,
+    TOKEN_AGES,
+    Column,
+    Ragged,
+    Samples,
+    extra_inputs,
+    model_inputs,
+)
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
@@ -66,8 +75,9 @@ def sample_responses(
 ) -> Samples:
     """Return ``sampling.n`` responses per prompt, with the columns of a rollout.
 
-    Columns: ``prompt_id`` (B,), ``prompt_ids`` and ``response_ids`` ragged, ``behaviour_logprobs`` ragged float32 of
-    the response tokens, ``finish_reason`` (B,) an index into ``FINISH_REASONS``; with a ``dialogue`` also those of
+    Columns: ``prompt_id`` (B,), ``prompt_key`` (B,), ``prompt_ids`` and ``response_ids`` ragged, the prompts'
+    ``input/...``, ``behaviour_logprobs`` ragged float32 of the response tokens, ``finish_reason`` (B,) an index into
+    ``FINISH_REASONS``; with a ``dialogue`` also those of
     :func:`dialogue_columns`; with the batch's ``iteration`` also those of :func:`age_columns`. Sample ids are those of
     ``prompts.repeat(sampling.n)``, so that randomness follows the sample on any rank.
 
@@ -81,9 +91,8 @@ def sample_responses(
         return made if iteration is None else made.with_columns(**age_columns(completions, iteration))
 
     on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
-    prompt_ids = prompts.ragged("prompt_ids").to_lists()
     talk = {} if dialogue is None else dialogue.settings
-    return responses(engine.generate(prompt_ids, sampling, sample_ids=ids, on_finished=on_finished, **talk))
+    return responses(engine.generate(model_inputs(prompts), sampling, sample_ids=ids, on_finished=on_finished, **talk))
 
 
 def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Dialogue | None) -> Samples:
@@ -93,6 +102,8 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
         {
             "prompt_id": prompts.tensor("prompt_id"),
             "prompt_ids": prompts.ragged("prompt_ids"),
+            **{f"{EXTRA_INPUT}{name}": column for name, column in extra_inputs(prompts).items()},
+            PROMPT_KEY: torch.tensor([c.input.prompt_key for c in completions], dtype=torch.int64),
             "response_ids": Ragged.from_list([c.token_ids for c in completions], dtype=torch.int64),
             "behaviour_logprobs": Ragged.from_list([c.logprobs for c in completions], dtype=torch.float32),
             "finish_reason": torch.tensor(

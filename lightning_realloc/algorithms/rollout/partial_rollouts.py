@@ -15,7 +15,15 @@ import torch
 
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, Dialogue, model_mask, rollout_of
 from lightning_realloc.algorithms.losses.functional import sequence_sums
-from lightning_realloc.batch.samples import Divided, Ragged, Samples, samples_from_state, samples_state
+from lightning_realloc.batch.samples import (
+    EXTRA_INPUT,
+    Divided,
+    Ragged,
+    Samples,
+    model_inputs,
+    samples_from_state,
+    samples_state,
+)
 from lightning_realloc.errors import DataError
 from lightning_realloc.generation import Completion, Engine, RolloutBudget, SamplingParams
 
@@ -89,7 +97,7 @@ class BudgetedRollout:
             self._group_of(rows), least=self.num_minibatches, late=self._late(rows), waiting=self._waiting(done)
         )
         completions = engine.generate(
-            fresh.ragged("prompt_ids").to_lists(), sampling, sample_ids=new.ids.tolist(),
+            model_inputs(fresh), sampling, sample_ids=new.ids.tolist(),
             resume=[completion for part in unfinished_parts for completion in _completions(part)],
             token_budget=self.budget.tokens, seconds_budget=self.budget.seconds,
             on_finished=progress.record, may_stop=progress.may_stop,
@@ -193,7 +201,8 @@ def _begun(earlier: Samples | None, prompts: Samples) -> tuple[list[Samples], li
 
 def _only_known(samples: Samples) -> Samples:
     """Return the columns of samples that exist before generation."""
-    return Samples(samples.ids, {name: samples[name] for name in ("prompt_id", "prompt_ids", "began_in")})
+    extras = [name for name in samples.columns if name.startswith(EXTRA_INPUT)]
+    return Samples(samples.ids, {name: samples[name] for name in ("prompt_id", "prompt_ids", "began_in", *extras)})
 
 
 def _completions(samples: Samples) -> list[Completion]:
@@ -202,14 +211,14 @@ def _completions(samples: Samples) -> list[Completion]:
     responses = samples.ragged("response_ids").to_lists()
     masks = [[True] * len(response) for response in responses] if mask is None else mask.to_lists()
     columns = (
-        samples.ids.tolist(), samples.ragged("prompt_ids").to_lists(), responses,
+        samples.ids.tolist(), model_inputs(samples), responses,
         samples.ragged("behaviour_logprobs").to_lists(), masks, samples.ragged("versions").to_lists(),
     )  # fmt: skip
     return [
         Completion(
             sample_id=sample_id, prompt_index=0, token_ids=tuple(tokens), logprobs=tuple(map(float, logprobs)),
             finish_reason="unfinished", model_mask=tuple(map(bool, chosen)), versions=tuple(versions),
-            prompt=tuple(prompt),
+            input=prompt,
         )
         for sample_id, prompt, tokens, logprobs, chosen, versions in zip(*columns, strict=True)
     ]  # fmt: skip

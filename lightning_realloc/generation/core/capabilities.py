@@ -12,8 +12,8 @@ EngineName = Literal["native", "hf", "vllm"]
 of its own."""
 
 Capability = Literal[
-    "batch_invariant", "budget", "cache_bound", "captures", "drafts", "environment", "keeps_cache", "moves",
-    "same_logprobs", "sharded", "stream", "vllm",
+    "batch_invariant", "budget", "cache_bound", "captures", "drafts", "environment", "extra_inputs", "keeps_cache",
+    "moves", "same_logprobs", "sharded", "stream", "vllm",
 ]  # fmt: skip
 
 _MEANINGS: Mapping[Capability, str] = {
@@ -23,6 +23,7 @@ _MEANINGS: Mapping[Capability, str] = {
     "captures": "captures its steps as CUDA graphs",
     "drafts": "drafts tokens",
     "environment": "asks an environment between turns",
+    "extra_inputs": "passes further inputs to the model",
     "keeps_cache": "leaves its cache to us between calls",
     "moves": "hands samples over to other ranks",
     "same_logprobs": "computes log-probabilities as training does",

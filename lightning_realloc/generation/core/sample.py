@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, Protocol
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 
 FinishReason = Literal["stop", "length", "environment", "unfinished"]
@@ -30,9 +31,15 @@ class Completion:
     """One per token: True if the model chose it, False if the environment did."""
     versions: tuple[int, ...]
     """One per token: the version of the weights that generated it."""
-    prompt: tuple[int, ...]
+    input: ModelInput
+    """The prompt, and the model's further inputs."""
     error: str | None = None
     """Message of the environment's failure; None if there was none."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        return self.input.token_ids
 
 
 @dataclass(slots=True)
@@ -42,7 +49,8 @@ class Sample:
     sample_id: int
     prompt_number: int
     """Id of the prompt in this call on this rank; samples of one prompt share it."""
-    prompt: Sequence[int]
+    input: ModelInput
+    """The prompt, and the model's further inputs."""
     max_new_tokens: int
     """Most tokens of the response, including the environment's."""
     key: int
@@ -75,6 +83,11 @@ class Sample:
         self.turn = 1 + sum(before and not after for before, after in pairwise(self.model_mask))
         others = [index for index, chosen in enumerate(self.model_mask) if not chosen]
         self.turn_begin = others[-1] + 1 if others else 0
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        return self.input.token_ids
 
     @property
     def turn_is_open(self) -> bool:
@@ -148,7 +161,7 @@ class Sample:
         num_new = len(self.token_ids) - len(self.earlier_versions)
         return Completion(
             self.sample_id, self.prompt_index, tuple(self.token_ids), tuple(self.logprobs), self.finish_reason,
-            tuple(self.model_mask), (*self.earlier_versions, *[version] * num_new), tuple(self.prompt), self.error,
+            tuple(self.model_mask), (*self.earlier_versions, *[version] * num_new), self.input, self.error,
         )  # fmt: skip
 
 

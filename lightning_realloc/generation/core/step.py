@@ -6,8 +6,8 @@ verification of drafts lie behind this interface, and with them everything about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightning_realloc.generation.core.params import SamplingParams
@@ -31,6 +31,8 @@ class PrefillChunk:
     """Slots that store the keys and values."""
     begin: int = 0
     """Position of the first token; the slots hold all positions before it."""
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further inputs of the model that belong to these tokens; see `ModelInput`."""
 
 
 class DecodeRow(NamedTuple):

@@ -6,7 +6,7 @@ during one generation. The function finds its `PackedStep` among the keyword arg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -244,7 +244,13 @@ def _checked_window(module: nn.Module, step: PackedStep | Tile, window: int | Li
 
 
 def run_packed(
-    model: nn.Module, ids: Tensor, positions: Tensor, step: PackedStep | Tile, *, kept: int | Tensor
+    model: nn.Module,
+    ids: Tensor,
+    positions: Tensor,
+    step: PackedStep | Tile,
+    *,
+    kept: int | Tensor,
+    extras: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the logits (K, V) of the last ``kept`` tokens, or of those at these indices.
 
@@ -254,10 +260,11 @@ def run_packed(
         positions: (1, N) positions for rotary embeddings.
         step: Layout of the forward.
         kept: Number of last tokens, or indices (K,).
+        extras: Further inputs of the model by keyword.
     """
     output = model(
         input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept,
-        **{STEP_ARGUMENT: StepArgument(step)},
+        **{STEP_ARGUMENT: StepArgument(step)}, **(extras or {}),
     )  # fmt: skip
     _check_attended(model, step)
     logits: Tensor = output.logits[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -83,8 +84,23 @@ class ModelRunner:
         # Indices copy the rows. A slice after prompts has gaps, for which `linear` would copy the vocabulary's weights.
         # Keeping 0 tokens would mean all of them, so without rows the last token is kept and dropped.
         kept = torch.arange(num_prefill, len(tokens), device=self._device) if num_prefill and num_row_tokens else None
-        logits = run_packed(self._model, ids, places, step, kept=max(1, num_row_tokens) if kept is None else kept)
+        logits = run_packed(
+            self._model,
+            ids,
+            places,
+            step,
+            kept=max(1, num_row_tokens) if kept is None else kept,
+            extras=self._extras(prefills),
+        )
         return logits[len(logits) - num_row_tokens :]
+
+    def _extras(self, prefills: Sequence[PrefillChunk]) -> dict[str, Tensor]:
+        """Return the model's further inputs, those of all prompts concatenated."""
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for prefill in prefills:
+            for name, values in prefill.extras.items():
+                parts[name].append(values.to(self._device))
+        return {name: torch.cat(values) for name, values in parts.items()}
 
     def may_need(self, longest: int) -> None:
         """Raise the bound on a slot's positions, which was not known at the start."""

@@ -140,7 +140,7 @@ class Conversations:
         """Ask for the tokens after the sample's turn, in a thread; `answers` returns them later."""
         question = _Question(sample.turn, self._clock() + self._settings.deadline_s)
         self._asked[index] = question
-        turn = Turn(sample.sample_id, sample.prompt_index, tuple(sample.prompt), tuple(sample.token_ids), sample.turn)
+        turn = Turn(sample.sample_id, sample.prompt_index, sample.prompt, tuple(sample.token_ids), sample.turn)
         name = f"environment of sample {sample.sample_id}"
         threading.Thread(target=self._answer, args=(index, question, turn), name=name, daemon=True).start()
 

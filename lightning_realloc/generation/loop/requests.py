@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.capabilities import Capability, require_capability
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
@@ -46,7 +47,7 @@ class Requests:
     """Tokens of the model's vocabulary."""
     bounds: Mapping[str, int]
     """Most tokens of prompt and response together, by the source of the bound."""
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int] | ModelInput]
     params: SamplingParams
     sample_ids: Sequence[int] | None = None
     length_hints: Sequence[int] | None = None
@@ -84,7 +85,7 @@ class Requests:
         samples = []
         for index, given in enumerate(self.prompts):
             prompt = self._check_prompt(f"prompt {index}", given)
-            limit = self._limit(index, len(prompt), limits, cut, n)
+            limit = self._limit(index, len(prompt.token_ids), limits, cut, n)
             for sample_id in ids[index * n : (index + 1) * n]:
                 samples.append(Sample(sample_id, index, prompt, limit, sample_key(self.params.seed, sample_id)))
         for index, completion in enumerate(self.resume, start=len(self.prompts)):
@@ -126,9 +127,9 @@ class Requests:
                 raise GenerationError(
                     f"length_hints[{index}]={hint!r} must be a number of tokens, 0 where none is known"
                 )
-        begun = [Prompt(num_fresh + index, samples[place].position, (place,), hints[num_fresh + index])
+        begun = [Prompt.of(samples, (place,), num_fresh + index, hints[num_fresh + index])
                  for index, place in enumerate(range(num_fresh * n, len(samples)))]  # fmt: skip
-        fresh = [Prompt(index, samples[index * n].position, tuple(range(index * n, (index + 1) * n)), hints[index])
+        fresh = [Prompt.of(samples, tuple(range(index * n, (index + 1) * n)), index, hints[index])
                  for index in range(num_fresh)]  # fmt: skip
         return begun + fresh
 
@@ -160,9 +161,9 @@ class Requests:
                 f"{name}, sample {completion.sample_id}, is finished ({completion.finish_reason!r}); resume only "
                 "those whose finish_reason is 'unfinished'"
             )
-        prompt = self._check_prompt(f"the prompt of {name}", completion.prompt)
+        prompt = self._check_prompt(f"the prompt of {name}", completion.input)
         return Sample(
-            completion.sample_id, index, prompt, self._limit(index, len(prompt), limits, cut, 1),
+            completion.sample_id, index, prompt, self._limit(index, len(prompt.token_ids), limits, cut, 1),
             sample_key(self.params.seed, completion.sample_id), list(completion.token_ids), list(completion.logprobs),
             list(completion.model_mask), completion.versions, prompt_index=completion.prompt_index,
         )  # fmt: skip
@@ -178,9 +179,9 @@ class Requests:
             cut[f"{name} of {bound}"] += count
         return min(asked, bound - length)
 
-    def _check_prompt(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
+    def _check_prompt(self, name: str, given: Sequence[int] | ModelInput) -> ModelInput:
         try:
-            prompt = as_token_ids(given)
+            prompt = as_token_ids(given.token_ids if isinstance(given, ModelInput) else given)
         except TypeError as error:
             text = repr(given)
             raise GenerationError(
@@ -196,7 +197,7 @@ class Requests:
                     f"{name} holds {len(prompt)} tokens and leaves no room for a response within {what} of "
                     f"{bound}; shorten the prompt to at most {bound - 1} tokens or drop it from the data"
                 )
-        return prompt
+        return given if isinstance(given, ModelInput) else ModelInput(prompt)
 
     def _per_request(self, name: str, given: Sequence[int] | None, default: int) -> Sequence[int]:
         num_prompts, total = len(self.prompts), len(self.prompts) + len(self.resume)

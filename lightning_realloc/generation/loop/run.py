@@ -220,7 +220,8 @@ class GenerationRun:
         for read in step.reads:
             samples = [self.samples[index] for index in read.samples]
             # A sequence's last token is read as a row, so that new and old samples are alike from there on.
-            prefills.append(PrefillChunk(samples[0].tokens(read.begin, read.end), read.slots, read.begin))
+            extras = {} if read.begin else samples[0].input.extras
+            prefills.append(PrefillChunk(samples[0].tokens(read.begin, read.end), read.slots, read.begin, extras))
             for sample in samples:
                 sample.num_read = read.end
             self._counts["prefill_tokens"] += read.end - read.begin
@@ -314,7 +315,7 @@ class GenerationRun:
                 if self.scheduler.is_parked(answer.index):
                     self.scheduler.read(answer.index, sample.num_read, sample.position)
                 else:
-                    self.scheduler.add(Prompt(sample.prompt_number, sample.position, (answer.index,)))
+                    self.scheduler.add(Prompt.of(self.samples, (answer.index,), sample.prompt_number))
 
     def _finish_waiting(self, index: int, reason: FinishReason) -> None:
         sample = self.samples[index]

@@ -91,7 +91,7 @@ class SampleAccess:
         slot = self._scheduler.seat(index, resident) if spans else None
         if slot is None:
             sample.num_read = 0
-            self._scheduler.add(Prompt(resident, sample.position, (index,)))
+            self._scheduler.add(Prompt.of(self.samples, (index,), resident))
             return
         self._runner.write(slot, spans, shapes)
         self._run.decoding.admitted([slot])
@@ -103,8 +103,7 @@ class SampleAccess:
             for index in indices:
                 self.samples[index].finish_reason = "unfinished"
         else:
-            position = self.samples[indices[0]].position
-            self._scheduler.add(Prompt(own_prompt_number(indices[0]), position, tuple(indices)))
+            self._scheduler.add(Prompt.of(self.samples, tuple(indices), own_prompt_number(indices[0])))
 
 
 def own_prompt_number(index: int) -> int:

@@ -108,21 +108,22 @@ class LengthHistory:
     """Lengths of the last responses to each prompt, over all calls of an engine."""
 
     def __init__(self) -> None:
-        self._lengths: dict[tuple[int, ...], deque[int]] = {}
+        self._lengths: dict[int, deque[int]] = {}
+        """Prompt key -> lengths."""
 
     def record(self, sample: Sample) -> None:
         """Keep the length of a finished response."""
-        prompt = tuple(sample.prompt)
-        kept = self._lengths.pop(prompt, None) or deque(maxlen=8)
+        key = sample.input.prompt_key
+        kept = self._lengths.pop(key, None) or deque(maxlen=8)
         kept.append(len(sample.token_ids))
-        self._lengths[prompt] = kept  # at the end: least recently seen prompts are dropped first
+        self._lengths[key] = kept  # at the end: least recently seen prompts are dropped first
         if len(self._lengths) > MAX_KNOWN_PROMPTS:
             del self._lengths[next(iter(self._lengths))]
 
     def predictor(self, samples: Sequence[Sample], hints: Sequence[int]) -> LengthPredictor:
         """Return a predictor for a call's samples; an expected length per prompt in ``hints``, unless 0, overrules."""
         known: dict[int, Sequence[int]] = {
-            sample.prompt_number: list(self._lengths.get(tuple(sample.prompt), ())) for sample in samples
+            sample.prompt_number: list(self._lengths.get(sample.input.prompt_key, ())) for sample in samples
         }
         known |= {prompt: [hint] for prompt, hint in enumerate(hints) if hint}
         return LengthPredictor({prompt: lengths for prompt, lengths in known.items() if lengths}, is_shared=True)

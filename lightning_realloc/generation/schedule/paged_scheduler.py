@@ -27,7 +27,12 @@ class _PrefixIds:
         self._known: dict[int, list[int]] = {}
 
     def up_to(self, index: int, length: int) -> Sequence[int]:
-        """Return the ids of the whole pages among a sample's first ``length`` positions."""
+        """Return the ids of the whole pages among a sample's first ``length`` positions.
+
+        Pages of samples with further inputs have none: their tokens do not tell the keys and values.
+        """
+        if self._samples[index].input.extras:
+            return ()
         size, known = self._index.page_size, self._known.setdefault(index, [])
         if length // size > len(known):
             self._index.extend(known, self._samples[index].tokens(len(known) * size, length))
@@ -103,7 +108,7 @@ class PagedScheduler(Scheduler):
     def seat(self, sample: int, prompt: int) -> int | None:
         """Give another rank's sample a slot and its pages, parked; return None if it has to wait in the queue."""
         position = self._samples[sample].position
-        if not self._num_affordable(Prompt(prompt, position, (sample,)), _Entry(None, (), 0)):
+        if not self._num_affordable(Prompt.of(self._samples, (sample,), prompt), _Entry(None, (), 0)):
             return None
         slot = super().seat(sample, prompt)
         if slot is not None:
@@ -159,7 +164,7 @@ class PagedScheduler(Scheduler):
         assert sample is not None, f"slot {slot} has no sample to preempt"
         self._tables.publish(slot, self._prefix_ids.up_to(sample, self._samples[sample].num_read))
         if not self._waits(sample, reading):
-            self._queue.appendleft(Prompt(self._resident[slot], self._samples[sample].position, (sample,)))
+            self._queue.appendleft(Prompt.of(self._samples, (sample,), self._resident[slot]))
         self.finish(slot)
         reading.discard(sample)
         rest = [replace(unread, samples=tuple(other for other in unread.samples if other != sample))
@@ -190,7 +195,8 @@ class PagedScheduler(Scheduler):
             slots = tuple(self._take_slot(holes, sample, prompt.index) for sample in samples)
             self._begin(prompt, entry, samples, slots)
             admissions.append(Admission(prompt.index, samples, slots, entry.source, entry.num_held))
-            parts.append(self._read_some(Unread(samples, entry.num_held, prompt.num_tokens), budget))
+            unread = Unread(samples, entry.num_held, prompt.num_tokens, prompt.is_whole)
+            parts.append(self._read_some(unread, budget))
             budget -= parts[-1].end - parts[-1].begin
         return admissions, parts
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
 
 
@@ -25,6 +26,14 @@ class Prompt:
     samples: tuple[int, ...]
     length_hint: int = 0
     """Expected response length. Longer ones are admitted first, so that they do not run alone at the end."""
+    is_whole: bool = False
+    """Whether one step reads all its tokens, because the model's further inputs belong to them together."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], places: tuple[int, ...], number: int, length_hint: int = 0) -> Prompt:
+        """Return the prompt of the samples at these places, to be read up to their last token."""
+        first = samples[places[0]]
+        return cls(number, first.position, places, length_hint, is_whole=bool(first.input.extras))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,8 @@ class Unread:
     samples: tuple[int, ...]
     begin: int
     end: int
+    is_whole: bool = False
+    """Whether one step reads them all."""
 
 
 _READING_IN_STEPS = 3.0
@@ -270,7 +281,7 @@ class Scheduler:
 
     def _read_some(self, unread: Unread, budget: int) -> Unread:
         """Return the part that this step reads. Its samples run if nothing is left, and are parked otherwise."""
-        end = min(unread.end, unread.begin + budget)
+        end = unread.end if unread.is_whole else min(unread.end, unread.begin + budget)
         if end == unread.end:
             self._parked.difference_update(unread.samples)
         else:
@@ -298,7 +309,7 @@ class Scheduler:
             slots = tuple(self._take_slot(holes, sample, prompt.index) for sample in samples)
             admissions.append(Admission(prompt.index, samples, slots, source))
             if source is None:
-                parts.append(self._read_some(Unread(samples, 0, prompt.num_tokens), budget))
+                parts.append(self._read_some(Unread(samples, 0, prompt.num_tokens, prompt.is_whole), budget))
                 budget -= parts[-1].end
         return admissions, parts
 
@@ -313,7 +324,7 @@ class Scheduler:
     def _may_read(self, num_tokens: int, budget: int) -> bool:
         """Return whether the rest of the budget is enough to begin a prompt of ``num_tokens``.
 
-        Only a prompt longer than a whole budget is split, and only if half a budget is left.
+        Only a prompt longer than a whole budget is split, or exceeds it as a whole, and only if half a budget is left.
         """
         whole = self._max_prefill_tokens
         return num_tokens <= budget or (num_tokens > whole and 2 * budget >= whole)

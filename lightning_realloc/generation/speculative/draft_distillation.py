@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_realloc.generation.core.model_config import text_config_of
-from lightning_realloc.generation.speculative.drafter import Exchange
 from lightning_realloc.limits import DISTILLATION_TOKENS
+
+Example = tuple[tuple[int, ...], tuple[int, ...]]
+"""A prompt and one response to it."""
 
 _MOST_GRADIENT = 1.0
 
@@ -43,12 +45,12 @@ class Distillation:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
         self._most_tokens = most_tokens
 
-    def learn(self, exchanges: Sequence[Exchange]) -> float | None:
+    def learn(self, examples: Sequence[Example]) -> float | None:
         """Train for one pass over the responses; return the mean loss per token, None without responses."""
         total, count = 0.0, 0
         # Callers may generate in inference mode, whose tensors cannot be learnt from.
         with torch.inference_mode(False), torch.enable_grad():
-            for tokens, is_response in self._batches(exchanges):
+            for tokens, is_response in self._batches(examples):
                 logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1]
                 targets, learnt = tokens[:, 1:], is_response[:, 1:]
                 loss = cross_entropy(logits[learnt].float(), targets[learnt])
@@ -63,32 +65,32 @@ class Distillation:
             self._spread([parameter.detach() for parameter in self._model.parameters()])
         return total / count if count else None
 
-    def _batches(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, examples: Sequence[Example]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield tokens (B, S) and the mask of response tokens, with sequences of similar length in each batch.
 
         Rows are padded at their ends, which causal attention ignores.
         """
-        recent: list[Exchange] = []
+        recent: list[Example] = []
         num_tokens = 0
-        for prompt, response in reversed(exchanges):
-            exchange = prompt, response if self._context is None else response[: max(self._context - len(prompt), 0)]
-            if not exchange[1]:
+        for prompt, response in reversed(examples):
+            example = prompt, response if self._context is None else response[: max(self._context - len(prompt), 0)]
+            if not example[1]:
                 continue
-            num_tokens += len(exchange[1])
+            num_tokens += len(example[1])
             if num_tokens > self._most_tokens and recent:
                 break
-            recent.append(exchange)
-        recent.sort(key=lambda exchange: len(exchange[0]) + len(exchange[1]))
-        batch: list[Exchange] = []
-        for exchange in recent:
-            if batch and (len(batch) + 1) * (len(exchange[0]) + len(exchange[1])) > DISTILLATION_TOKENS:
+            recent.append(example)
+        recent.sort(key=lambda example: len(example[0]) + len(example[1]))
+        batch: list[Example] = []
+        for example in recent:
+            if batch and (len(batch) + 1) * (len(example[0]) + len(example[1])) > DISTILLATION_TOKENS:
                 yield self._padded(batch)
                 batch = []
-            batch.append(exchange)
+            batch.append(example)
         if batch:
             yield self._padded(batch)
 
-    def _padded(self, batch: Sequence[Exchange]) -> tuple[Tensor, Tensor]:
+    def _padded(self, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
         width = max(len(prompt) + len(response) for prompt, response in batch)
         tokens = torch.zeros(len(batch), width, dtype=torch.int64)
         is_response = torch.zeros(len(batch), width, dtype=torch.bool)

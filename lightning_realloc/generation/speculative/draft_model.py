@@ -30,8 +30,8 @@ from lightning_realloc.generation.core.step import NO_DRAFT, DecodeRow, Draft, P
 from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.generation.forward.runner import ModelRunner
-from lightning_realloc.generation.speculative.draft_distillation import Distillation
-from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
+from lightning_realloc.generation.speculative.draft_distillation import Distillation, Example
+from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.verify import Verification
 from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
@@ -148,7 +148,7 @@ class ModelDrafter(_DrawingDrafter):
         self._cache = cache = SlotCache()
         self._graphs = StepGraphs(model, cache)
         self._distillation = distillation
-        self._finished: list[Exchange] = []
+        self._finished: list[Example] = []
         self._session = ExitStack()
         self._filled: list[int] = []
         """Slot -> number of positions whose keys and values belong to its sample."""
@@ -200,7 +200,7 @@ class ModelDrafter(_DrawingDrafter):
 
     def finished(self, sample: Sample) -> None:
         if self._distillation is not None:
-            self._finished.append((tuple(sample.prompt), tuple(sample.token_ids)))
+            self._finished.append((sample.prompt, tuple(sample.token_ids)))
 
     def end(self, *, has_failed: bool = False) -> None:
         self._session.close()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lightning_realloc.generation.cache.kv_cache import KVCache
     from lightning_realloc.generation.speculative.verify import Verification
 
-Exchange = tuple[tuple[int, ...], tuple[int, ...]]
-"""A prompt and one response to it."""
+Exchange = tuple[int, tuple[int, ...]]
+"""A prompt's key, and one response to it."""
 
 
 Propose = Callable[[Sequence[Sample], Sequence[int]], Sequence[Draft]]

@@ -264,7 +264,7 @@ class NgramDrafter(_Lookup):
 class HistoryDrafter(NgramDrafter):
     """Drafts by look-up in other responses to the sample's prompt: those of earlier epochs, and finished siblings.
 
-    It recognises prompts by their tokens. If the sample's own text matches a longer context, it looks there instead.
+    It recognises prompts by their keys. If the sample's own text matches a longer context, it looks there instead.
     """
 
     exchanges = True
@@ -275,11 +275,12 @@ class HistoryDrafter(NgramDrafter):
         self._responses_per_prompt = responses_per_prompt
         self._most_tokens = most_tokens
         self._num_tokens = 0
-        self._responses: dict[tuple[int, ...], deque[tuple[int, ...]]] = {}
+        self._responses: dict[int, deque[tuple[int, ...]]] = {}
+        """Prompt key -> responses."""
         self._news: list[Exchange] = []
         self._indexed: dict[int, SharedNgramIndex] = {}
         """Prompt number in this generation -> index of the responses to it."""
-        self._unread: dict[int, list[Exchange]] = {}
+        self._unread: dict[int, list[tuple[int, ...]]] = {}
         """Prompt number -> finished siblings, indexed before the next look-up."""
         self._drafted_for: set[int] = set()
         """Ids of samples with a look-up in this generation."""
@@ -289,9 +290,8 @@ class HistoryDrafter(NgramDrafter):
         """Whether most samples of the last generation needed their own text. If not, it is indexed on demand."""
 
     def has_seen_prompts(self, samples: Sequence[Sample]) -> bool:
-        prompts = {sample.prompt_number: sample.prompt for sample in samples}
-        num_known = sum(tuple(prompt) in self._responses for prompt in prompts.values())
-        return 2 * num_known > len(prompts)
+        keys = {sample.input.prompt_key for sample in samples}
+        return 2 * sum(key in self._responses for key in keys) > len(keys)
 
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
@@ -302,12 +302,12 @@ class HistoryDrafter(NgramDrafter):
 
     def finished(self, sample: Sample) -> None:
         super().finished(sample)
-        exchange = tuple(sample.prompt), tuple(sample.token_ids)
+        exchange = sample.input.prompt_key, tuple(sample.token_ids)
         if self.has_listeners:
             self._news.append(exchange)
         self._keep(exchange)
         if sample.prompt_number in self._indexed:
-            self._unread.setdefault(sample.prompt_number, []).append(exchange)
+            self._unread.setdefault(sample.prompt_number, []).append(exchange[1])
 
     def news(self) -> list[Exchange]:
         news, self._news = self._news, []
@@ -318,9 +318,9 @@ class HistoryDrafter(NgramDrafter):
             self._keep(exchange)
 
     def _keep(self, exchange: Exchange) -> None:
-        prompt, response = exchange
-        kept = self._responses.pop(prompt, None) or deque()  # put back at the end: the prompt seen last
-        self._responses[prompt] = kept
+        key, response = exchange
+        kept = self._responses.pop(key, None) or deque()  # put back at the end: the prompt seen last
+        self._responses[key] = kept
         kept.append(response)
         self._num_tokens += len(response)
         if len(kept) > self._responses_per_prompt:
@@ -351,10 +351,10 @@ class HistoryDrafter(NgramDrafter):
         siblings = self._indexed.get(sample.prompt_number)
         if siblings is None:
             siblings = self._indexed[sample.prompt_number] = SharedNgramIndex()
-            for response in self._responses.get(tuple(sample.prompt), ()):
+            for response in self._responses.get(sample.input.prompt_key, ()):
                 siblings.add(sample.prompt[-ORDERS[0] :], response)
-        for prompt, response in self._unread.pop(sample.prompt_number, ()):
-            siblings.add(prompt[-ORDERS[0] :], response)
+        for response in self._unread.pop(sample.prompt_number, ()):
+            siblings.add(sample.prompt[-ORDERS[0] :], response)
         return siblings
 
 

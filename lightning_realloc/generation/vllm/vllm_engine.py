@@ -126,7 +126,7 @@ def _connect(
 
 
 def _request(index: int, sample: Sample) -> TokenRequest:
-    return TokenRequest(index, tuple(sample.prompt), sample.max_new_tokens, sample.key % (1 << 63))
+    return TokenRequest(index, sample.prompt, sample.max_new_tokens, sample.key % (1 << 63))
 
 
 def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from lightning_realloc.runtime.model.batching_limits import (
 )
 from lightning_realloc.runtime.model.dry_run import ForwardFailed, dry_run
 from lightning_realloc.runtime.model.quantized import quantized_layers
-from lightning_realloc.runtime.model.structure import copy_without_weights
+from lightning_realloc.runtime.model.structure import check_extra_inputs, copy_without_weights
 
 _log = logging.getLogger(__name__)
 ATTENTION = "realloc_packed"
@@ -151,6 +151,8 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
     install_packed_attention(model)
     hf_model = transformers_model(model)
     _refuse_mixed_rotations(hf_model, packed)
+    if packed.extras:
+        check_extra_inputs(hf_model, packed.extras)
     token = _in_packed_forward.set(True)
     hf_model.config._attn_implementation = ATTENTION_OF_PACKS
     try:
@@ -159,6 +161,7 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
             "position_ids": packed.position_ids,
             "use_cache": False,
             "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared),
+            **packed.extras,
         }
     finally:
         hf_model.config._attn_implementation = ATTENTION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.quantized import replacements_in_copy
 
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
@@ -32,6 +34,15 @@ def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     if not named and lists:
         named = [max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))]
     return tuple((f"{name}.{index}", block) for name, blocks in named for index, block in enumerate(blocks))
+
+
+def check_extra_inputs(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise ConfigError for further inputs that the model's ``forward`` does not name; ``**kwargs`` would drop them."""
+    if missing := sorted(set(names) - inspect.signature(type(model).forward).parameters.keys()):
+        raise ConfigError(
+            f"{type(model).__name__}.forward has no argument {missing[0]!r}, which the samples bring as a further "
+            f"input; use a model that reads it, or leave the column 'input/{missing[0]}' out of the data"
+        )
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

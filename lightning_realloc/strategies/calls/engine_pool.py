@@ -121,10 +121,10 @@ class EnginePool:
 
 
 def _packed(news: Sequence[Exchange]) -> Tensor:
-    """Return prompts and responses as bytes: two lengths, then the tokens of both, for each."""
-    numbers = array("i")
-    for prompt, response in news:
-        numbers.extend((len(prompt), len(response), *prompt, *response))
+    """Return exchanges as bytes: the prompt's key, the number of tokens of the response, and the tokens, for each."""
+    numbers = array("q")
+    for key, response in news:
+        numbers.extend((key, len(response), *response))
     return (
         torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.uint8)
         if numbers
@@ -133,11 +133,10 @@ def _packed(news: Sequence[Exchange]) -> Tensor:
 
 
 def _unpacked(content: Tensor) -> list[Exchange]:
-    numbers: list[int] = content.view(torch.int32).tolist()
+    numbers: list[int] = content.view(torch.int64).tolist()
     news, place = [], 0
     while place < len(numbers):
-        begin = place + 2
-        middle, end = begin + numbers[place], begin + numbers[place] + numbers[place + 1]
-        news.append((tuple(numbers[begin:middle]), tuple(numbers[middle:end])))
+        begin, end = place + 2, place + 2 + numbers[place + 1]
+        news.append((numbers[place], tuple(numbers[begin:end])))
         place = end
     return news

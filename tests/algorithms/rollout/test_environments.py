@@ -9,6 +9,7 @@ import torch
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, response_summary, rollout_of
 from lightning_realloc.algorithms.rollout.environments import import_environment, make_environment
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
@@ -47,7 +48,7 @@ def completion(sample_id: int, mask: str, reason: Any, error: str | None = None)
     chosen = tuple(letter == "m" for letter in mask)
     tokens = tuple(range(11, 11 + len(mask)))
     logprobs = tuple(-4.5 if one else 0.0 for one in chosen)
-    return Completion(sample_id, 0, tokens, logprobs, reason, chosen, (0,) * len(mask), (5, 6), error)
+    return Completion(sample_id, 0, tokens, logprobs, reason, chosen, (0,) * len(mask), ModelInput((5, 6)), error)
 
 
 TOLD = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts, Progress
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError
@@ -22,7 +23,7 @@ SAMPLING = SamplingParams(n=2, max_new_tokens=16, stop_token_ids=tuple(range(118
 
 def completion(sample_id: int, reason: Any = "stop") -> Completion:
     """Return a response of one token."""
-    return Completion(sample_id, 0, (7,), (-1.0,), reason, (True,), (0,), (5,))
+    return Completion(sample_id, 0, (7,), (-1.0,), reason, (True,), (0,), ModelInput((5,)))
 
 
 def test_a_rollout_may_stop_once_enough_groups_are_finished_and_none_is_late() -> None:
@@ -58,7 +59,7 @@ def state_of(samples: Samples) -> dict[int, Completion]:
     """Return sample id -> its tokens, log-probabilities and versions."""
     columns = [samples.ragged(name).to_lists() for name in ("response_ids", "behaviour_logprobs", "versions")]
     return {
-        sample_id: Completion(sample_id, 0, tuple(t), tuple(lp), "stop", (), tuple(v), ())  # type: ignore[arg-type]
+        sample_id: Completion(sample_id, 0, tuple(t), tuple(lp), "stop", (), tuple(v), ModelInput(()))  # type: ignore[arg-type]
         for sample_id, t, lp, v in zip(samples.ids.tolist(), *columns, strict=True)
     }
 

@@ -18,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.keyed_sampler import HeldTokens
 from lightning_realloc.generation.core.noise import keyed_uniforms, sample_key
@@ -162,7 +163,7 @@ def test_the_distribution_of_draws_is_that_of_transformers_processors(settings: 
 
 
 def test_held_tokens_include_earlier_drafted_and_appended_tokens() -> None:
-    samples = [Sample(0, 0, [5, 5, 3], 8, key=1), Sample(1, 0, [2], 8, key=2)]
+    samples = [Sample(0, 0, ModelInput((5, 5, 3)), 8, key=1), Sample(1, 0, ModelInput((2,)), 8, key=2)]
     held = HeldTokens()
 
     def of_rows(*drafts: list[int]) -> list[set[int]]:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine, HFEngine, SamplingParams
 from lightning_realloc.generation.core.sample import Sample, StopRule
@@ -19,7 +20,7 @@ from tests.models import byte_tokenizer, tiny_model
 
 def end_of(rule: StopRule, prompt: int, tokens: Sequence[int]) -> int | None:
     """Return the number of tokens after which the rule ends a response; None: it does not."""
-    sample = Sample(0, 0, (prompt,), len(tokens) + 1, key=0)
+    sample = Sample(0, 0, ModelInput((prompt,)), len(tokens) + 1, key=0)
     for count, token in enumerate(tokens, start=1):
         sample.append(token, 0.0)
         if rule.update(sample):
@@ -29,7 +30,7 @@ def end_of(rule: StopRule, prompt: int, tokens: Sequence[int]) -> int | None:
 
 def took(rule: StopRule, prompt: int, tokens: Sequence[int], most: int) -> tuple[int, Sample]:
     """Return the number of tokens that a sample takes at once, and the sample."""
-    sample = Sample(0, 0, (prompt,), most, key=0)
+    sample = Sample(0, 0, ModelInput((prompt,)), most, key=0)
     return rule.take(sample, tokens, [float(token) for token in tokens]), sample
 
 
@@ -42,7 +43,7 @@ def test_tokens_taken_at_once_are_those_taken_one_by_one(
     tokens, ends = ([tokenizer.encode(chr(c), add_special_tokens=False)[0] for c in given] for given in (tokens, ends))
     rule = StopRule(token_ids=frozenset(ends), strings=strings, tokenizer=tokenizer)
     count, sample = took(rule, 5, tokens, most)
-    alone = Sample(0, 0, (5,), most, key=0)
+    alone = Sample(0, 0, ModelInput((5,)), most, key=0)
     for token in tokens:
         alone.append(token, float(token))
         if rule.update(alone):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import Sample, StopRule
@@ -36,7 +37,7 @@ def run_to_end(
     tokens: int | None = None,
 ) -> tuple[list[Sample], CopyingExecutor, GenerationRun]:  # fmt: skip
     samples = [
-        Sample(index * n + k, index, tuple(range(length)), limit, key=0)
+        Sample(index * n + k, index, ModelInput(tuple(range(length))), limit, key=0)
         for index, (length, limit) in enumerate(zip(prompts, limits, strict=True))
         for k in range(n)
     ]

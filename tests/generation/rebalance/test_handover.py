@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.rebalance.handover import SampleHandover
 from lightning_realloc.generation.rebalance.load import LiveSample, SampleMove
-from lightning_realloc.generation.rebalance.migrated_sample import unpack_samples
+from lightning_realloc.generation.rebalance.migrated_sample import (
+    MigratedSample,
+    SampleOrigin,
+    pack_samples,
+    unpack_samples,
+)
 from lightning_realloc.generation.rebalance.peers import Peers
 
 
@@ -58,7 +64,7 @@ class Channel:
 def test_a_sample_that_was_preempted_after_its_keys_and_values_left_is_sent_as_tokens(
     is_preempted: bool, num_ahead: int, after: list[tuple[int, int]]
 ) -> None:
-    sample = Sample(7, 0, (5, 6), 20, 1)
+    sample = Sample(7, 0, ModelInput((5, 6)), 20, 1)
     sample.grow([8, 9], [0.0, 0.0])  # three positions are read, the last token is not
     access, channel, pace = OneSample(sample), Channel(), SimpleNamespace(record_stall=lambda seconds: None)
     mailbox: Any = SimpleNamespace(bulk_channel=channel)
@@ -73,3 +79,13 @@ def test_a_sample_that_was_preempted_after_its_keys_and_values_left_is_sent_as_t
     assert [(span.begin, span.end) for span in ahead] == [(0, 3)]
     assert [(span.begin, span.end) for span in rest] == after
     assert [(each.sample.token_ids, each.num_sent) for each in migrated] == [(sample.token_ids, num_ahead)]
+
+
+def test_further_inputs_and_the_key_of_a_prompt_travel_with_its_sample() -> None:
+    inputs = [ModelInput((5, 6)), ModelInput((5, 6), {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1)}, 3)]
+    sent = [MigratedSample(SampleOrigin(0, k, k), Sample(k, k, given, 20, 1)) for k, given in enumerate(inputs)]
+    migrated, _, _ = unpack_samples(pack_samples(sent))
+    assert [each.sample.input for each in migrated] == inputs
+    assert not migrated[0].sample.input.extras
+    for name, values in inputs[1].extras.items():
+        assert torch.equal(migrated[1].sample.input.extras[name], values)

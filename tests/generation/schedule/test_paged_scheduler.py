@@ -8,6 +8,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
@@ -40,7 +41,7 @@ class Play:
     def __init__(self, setting: Setting, pauses: dict[int, Pause] | None = None) -> None:
         self.setting = setting
         n = setting.n
-        self.samples = [Sample(index, index // n, tuple(setting.prompts[index // n]), setting.most, 0)
+        self.samples = [Sample(index, index // n, ModelInput(tuple(setting.prompts[index // n])), setting.most, 0)
                         for index in range(len(setting.prompts) * n)]  # fmt: skip
         num_pages = max(setting.num_pages, *(-(-sample.max_length // PAGE_SIZE) for sample in self.samples))
         self.tables = PageTables(num_pages, PAGE_SIZE, num_slots=setting.num_slots)

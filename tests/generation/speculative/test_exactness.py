@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.sample import Sample
@@ -215,7 +216,7 @@ def test_rejection_is_biased_if_a_draft_is_dropped_because_of_its_own_token() ->
     # responses; 0.4 become token 1. If drafts of token 1 (0.1) are dropped, half of those become 0: 0.55 in all.
     rule = Rejection(SamplingParams())
     law, count = torch.tensor([0.9, 0.1]), 20_000
-    samples = [Sample(i, 0, [0], 4, sample_key(0, i)) for i in range(count)]
+    samples = [Sample(i, 0, ModelInput((0,)), 4, sample_key(0, i)) for i in range(count)]
     tokens = rule.draw_drafts(law.log().expand(count, 2), samples, 0).tokens
     whole = [Draft([token], laws=[law]) for token in tokens]
     for drafts, expected in ((whole, 0.5), ([d if d.tokens == [0] else d.cut(0) for d in whole], 0.55)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.speculative.lookup import (
@@ -122,16 +123,19 @@ def test_responses_are_kept_for_other_ranks_only_if_there_are_listeners() -> Non
         engine = GenerationEngine(target(), speculation=Speculation(), drafter=drafter)
         done = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, n=2))
     assert drafters[0].news() == []
-    assert sorted(drafters[1].news()) == sorted(((5, 6, 7), completion.token_ids) for completion in done)
+    key = ModelInput((5, 6, 7)).prompt_key
+    assert sorted(drafters[1].news()) == sorted((key, completion.token_ids) for completion in done)
     assert drafters[1].news() == []
 
 
 def test_history_knows_whether_most_prompts_were_seen_before() -> None:
     drafter = HistoryDrafter()
-    drafter.receive_news([((5, 6, 7), (1, 2)), ((5, 6), (3,))])
+    drafter.receive_news([(ModelInput((5, 6, 7)).prompt_key, (1, 2)), (ModelInput((5, 6)).prompt_key, (3,))])
 
     def samples(*prompts: tuple[int, ...]) -> list[Sample]:
-        return [Sample(2 * i + j, i, prompt, 8, key=0) for i, prompt in enumerate(prompts) for j in range(2)]
+        return [
+            Sample(2 * i + j, i, ModelInput(prompt), 8, key=0) for i, prompt in enumerate(prompts) for j in range(2)
+        ]
 
     assert drafter.has_seen_prompts(samples((5, 6, 7), (5, 6)))
     assert drafter.has_seen_prompts(samples((5, 6, 7), (5, 6), (5,)))

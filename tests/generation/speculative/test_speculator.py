@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
@@ -118,7 +119,7 @@ class Pretence:
         """Return the seconds of one generation, and the tokens per sample and step."""
         params, drafter = SamplingParams(max_new_tokens=NEW_TOKENS), self.drafter
         lengths = [NEW_TOKENS - self.fewer_each * i for i in range(self.num_samples)]
-        samples = [Sample(i, i, (1,), length, key=i) for i, length in enumerate(lengths)]
+        samples = [Sample(i, i, ModelInput((1,)), length, key=i) for i, length in enumerate(lengths)]
         self.speculator.begin(samples, params, self.num_samples)
         rule = Pretended(params)
         begin, row_steps, running = drafter.now_s, 0, samples
@@ -429,7 +430,7 @@ def test_drafting_is_probed_only_in_steps_without_prefills_until_it_pays() -> No
     # Other steps are not measured: useless drafting would last as long as prompts are queued.
     now_s = 0.0
     speculator = Speculator(Speculation(drafter="none"), RandomDrafter(VOCABULARY), clock=lambda: now_s)
-    samples = [Sample(i, i, [5], 10_000, sample_key(0, i)) for i in range(4)]
+    samples = [Sample(i, i, ModelInput((5,)), 10_000, sample_key(0, i)) for i in range(4)]
     speculator.begin(samples, SamplingParams(), 4)
 
     class AllAccepted(KeyedDraws):

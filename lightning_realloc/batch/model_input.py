@@ -1,0 +1,48 @@
+"""A prompt as a model reads it: token ids, further inputs of the model's ``forward``, and a key that identifies both.
+
+No tensor operations at import: the generation loop passes inputs on without reading them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What a model reads before it responds.
+
+    Example:
+        >>> ModelInput((5, 6)) == ModelInput((5, 6))
+        True
+    """
+
+    token_ids: tuple[int, ...]
+    """Token ids of the prompt."""
+    extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    """Further inputs by the keyword that the model's ``forward`` expects, each (rows, ...). Inputs of several samples
+    are concatenated along dim 0."""
+    prompt_key: int = -1
+    """Key of equal prompts, 0 to 2^63 - 1: a digest of token ids and further inputs; -1: worked out here."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_key < 0:
+            object.__setattr__(self, "prompt_key", prompt_digest(self.token_ids, self.extras))
+
+
+def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor]) -> int:
+    """Return 63 bits of a hash of token ids and of names, shapes, dtypes and values of further inputs."""
+    digest = blake2b(array("q", token_ids).tobytes(), digest_size=8)
+    for name in sorted(extras):
+        values = extras[name].detach().cpu()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+        short = values.is_floating_point() and values.dtype.itemsize < 4  # numpy has no bfloat16
+        digest.update((values.float() if short else values).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1
