@@ -15,9 +15,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from pkgutil import resolve_name
 from pydoc import locate
 from typing import Any, NoReturn
 
@@ -41,30 +41,17 @@ from lightning_realloc.callbacks import (
     Timeline,
     TrackioLogger,
 )
-from lightning_realloc.commands.chat_command import CHAT_HELP, run_chat
-from lightning_realloc.commands.checkpoint_commands import (
-    EXPORT_HELP,
-    VERIFY_HELP,
-    export_parser,
-    run_export,
-    run_verify,
-    verify_parser,
-)
-from lightning_realloc.commands.dashboard_command import DASHBOARD_HELP, run_dashboard
-from lightning_realloc.commands.doctor import DOCTOR_HELP, run_doctor
 from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import describe_full_device, has_bf16, strategy_with
-from lightning_realloc.commands.report_command import REPORT_HELP, run_report
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
+from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_text
-from lightning_realloc.report.plan_command import run_plan
-from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.rewards import __all__ as _REWARDS
 from lightning_realloc.setting_hints import CLASS_HINTS, describe_unknown_settings, hint_for, setting_defaults
 from lightning_realloc.strategies import ReallocStrategy
@@ -308,16 +295,11 @@ class ReallocCLI(LightningCLI):
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
-        # For --help only: LightningCLI's subcommands are Trainer methods, so main() handles these itself.
+        # For lists of commands only: LightningCLI's subcommands are Trainer methods, so `run` handles these itself.
         action = parser._subcommands_action
         assert action is not None, "LightningCLI has just added subcommands"
-        action.add_subcommand("export", export_parser(), help=EXPORT_HELP)
-        action.add_subcommand("verify", verify_parser(), help=VERIFY_HELP)
-        action.add_subcommand("plan", plan_parser(), help=PLAN_HELP)
-        shorts = {name: command.summary for name, command in COMMANDS.items()}
-        others = {"doctor": DOCTOR_HELP, "chat": CHAT_HELP, "report": REPORT_HELP, "dashboard": DASHBOARD_HELP}
-        for name, summary in {**shorts, **others}.items():
-            action.add_subcommand(name, ArgumentParser(description=summary), help=summary)
+        for name in (*COMMANDS, *_OTHER_COMMANDS):
+            action.add_subcommand(name, ArgumentParser(description=summary_of(name)), help=summary_of(name))
 
 
 def _run_short(name: str, arguments: Sequence[str]) -> int:
@@ -346,10 +328,22 @@ def _run_short(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run_plan(arguments: Sequence[str]) -> int:
+_OTHER_COMMANDS: Mapping[str, str] = {
+    "export": "commands.checkpoint_commands:run_export",
+    "verify": "commands.checkpoint_commands:run_verify",
+    "plan": "report.plan_command:run_plan",
+    "doctor": "commands.doctor:run_doctor",
+    "chat": "commands.chat_command:run_chat",
+    "report": "commands.report_command:run_report",
+    "dashboard": "commands.dashboard_command:run_dashboard",
+}
+"""Command -> its function of the arguments and an output function, imported when it runs; it returns the exit code."""
+
+
+def _run_other(name: str, arguments: Sequence[str]) -> int:
+    command = resolve_name(f"{__package__}.{_OTHER_COMMANDS[name]}")
     try:
-        code = run_plan(arguments, sys.stdout.write)
-        sys.stdout.flush()
+        code: int = command(arguments, _write_at_once)
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
@@ -361,23 +355,12 @@ def _write_at_once(text: str) -> None:
     sys.stdout.flush()
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    **{name: partial(_run_short, name) for name in COMMANDS},
-    "export": run_export,
-    "verify": run_verify,
-    "plan": _run_plan,
-    "doctor": lambda arguments: run_doctor(arguments, sys.stdout.write),
-    "chat": lambda arguments: run_chat(arguments, stdin=sys.stdin, stdout=sys.stdout),
-    "report": lambda arguments: run_report(arguments, sys.stdout.write),
-    "dashboard": lambda arguments: run_dashboard(arguments, _write_at_once),
-}
-"""Commands that are no methods of the Trainer."""
-
-
 def run(args: Sequence[str]) -> int:
     """Run a command and return its exit code; errors are raised."""
-    if args and args[0] in _COMMANDS:
-        return _COMMANDS[args[0]](args[1:])
+    if args and args[0] in COMMANDS:
+        return _run_short(args[0], args[1:])
+    if args and args[0] in _OTHER_COMMANDS:
+        return _run_other(args[0], args[1:])
     ReallocCLI()
     return 0
 

@@ -1,6 +1,7 @@
 """Entry of the command line: answer ``--help`` and ``--version`` at once, and leave the rest to `cli`.
 
-`cli` imports torch, Lightning and transformers, which takes seconds.
+`cli` imports torch, Lightning and transformers, which takes seconds. It is named rather than imported, because it and
+the commands import their sentences from here.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
+from pkgutil import resolve_name
 from textwrap import TextWrapper
 
 SUMMARIES: Mapping[str, Mapping[str, str]] = {
@@ -37,6 +39,11 @@ SUMMARIES: Mapping[str, Mapping[str, str]] = {
 """Title -> command -> its first sentence."""
 
 
+def summary_of(command: str) -> str:
+    """Return the sentence about a command."""
+    return next(commands[command] for commands in SUMMARIES.values() if command in commands)
+
+
 def help_text() -> str:
     """Return the text of ``lightning-realloc --help``."""
     lines = ["usage: lightning-realloc [-h] [--version] COMMAND ...", ""]
@@ -57,6 +64,5 @@ def run_command_line() -> int:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"lightning-realloc {version('lightning-realloc')}\n")
         return 0
-    from lightning_realloc.cli import main as run_command
-
-    return run_command()
+    code: int = resolve_name("lightning_realloc.cli:main")()
+    return code

@@ -7,16 +7,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-from lightning_realloc.cli import _COMMANDS, ReallocCLI
-from lightning_realloc.commands.chat_command import CHAT_HELP
-from lightning_realloc.commands.checkpoint_commands import EXPORT_HELP, VERIFY_HELP
-from lightning_realloc.commands.dashboard_command import DASHBOARD_HELP
-from lightning_realloc.commands.doctor import DOCTOR_HELP
-from lightning_realloc.commands.report_command import REPORT_HELP
+from lightning_realloc.cli import _OTHER_COMMANDS, ReallocCLI
 from lightning_realloc.commands.short_run import COMMANDS
 from lightning_realloc.entry import SUMMARIES, help_text
 
@@ -30,6 +26,9 @@ found["exit code of help"] = entry.run_command_line()
 sys.argv = ["lightning-realloc", "--version"]
 entry.run_command_line()
 found["help and version"] = sorted({"torch", "lightning", "transformers", "jsonargparse"} & set(sys.modules))
+
+def loaded(part):
+    return [name for name in sys.modules if part in name]
 
 import lightning as L
 from lightning_realloc import DPO, GRPO, SamplingParams, setting_hints
@@ -49,6 +48,9 @@ try:
 except ValueError:
     found["hints after an unknown setting"] = tables().currsize
 
+import lightning_realloc.cli
+found["command line"] = loaded("lightning_realloc.report")
+
 import lightning_realloc.rewards.ray_reward
 found["ray"] = "ray" in sys.modules
 print(json.dumps(found))
@@ -67,7 +69,7 @@ def found() -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("part", [
-    "report", "recording", "commands", "cli", "strategies.ray", "strategies.checkpoints.remote",
+    "report", "recording", "cli", "strategies.ray", "strategies.checkpoints.remote",
     "rewards.sandbox", "rewards.workers", "generation.speculative", "generation.rebalance", "generation.vllm",
 ])  # fmt: skip
 def test_a_small_fit_imports_no_part_that_a_setting_asks_for(found: Mapping[str, Any], part: str) -> None:
@@ -80,6 +82,10 @@ def test_hints_are_loaded_only_after_an_unknown_setting(found: Mapping[str, Any]
     assert found["hints after an unknown setting"] == 1
 
 
+def test_the_command_line_imports_no_report_before_a_command_asks_for_one(found: Mapping[str, Any]) -> None:
+    assert found["command line"] == []
+
+
 def test_nothing_imports_ray_before_it_is_asked_for(found: Mapping[str, Any]) -> None:
     assert found["ray"] is False
 
@@ -89,13 +95,13 @@ def test_help_and_version_import_no_torch_and_name_every_command(found: Mapping[
     assert found["version"].startswith("lightning-realloc ")
 
 
-def test_the_help_has_the_first_sentence_of_every_command() -> None:
-    summaries = {name: text for commands in SUMMARIES.values() for name, text in commands.items()}
-    shorts = {name: command.summary for name, command in COMMANDS.items()}
-    others = {
-        "export": EXPORT_HELP, "verify": VERIFY_HELP, "doctor": DOCTOR_HELP, "chat": CHAT_HELP, "report": REPORT_HELP,
-        "dashboard": DASHBOARD_HELP,
-    }  # fmt: skip
-    assert {name: summaries[name] for name in {**shorts, **others}} == {**shorts, **others}
-    assert set(summaries) == {*_COMMANDS, *ReallocCLI.subcommands()}
+def test_the_help_names_every_command() -> None:
+    named = [name for commands in SUMMARIES.values() for name in commands]
+    assert sorted(named) == sorted([*COMMANDS, *_OTHER_COMMANDS, *ReallocCLI.subcommands()])
+    assert all(f"  {name} " in help_text() for name in named)
     assert all(len(line) <= 100 for line in help_text().splitlines())
+
+
+def test_the_functions_of_other_commands_exist() -> None:
+    for path in _OTHER_COMMANDS.values():
+        assert callable(resolve_name(f"lightning_realloc.{path}"))

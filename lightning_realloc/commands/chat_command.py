@@ -13,13 +13,12 @@ from lightning_realloc.commands.parsing import CommandParser
 from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import SamplingParams
 
-CHAT_HELP = "Talk to a model: a folder that training has written, a folder of adapters, or a Hugging Face name."
 _COMMANDS = "/reset forgets the conversation, /quit ends it, Ctrl-C stops an answer"
 
 
 def chat_parser() -> CommandParser:
     """Return the parser of ``lightning-realloc chat``."""
-    parser = CommandParser("chat", CHAT_HELP)
+    parser = CommandParser("chat")
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="Folder of a model, of adapters or of a run, or a Hugging Face name.")
     add("--system", metavar="TEXT", help="System message at the beginning of the conversation.")
@@ -31,24 +30,21 @@ def chat_parser() -> CommandParser:
     return parser
 
 
-def run_chat(arguments: Sequence[str], *, stdin: TextIO, stdout: TextIO) -> int:
+def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: TextIO | None = None) -> int:
     """Run a command line and return its exit code.
 
-    With ``--prompt``, or if standard input is no terminal, there is one question; the answer alone is written.
+    With ``--prompt``, or if ``stdin`` is no terminal, there is one question; the answer alone is written.
 
     Raises:
         ReallocError: for a wrong command line, a model that cannot be loaded, and a question that cannot be answered.
     """
     flags = chat_parser().parse(arguments)
+    stdin = stdin or sys.stdin
     model_folder(flags.folder)  # a wrong one is reported before standard input is read
     is_interactive = flags.prompt is None and stdin.isatty()
     question = flags.prompt if flags.prompt is not None or is_interactive else stdin.read()
     if question is not None and not question.strip():
         raise ConfigError("the question is empty; give --prompt TEXT, or text on standard input")
-
-    def write(text: str) -> None:
-        stdout.write(text)
-        stdout.flush()
 
     session = _session(flags, write)
     if question is not None:

@@ -99,8 +99,10 @@ class ChatSession:
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = prompt_token_ids(self._tokenizer, [self._prompt(messages)])[0]
         sample_id, self._num_asked = self._num_asked, self._num_asked + 1  # other random numbers for each question
-        with self._stream as show:
-            (completion,) = self._engine.generate([prompt], self._params, sample_ids=[sample_id], on_tokens=show)
+        self._stream.begin()
+        show = self._stream.show
+        (completion,) = self._engine.generate([prompt], self._params, sample_ids=[sample_id], on_tokens=show)
+        self._stream.end()
         answer = str(self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
         if self.has_template:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -112,8 +114,8 @@ class ChatSession:
         return conversation_text(self._tokenizer, list(messages), "the conversation", add_generation_prompt=True)
 
 
-class TokenStream:
-    """Writes an answer in whole words while it is generated; a context for each answer.
+class TokenStream(TextStreamer):
+    """Writes an answer in whole words while it is generated.
 
     Args:
         tokenizer: Decodes the tokens.
@@ -121,25 +123,16 @@ class TokenStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
-        self._words = _WordStreamer(tokenizer, write)
-
-    def __enter__(self) -> Callable[[int, Sequence[int]], None]:
-        """Start with an empty answer, and return the function that takes its new tokens."""
-        self._words.token_cache, self._words.print_len = [], 0
-        return lambda sample_id, token_ids: self._words.put(torch.tensor(token_ids))
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write the rest of an answer, and end its line, unless it was interrupted."""
-        if kind is None:
-            self._words.end()
-
-
-class _WordStreamer(TextStreamer):
-    """TextStreamer that writes to a function."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
         self._write = write
+
+    def begin(self) -> None:
+        """Start with an empty answer, also after one that was interrupted."""
+        self.token_cache, self.print_len = [], 0
+
+    def show(self, sample_id: int, token_ids: Sequence[int]) -> None:
+        """Take new tokens, and write the words that they end."""
+        self.put(torch.tensor(token_ids))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Write text, and a line break at the end."""

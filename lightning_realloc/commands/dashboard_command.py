@@ -14,7 +14,6 @@ from lightning_realloc.remote_path import expand_home, is_remote
 from lightning_realloc.report.live.live_runs import sources_of
 from lightning_realloc.report.live.server import DashboardServer, is_loopback
 
-DASHBOARD_HELP = "Serve the report of running runs in the browser, and follow them."
 PORT = 8899
 """Default of ``--port``."""
 
@@ -34,7 +33,7 @@ def run_dashboard(arguments: Sequence[str], write: Callable[[str], object], stop
     Raises:
         ConfigError: for a wrong flag, a folder without a run, and an address that cannot be served.
     """
-    parser = CommandParser("dashboard", DASHBOARD_HELP, epilog="Nothing can be changed through it.")
+    parser = CommandParser("dashboard", epilog="Nothing can be changed through it.")
     parser.add_argument(
         "runs", type=str, nargs="+", help="folders of runs; the first one's report, compared with others"
     )

@@ -21,7 +21,6 @@ from lightning_realloc.runtime.transfer.shared_memory import available_bytes
 from lightning_realloc.strategies.measure.profiling import num_cores
 from lightning_realloc.strategies.measure.self_test import TrialResult, run_trials_in_processes
 
-DOCTOR_HELP = "Check this machine and installation; takes up to a minute. Exit code 1: something does not work."
 DISTRIBUTION = "lightning-realloc"
 DEVELOPERS_EXTRAS = frozenset({"bench", "docs", "parity", "test"})
 """Extras for work on the package itself, which are left out."""
@@ -50,7 +49,7 @@ class CheckResult:
 
 def run_doctor(arguments: Sequence[str], write: Callable[[str], object]) -> int:
     """Run all checks, write a line for each as soon as it is known, and return 1 if one failed, else 0."""
-    CommandParser("doctor", DOCTOR_HELP).parse(arguments)
+    CommandParser("doctor").parse(arguments)
     has_failed = False
     for result in _results():
         write(f"{result}\n")

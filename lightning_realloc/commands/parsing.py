@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from jsonargparse import Namespace
 
+from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home
 from lightning_realloc.setting_hints import hint_for
@@ -22,14 +23,13 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         command: Name of the command.
-        description: Text above the flags in ``--help``.
-        epilog: Text below them.
+        epilog: Text below the flags in ``--help``.
     """
 
-    def __init__(self, command: str, description: str, *, epilog: str = "") -> None:
+    def __init__(self, command: str, *, epilog: str = "") -> None:
         super().__init__(
             prog=f"lightning-realloc {command}",
-            description=description,
+            description=summary_of(command),
             epilog=epilog,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,

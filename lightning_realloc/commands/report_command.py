@@ -19,8 +19,6 @@ from lightning_realloc.report.runs.page import page_data, render_page
 from lightning_realloc.report.runs.run_folder import RunFolder, read_run_folder
 from lightning_realloc.report.runs.text import markdown_report
 
-REPORT_HELP = "Show how a run learns and where its time goes: an HTML file, Markdown or JSON."
-
 _LOG_SUFFIXES = (".jsonl", ".csv", ".yaml")
 """Endings of the files that reports read; a run's address may hold checkpoints, too."""
 
@@ -50,7 +48,7 @@ def run_report(arguments: Sequence[str], write: Callable[[str], object]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("report", REPORT_HELP, epilog="Record runs with callbacks=[Timeline()].")
+    parser = CommandParser("report", epilog="Record runs with callbacks=[Timeline()].")
     parser.add_argument("run", type=as_path, help="folder or address of a run; the newest record in it or below counts")
     parser.add_argument("--output", help="file, or - for the terminal; default: report.html in the folder")
     parser.add_argument("--format", choices=("html", "md", "json"), help="default: by --output, else html")

@@ -46,8 +46,6 @@ Every setting of `fit` can follow, and takes precedence: --model.learning_rate 3
 class ShortCommand:
     """One command for training, and its classes."""
 
-    summary: str
-    """Sentence for ``--help``."""
     algorithm: str
     """Name of the algorithm's class."""
     data_module: str
@@ -59,32 +57,11 @@ class ShortCommand:
 
 
 COMMANDS: Mapping[str, ShortCommand] = {
-    "grpo": ShortCommand(
-        summary="Train a model on rewards by GRPO, in one line.",
-        algorithm="GRPO",
-        data_module="PromptDataModule",
-        num_responses=8,
-    ),
-    "ppo": ShortCommand(
-        summary="Train a model on rewards by PPO with a critic, in one line.",
-        algorithm="PPO",
-        data_module="PromptDataModule",
-        num_responses=1,
-    ),
-    "sft": ShortCommand(
-        summary="Fine-tune a model on given responses, in one line.", algorithm="SFT", data_module="SFTDataModule"
-    ),
-    "dpo": ShortCommand(
-        summary="Train a model on preference pairs by DPO, in one line.",
-        algorithm="DPO",
-        data_module="PreferenceDataModule",
-    ),
-    "reward": ShortCommand(
-        summary="Train a reward model on preference pairs, in one line.",
-        algorithm="RewardModel",
-        data_module="PreferenceDataModule",
-        role="reward",
-    ),
+    "grpo": ShortCommand(algorithm="GRPO", data_module="PromptDataModule", num_responses=8),
+    "ppo": ShortCommand(algorithm="PPO", data_module="PromptDataModule", num_responses=1),
+    "sft": ShortCommand(algorithm="SFT", data_module="SFTDataModule"),
+    "dpo": ShortCommand(algorithm="DPO", data_module="PreferenceDataModule"),
+    "reward": ShortCommand(algorithm="RewardModel", data_module="PreferenceDataModule", role="reward"),
 }
 """Commands by name."""
 
@@ -92,7 +69,7 @@ COMMANDS: Mapping[str, ShortCommand] = {
 def short_parser(name: str) -> CommandParser:
     """Return the parser of a command's short flags."""
     command = COMMANDS[name]
-    parser = CommandParser(name, command.summary, epilog=_EPILOG)
+    parser = CommandParser(name, epilog=_EPILOG)
     add = parser.add_argument
     add("--model", metavar="NAME", help="Hugging Face name or folder of the model to train.")
     add("--data", metavar="DATA", help="JSONL, JSON, CSV or Parquet file, folder of a data set, or name on the hub.")

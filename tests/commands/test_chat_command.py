@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _chat(folder: Path, *flags: str, typed: str = "", terminal: bool = False) -> str:
     output = io.StringIO()
     stdin = Terminal(typed) if terminal else io.StringIO(typed)
-    run_chat([str(folder), "--device", "cpu", "--max-new-tokens", "12", *flags], stdin=stdin, stdout=output)
+    run_chat([str(folder), "--device", "cpu", "--max-new-tokens", "12", *flags], write=output.write, stdin=stdin)
     return output.getvalue()
 
 
@@ -53,10 +53,11 @@ def test_streamed_text_is_the_answer_and_arrives_in_pieces(folder: Path) -> None
 def test_words_are_written_while_tokens_come() -> None:
     tokenizer, pieces = byte_tokenizer(), []
     stream = TokenStream(tokenizer, pieces.append)
-    with stream as show:
-        for token in tokenizer("one two\nthree", add_special_tokens=False)["input_ids"]:
-            show(0, [token])
-        assert pieces == ["one ", "two\n"]
+    stream.begin()
+    for token in tokenizer("one two\nthree", add_special_tokens=False)["input_ids"]:
+        stream.show(0, [token])
+    assert pieces == ["one ", "two\n"]
+    stream.end()
     assert pieces == ["one ", "two\n", "three\n"]
 
 
@@ -120,7 +121,7 @@ def test_a_folder_without_a_model_says_what_to_do(folder: Path, tmp_path: Path) 
         model_folder(str(tmp_path))
     for missing in ("./nowhere", "runs/nowhere"):
         with pytest.raises(ConfigError, match=f"there is no folder '{missing}'"):
-            run_chat([missing], stdin=io.StringIO(""), stdout=io.StringIO())
+            run_chat([missing], io.StringIO().write, io.StringIO(""))
     (tmp_path / "realloc.json").write_text("{}")
     with pytest.raises(CheckpointError, match="lightning-realloc export"):
         model_folder(str(tmp_path))
