@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import (
+    FsdpCut,
     Layout,
     LocalShard,
     ModelLayout,
@@ -202,3 +203,22 @@ def test_the_ranks_of_two_axes_divide_one_dim_together() -> None:
     assert layout.layout.group(1, *ExpertCut.axes) == (0, 1, 2, 3)
     with pytest.raises(LayoutError, match=r"w: 8 ranks exceed the experts \(5\); use fsdp\*tp=5"):
         ModelLayout(model, Layout.parse("fsdp4.tp2"))
+
+
+class _InGroup(ExpertCut):
+    axes = ("ep",)
+
+
+class _OfGroups(FsdpCut):
+    axes = ("groups",)
+
+
+def test_an_axis_can_divide_the_ranks_of_others_anew() -> None:
+    # Pairs of ranks divide 4 experts; the two pairs of a replica of fsdp2 x tp2 divide the rows of each expert.
+    layout = Layout.parse("dp2.fsdp2.tp2")
+    layout._spans.update(ep=(2, 1), groups=(2, 2))
+    model = ModelLayout(ModelSpec((ParamSpec("w", (4, 6), (_InGroup(0), _OfGroups(1)), "output"),), 0), layout)
+    assert [layout.group(rank, "ep") for rank in (1, 6)] == [(0, 1), (6, 7)]
+    assert [model.pieces("w", rank)[0].region.starts for rank in range(4)] == [(0, 0), (2, 0), (0, 3), (2, 3)]
+    assert [ranks for _, ranks in model.holders("w")] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert model.num_holders("w", 0) == 2

@@ -137,7 +137,7 @@ class TrainCalls:
         and pipeline stages draw different ones.
         """
         layout, rank = replica.layout, self._context.rank
-        share = layout.data_parallel_index(rank) + layout.data_parallel_size * layout.coordinate(rank).pp
+        share = layout.share(rank, *layout.stage_axes, *layout.batch_axes).position
         seed = hash((self._context.algorithm.seed, self._hooks.iteration, share)) % 2**63
         device = self._context.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -226,8 +226,9 @@ class TrainCalls:
                 f"the loss of {replica.role} does not depend on its weights; is a role frozen that is trained?"
             )
         sums.add(loss, counts=micro.counts)
-        # Sharded data parallelism averages gradients over its ranks, and the parts of a loss must add up.
-        return loss.value * (replica.layout.data_parallel_size if micro.counts else 0)
+        # FSDP averages gradients over its ranks, and the parts of a loss must add up.
+        layout = replica.layout
+        return loss.value * (layout.count(*layout.replica_axes, *layout.shard_axes) if micro.counts else 0)
 
     def _stage(self, replica: Replica) -> PipelineStage:
         return PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
