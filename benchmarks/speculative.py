@@ -244,7 +244,7 @@ def warm_up(
 
 def remember(drafter: Drafter, prompts: Sequence[Sequence[int]], responses: Sequence[Completion]) -> None:
     """Pass responses made elsewhere to a drafter; drafters without history ignore them."""
-    drafter.receive_news([(tuple(prompts[response.prompt_index]), response.token_ids) for response in responses])
+    drafter.receive_news([(response.input.prompt_key, response.token_ids) for response in responses])
 
 
 def add_rows(cell: Cell, report: BenchmarkReport) -> None:

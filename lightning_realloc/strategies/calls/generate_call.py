@@ -37,9 +37,8 @@ class GenerateCalls:
             prompts = data.table(call).known.select([])
         replica_engine = self._engines.engine_for(call, replica)
         replica_engine.begin(data, data.index(call))
-        engine, num_chunks = replica_engine.engine, data.routes.fusion.num_chunks_of(call)
-        partial_results = PartialResults(num_chunks, lambda made: data.send_chunk(call, made))
-        shared = partial_results if num_chunks > 1 else None
+        engine, chunked = replica_engine.engine, data.chunked(call)
+        shared = None if chunked is None else PartialResults(chunked.num_chunks, chunked.send)
         self._context.mailbox.record.follow(engine.progress)
         self._engines.is_generating = True
         try:

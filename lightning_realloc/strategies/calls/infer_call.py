@@ -59,7 +59,9 @@ class InferCalls:
         """
         source = data.routes.fusion.source(calls[0])
         results: defaultdict[str, ChunkResults] = defaultdict(ChunkResults)
-        chunks = data.chunks(source)
+        generated = data.chunked(source)
+        assert generated is not None, "calls are fused with generation in chunks"
+        chunks = generated.chunks(data.table(source).known)
         self._context.mailbox.record.expect_parts(None, "micro-batches")
         try:
             for chunk in chunks:
@@ -73,7 +75,7 @@ class InferCalls:
             for _ in chunks:
                 pass
             raise
-        ended_at = data.generation_ended_at(source)
+        ended_at = generated.ended_at()
         for name, made in results.items():
             data.report.maxima[f"hidden_s/{name}"] = made.seconds_before(ended_at)
         return dict(results)

@@ -7,12 +7,13 @@ or work on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError, PlanError
@@ -70,8 +71,8 @@ class SampleTable:
         Raises:
             DataError: for a column of ``sums_of`` that only the ranks that computed it have.
         """
-        if missing := [name for name in sums_of if not isinstance(self.known.columns.get(name), torch.Tensor)]:
-            counted = [name for name, column in self.known.columns.items() if isinstance(column, torch.Tensor)]
+        if missing := [name for name in sums_of if not isinstance(self.known.columns.get(name), Tensor)]:
+            counted = [name for name, column in self.known.columns.items() if isinstance(column, Tensor)]
             raise DataError(
                 f"totals_of={tuple(sums_of)!r} sums columns of one number per sample of the batch or, if responses are "
                 f"generated, of the generating call ({', '.join(counted) or 'none here'}); {missing[0]!r} is none of "
@@ -158,6 +159,40 @@ def sequence_lengths(samples: Samples) -> list[int]:
             f"samples are packed by 'prompt_ids' and 'response_ids'; these have {', '.join(samples.columns)}"
         )
     return [int(n) for n in sum(samples.ragged(name).lengths for name in columns).tolist()]  # type: ignore[union-attr]
+
+
+def outline(samples: Samples) -> Samples:
+    """Return the samples' numbers, with the lengths of sequences in place of sequences."""
+    return Samples(samples.ids, samples.columns).lengths_only()
+
+
+def product_columns(samples: Samples, producer: ModelFunctionCall, names: Collection[str]) -> Samples:
+    """Return the columns that belong to some of a call's products.
+
+    Columns that the call did not announce belong to its first product. Values per sample of a generating call are left
+    out: every rank knows them already.
+    """
+    kept: dict[str, Column] = {}
+    for name, column in samples.columns.items():
+        product = name if name in producer.produces else producer.produces[0]
+        is_known = producer.kind == "generate" and not isinstance(column, Ragged)
+        if product in names and not is_known:
+            kept[name] = column
+    return Samples(samples.ids, kept, {name: column for name, column in samples.data.items() if name in names})
+
+
+def values_of(samples: Samples) -> dict[str, Tensor]:
+    """Return the columns of one value per sample."""
+    return {name: column for name, column in samples.columns.items() if isinstance(column, Tensor)}
+
+
+def with_objects(made: Samples, prompts: Samples) -> Samples:
+    """Give every response its prompt's python objects, which every rank has and which are never sent."""
+    if "prompt_id" not in made:
+        raise PlanError("a generate call must return the column 'prompt_id', the id of each response's prompt")
+    row_of = {prompt_id: row for row, prompt_id in enumerate(prompts.ids.tolist())}
+    rows: Sequence[int] = [row_of[prompt_id] for prompt_id in made.tensor("prompt_id").tolist()]
+    return made.with_columns(**{name: tuple(column[row] for row in rows) for name, column in prompts.data.items()})
 
 
 def check_unchanged(call: ModelFunctionCall, made: Samples | None, sent: Samples) -> None:

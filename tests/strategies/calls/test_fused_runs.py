@@ -20,6 +20,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.exchange.generated_samples import ChunkedSamples
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from tests.matrices import matrix
@@ -172,7 +173,7 @@ def test_the_first_chunk_arrives_during_the_generation_of_others() -> None:
     post, made = Post(), _roll_out(_batch(3))
     has_first = threading.Event()
 
-    def iteration(rank: int) -> IterationData:
+    def chunked(rank: int) -> tuple[IterationData, ChunkedSamples]:
         places = {
             name: CallPlacement(
                 layout=Layout.parse(text), micro_batch_tokens=40, train_options=TrainOptions(), order_seeds=(1,)
@@ -180,17 +181,20 @@ def test_the_first_chunk_arrives_during_the_generation_of_others() -> None:
             for name, text in layouts.items()
         }
         mailbox = cast(Mailbox, ThreadMailbox(rank, 2, post))
-        return IterationData(_batch(3), Routes(CALLS, places, 2, 2), mailbox, rank=rank, run=1)
+        data = IterationData(_batch(3), Routes(CALLS, places, 2, 2), mailbox, rank=rank, run=1)
+        samples = data.chunked(GENERATE)
+        assert samples is not None
+        return data, samples
 
     def generate() -> None:
-        data = iteration(0)
-        data.send_chunk(GENERATE, made.select([4, 1]))
+        data, samples = chunked(0)
+        samples.send(made.select([4, 1]))
         assert has_first.wait(DEADLINE_S), "the chunk came only with the others"
         data.record(GENERATE, made)
 
     def infer() -> list[int]:
-        sizes = []
-        for chunk in iteration(1).chunks(GENERATE):
+        (data, samples), sizes = chunked(1), []
+        for chunk in samples.chunks(data.table(GENERATE).known):
             sizes.append(len(chunk.lengths))
             has_first.set()
         return sizes

@@ -130,12 +130,15 @@ def _estimate(samples: Samples) -> Samples:
 
 def _send_chunks(data: IterationData, made: Samples) -> None:
     """Send samples in chunks as an engine would, the even ones first; some chunks stay empty."""
-    num_chunks = data.routes.fusion.num_chunks_of(GENERATE)
+    chunked = data.chunked(GENERATE)
+    if chunked is None:
+        return
+    num_chunks = chunked.num_chunks
     order = sorted(range(len(made)), key=lambda row: (int(made.ids[row]) % 4, row))
     for chunk in range(num_chunks - 1):
         rows = order[chunk * len(order) // num_chunks : (chunk + 1) * len(order) // num_chunks]
         if rows:
-            data.send_chunk(GENERATE, made.select(rows))
+            chunked.send(made.select(rows))
 
 
 def _infer(data: IterationData, call: ModelFunctionCall, layout: Layout, rank: int) -> None:
@@ -143,7 +146,9 @@ def _infer(data: IterationData, call: ModelFunctionCall, layout: Layout, rank: i
     method, index = {INFER: _value, REWARD: _score}[call], layout.data_parallel_index(rank)
     if call.name in data.routes.fusion.sources:
         parts = []
-        for chunk in data.chunks(GENERATE):
+        chunked = data.chunked(GENERATE)
+        assert chunked is not None
+        for chunk in chunked.chunks(data.table(GENERATE).known):
             share = data.routes.fusion.chunk_shares(call, chunk.lengths)[index]
             parts += [chunk.rows.select(micro.positions) for micro in share if micro.counts]
         data.record(call, method(Samples.concatenate(parts)) if parts else None)
