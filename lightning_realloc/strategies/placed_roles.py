@@ -8,19 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, DataError, DeviceFull, PlanError, RankLost
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.remote_path import local_folder
-from lightning_realloc.runtime.measure.allocators import give_back_freed_memory
+from lightning_realloc.runtime.measure.allocators import collect_garbage, give_back_freed_memory
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
@@ -38,22 +37,22 @@ from lightning_realloc.strategies.largest_workload import check_longest_sequence
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
+from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
 from lightning_realloc.strategies.measure.subjects import Machine
 from lightning_realloc.strategies.pool.builder import NamedPlan, PoolBuilder
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.offloader import Offloader
 from lightning_realloc.strategies.pool.phase_hooks import announced
+from lightning_realloc.strategies.pool.pool_options import RunFacts
 from lightning_realloc.strategies.pool.replica import Replica
 from lightning_realloc.strategies.pool.run_policies import RunPolicies
 from lightning_realloc.strategies.pool.weight_averages import WeightAverages
 from lightning_realloc.trainers import trainer_callbacks
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
+from lightning_realloc.tuning.memory.parts import Workload
 from lightning_realloc.tuning.shapes.lengths import Lengths
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.realloc import ReallocStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -95,20 +94,21 @@ class PlacedRoles:
     """Owns the pool of models of one LightningModule, its call runner and its offloader.
 
     Args:
-        strategy: The running strategy: ranks, device, optimizers, callbacks.
         optimizers: Lightning's side of training calls.
+        stop: Request to end the run.
         options: Settings of the run.
     """
 
-    def __init__(self, strategy: ReallocStrategy, optimizers: LightningOptimizers, options: PlacementOptions) -> None:
-        self._strategy = strategy
+    def __init__(self, optimizers: LightningOptimizers, stop: StopRequest, options: PlacementOptions) -> None:
         self._optimizers = optimizers
+        self._stop = stop
         self._options = options
+        self._facts: RunFacts | None = None
         self._plan = options.plan
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._offloader: Offloader | None = None
-        self._module: nn.Module | None = None
+        self._module: Any = None
         self._watchdog: Watchdog | None = None
         self._record = FlightRecord()
 
@@ -126,57 +126,63 @@ class PlacedRoles:
             raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
         return self._runner
 
+    @property
+    def facts(self) -> RunFacts:
+        """This rank among those of the run."""
+        assert self._facts is not None, "given once the process group has started"
+        return self._facts
+
+    @property
+    def module(self) -> Any:
+        """The LightningModule of the run."""
+        return self._module
+
     def builder(self) -> PoolBuilder:
         """Return the builder for the module that is trained now."""
-        strategy = self._strategy
-        assert strategy.dataflow is not None
         return PoolBuilder(
-            module=strategy.lightning_module,
-            dataflow=strategy.dataflow,
-            cluster=strategy.cluster,
-            device=strategy.root_device,
-            rank=strategy.global_rank,
-            world_size=strategy.world_size,
-            precision=str(strategy.precision_plugin.precision),
+            module=self._module,
+            dataflow=self._module.dataflow,
+            facts=self.facts,
             transport=self._options.transport,
             tp_plans=self._options.tp_plans,
-            memory_budget=self._options.memory_budget or strategy.cluster.device_memory_bytes,
+            memory_budget=self._options.memory_budget or self.facts.cluster.device_memory_bytes,
             policies=self.policies,
             pushes_weights=self._options.overlap.pushes_weights,
         )
 
     # ---- a run's beginning and end
-    def holds(self, module: nn.Module | None) -> bool:
-        """Return whether the models of ``module`` are placed already."""
-        return self._module is module
-
-    def forget(self) -> bool:
-        """Drop the models of an earlier module; return whether there were any."""
-        had_models = self._module is not None
-        self._module = self._pool = self._runner = None
+    def begin(self, module: nn.Module, facts: RunFacts) -> None:
+        """Begin a run of a module; first free the models of another one."""
+        self._facts = facts
+        if self._module is module:
+            return
+        if self._pool is not None:
+            self._optimizers.forget()
+        self._module, self._pool, self._runner = module, None, None
         self._plan = self._options.plan
-        return had_models
+        collect_garbage()
 
     def choose_plan(self) -> None:
         """Choose the plan before models are built. Raises PlanError if it cannot fit into memory in training."""
         self._plan, shortage = self._chosen(self._options.plan)
-        if self._strategy.connected_module.trainer.state.fn == TrainerFn.FITTING:
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
             self.builder().check_memory(self._plan, shortage=shortage)
 
     def _chosen(self, plan: NamedPlan) -> tuple[ExecutionPlan, str | None]:
         """See `PoolBuilder.choose_plan`."""
-        builder, trainer = self.builder(), self._strategy.connected_module.trainer
-        workload = largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
-        return builder.choose_plan(plan, workload=workload)
+        builder = self.builder()
+        return builder.choose_plan(plan, workload=self._largest_workload(builder))
+
+    def _largest_workload(self, builder: PoolBuilder) -> Workload | None:
+        return largest_workload(builder.module, builder.module.trainer, builder.dataflow.trained_roles)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
-        module: Any = self._strategy.lightning_module
+        module = self._module
         self._watch(local_folder(trainer.default_root_dir))
         with self._naming_failures():
-            if not self.holds(module) or self._pool is None:
+            if self._pool is None:
                 self._pool = self.builder().build(self._plan)
-                self._module = module
                 self._runner = self._make_runner(module, self._pool)
             elif not self.runner.can_go_on():
                 self._runner = self._make_runner(module, self._pool)
@@ -192,7 +198,7 @@ class PlacedRoles:
             yield
         except torch.OutOfMemoryError as error:
             raise DeviceFull(
-                f"the models find no room on {self._strategy.root_device}: cut their weights over more ranks, train "
+                f"the models find no room on {self.facts.device}: cut their weights over more ranks, train "
                 f"adapters (peft_config), or end other processes there ({str(error).splitlines()[0]})"
             ) from error
         except RuntimeError as error:
@@ -202,14 +208,14 @@ class PlacedRoles:
 
     def _watch(self, folder: Path) -> None:
         """Watch this rank's calls for stalls, if there are other ranks."""
-        strategy, timeout_s = self._strategy, self._options.stall_timeout_s
-        if strategy.world_size == 1:
+        timeout_s = self._options.stall_timeout_s
+        if self.facts.world_size == 1:
             return
         if self._watchdog is None:
             self._watchdog = Watchdog(
                 self._record,
-                rank=strategy.global_rank,
-                world_size=strategy.world_size,
+                rank=self.facts.rank,
+                world_size=self.facts.world_size,
                 timeout_s=math.inf if timeout_s is None else timeout_s,
                 action=self._options.on_stall,
                 folder=folder / FLIGHT_RECORDS,
@@ -226,29 +232,26 @@ class PlacedRoles:
 
         A connection that broke between calls gets a note with the lost ranks.
         """
-        if self._watchdog is not None:
-            self._watchdog.explain(error)
-        is_mistake = isinstance(error, CALLER_ERRORS) and not isinstance(error, RankLost | DeviceFull)
-        if self._strategy.world_size == 1 or is_mistake or not isinstance(error, Exception) or self._record.is_empty:
+        if self._watchdog is None:
             return
-        trainer = self._strategy.connected_module.trainer
-        file = write_flight_record(
-            self._record, local_folder(trainer.default_root_dir) / FLIGHT_RECORDS, self._strategy.global_rank
-        )
-        _log.warning("the latest activities of rank %d are in %s", self._strategy.global_rank, file)
+        self._watchdog.explain(error)
+        is_mistake = isinstance(error, CALLER_ERRORS) and not isinstance(error, RankLost | DeviceFull)
+        if is_mistake or not isinstance(error, Exception) or self._record.is_empty:
+            return
+        folder, rank = local_folder(self._module.trainer.default_root_dir) / FLIGHT_RECORDS, self.facts.rank
+        file = write_flight_record(self._record, folder, rank)
+        _log.warning("the latest activities of rank %d are in %s", rank, file)
 
     def decide_on_caches(self) -> None:
         """Decide whether engines keep their caches between generations. Collective over all ranks."""
-        builder, module = self.builder(), self._strategy.connected_module
-        workload = largest_workload(builder.module, module.trainer, builder.dataflow.trained_roles)
-        engines = self.runner.engines
+        builder, engines = self.builder(), self.runner.engines
         engines.free_caches()  # those of an earlier fit
-        engines.keeps_caches = builder.keeps_caches(self.pool.plan, workload)
+        engines.keeps_caches = builder.keeps_caches(self.pool.plan, self._largest_workload(builder))
 
     def finish(self) -> None:
         """Wait for the last messages between ranks, and log late metrics."""
         if self._runner is not None:
-            log_now(self._strategy.connected_module.trainer, self._runner.finish())
+            log_now(self._module.trainer, self._runner.finish())
 
     def bring_back(self) -> None:
         """Fetch everything that the plan offloads to the device until the next call begins."""
@@ -267,10 +270,9 @@ class PlacedRoles:
     @contextmanager
     def phase(self, call: str) -> Iterator[Replica]:
         """Announce a call to callbacks, and yield the replica that it works on."""
-        trainer = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
         assert self._offloader is not None
         self._offloader.begin(call, self._optimizers.by_role(), self.runner.record)
-        with announced(call, trainer, self.pool, self.policies.reallocation):
+        with announced(call, self._module.trainer, self.pool, self.policies.reallocation):
             replica = self.pool.active(call)
             yield replica
             if self.pool.dataflow.call(call).kind != "train":
@@ -338,9 +340,9 @@ class PlacedRoles:
             self._replace_models()
             self.decide_on_caches()
 
-    def prepare_optimizers(self, schedules: Sequence[LRSchedulerConfig]) -> None:
+    def prepare_optimizers(self) -> None:
         """Record the settings of new optimizers, and refuse those, and schedules, that cannot run in the plan."""
-        prepare_optimizers(list(self._optimizers.by_role().values()), schedules)
+        prepare_optimizers(list(self._optimizers.by_role().values()), self._optimizers.schedules)
         self._check_optimizers(self.pool.plan)
 
     def _check_optimizers(self, plan: ExecutionPlan) -> None:
@@ -360,29 +362,27 @@ class PlacedRoles:
     def _replace_models(self) -> None:
         """Give the module, the offloader and the runner the models that the pool holds now."""
         for role in self.pool.roles:
-            setattr(self._strategy.lightning_module, role, self.pool.home(role).model)
+            setattr(self._module, role, self.pool.home(role).model)
         self._offloader = self._make_offloader(self.pool)
         self.runner.plan_changed()
 
     @property
     def policies(self) -> RunPolicies:
         """Decisions of the Trainer's callbacks about weights."""
-        return RunPolicies.from_callbacks(trainer_callbacks(self._strategy.connected_module.trainer))
+        return RunPolicies.from_callbacks(trainer_callbacks(self._module.trainer))
 
     @property
     def averages(self) -> WeightAverages:
         """The averages of trained weights. Raises ConfigError before the models are set up."""
-        rank = self._strategy.global_rank
-        return WeightAverages(self.pool, self._optimizers.optimizer_of, self.bring_back, rank)
+        return WeightAverages(self.pool, self._optimizers.optimizer_of, self.bring_back, self.facts.rank)
 
     def _make_offloader(self, pool: ModelPool) -> Offloader:
-        rank, device = self._strategy.global_rank, self._strategy.root_device
-        return Offloader(pool, OffloadSchedule(pool.dataflow, pool.plan, rank, pool.average_of, pool.sharers), device)
+        schedule = OffloadSchedule(pool.dataflow, pool.plan, self.facts.rank, pool.average_of, pool.sharers)
+        return Offloader(pool, schedule, self.facts.device)
 
     def _make_runner(self, module: RunnableAlgorithm, pool: ModelPool) -> CallRunner:
-        strategy = self._strategy
-        mailbox = Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group(), self._watchdog)
-        device = strategy.root_device
-        log = VersionLog(strategy.global_rank, self._options.overlap.replay_versions)
-        context = CallContext(module, pool, mailbox, device, PeakMemory(device), strategy.global_rank, log)
-        return CallRunner(context, self, self._optimizers, self._options.overlap, strategy.stop)
+        rank, device = self.facts.rank, self.facts.device
+        mailbox = Mailbox(rank, self.facts.world_size, pool.meshes.new_host_group(), self._watchdog)
+        log = VersionLog(rank, self._options.overlap.replay_versions)
+        context = CallContext(module, pool, mailbox, device, PeakMemory(device), rank, log)
+        return CallRunner(context, self, self._optimizers, self._options.overlap, self._stop)

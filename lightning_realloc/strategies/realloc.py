@@ -25,25 +25,27 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.remote_path import AnyPath
-from lightning_realloc.runtime.measure.allocators import InfrequentCollection, collect_garbage, give_back_freed_memory
+from lightning_realloc.runtime.measure.allocators import InfrequentCollection, give_back_freed_memory
 from lightning_realloc.runtime.messages.watchdog import StallAction
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_results
-from lightning_realloc.strategies.lightning.checkpoint_hooks import CheckpointOptions, FileCheckpoints, RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
+from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointHooks
 from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.pool_options import RunFacts
 from lightning_realloc.strategies.pool.precision import check_precision
 from lightning_realloc.strategies.pool.weight_averages import WeightAverages
-from lightning_realloc.strategies.run_summary import log_start
+from lightning_realloc.strategies.role_checkpoints import CheckpointOptions, RoleCheckpoints
+from lightning_realloc.strategies.run_summary import log_summary, warn_of_earlier_checkpoint
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
@@ -130,8 +132,6 @@ class ReallocStrategy(DataParallelStrategy):
             replay_versions=replay_versions,
         )
         self._optimizer_hooks = LightningOptimizers(self)
-        saving = CheckpointOptions(save_frozen_roles, load_weights_only, in_background=async_checkpoints)
-        self._checkpoints = RoleCheckpoints(self, self._optimizer_hooks, saving)
         options = PlacementOptions(
             plan=read_plan_source(plan),
             overlap=self._overlap,
@@ -141,7 +141,9 @@ class ReallocStrategy(DataParallelStrategy):
             stall_timeout_s=stall_timeout,
             on_stall=on_stall,
         )
-        self._placed = PlacedRoles(self, self._optimizer_hooks, options)
+        self._placed = PlacedRoles(self._optimizer_hooks, self.stop, options)
+        saving = CheckpointOptions(save_frozen_roles, load_weights_only, in_background=async_checkpoints)
+        self._checkpoints = RoleCheckpoints(self._placed, self._optimizer_hooks, saving)
         self._collection = InfrequentCollection()
         self.num_shown = 0
         """Samples of an iteration whose responses every rank receives."""
@@ -198,11 +200,14 @@ class ReallocStrategy(DataParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process group; free the models of earlier fits before this one's are built."""
         super().setup_environment()
-        if self._placed.holds(self.lightning_module):
-            return
-        if self._placed.forget():
-            self.optimizers, self.lr_scheduler_configs = [], []
-        collect_garbage()
+        facts = RunFacts(
+            rank=self.global_rank,
+            world_size=self.world_size,
+            device=self.root_device,
+            cluster=self.cluster,
+            precision=str(self.precision_plugin.precision),
+        )
+        self._placed.begin(self.connected_module, facts)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -229,7 +234,7 @@ class ReallocStrategy(DataParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if flow is not None:
-                self._placed.prepare_optimizers(self.lr_scheduler_configs)
+                self._placed.prepare_optimizers()
                 self.runner.restore(())  # batches that waited when an earlier fit ended are left out
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided
@@ -315,7 +320,8 @@ class ReallocStrategy(DataParallelStrategy):
             self._checkpoints.check_callbacks()
             self._placed.decide_on_caches()
             self._collection.start()
-        log_start(self, self._placed)
+            log_summary(self._placed, self._optimizer_hooks)
+        warn_of_earlier_checkpoint(self.connected_module.trainer, has_roles=self.dataflow is not None)
 
     def _record_failure(self, exception: BaseException) -> None:
         self._placed.write_record_after(exception)
@@ -351,10 +357,6 @@ class ReallocStrategy(DataParallelStrategy):
         """Return a role's optimizer. Raises ConfigError if there is none."""
         return self._optimizer_hooks.optimizer_of(role)
 
-    def optimizers_by_role(self) -> dict[str, Optimizer]:
-        """Return role -> optimizer."""
-        return self._optimizer_hooks.by_role()
-
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: object
     ) -> Any:
@@ -369,7 +371,7 @@ class ReallocStrategy(DataParallelStrategy):
 
     # ---- checkpoints: a folder of shards for an algorithm's roles, one file for a module without calls
     @property
-    def _checkpoint_hooks(self) -> RoleCheckpoints | FileCheckpoints:
+    def _checkpoint_hooks(self) -> CheckpointHooks:
         return super()._checkpoint_hooks if self.dataflow is None else self._checkpoints
 
     def save_huggingface(

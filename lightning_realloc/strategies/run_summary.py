@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary
@@ -14,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.remote_path import AnyPath, as_path
+from lightning_realloc.remote_path import as_path
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     checkpoint_files_in,
@@ -22,14 +21,12 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     newest_complete,
 )
 from lightning_realloc.strategies.largest_workload import largest_workload, rows_per_batch
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
+from lightning_realloc.strategies.placed_roles import PlacedRoles
+from lightning_realloc.strategies.pool.builder import PoolBuilder
 from lightning_realloc.trainers import trainer_callbacks
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.placed_roles import PlacedRoles
-    from lightning_realloc.strategies.pool.builder import PoolBuilder
-    from lightning_realloc.strategies.realloc import ReallocStrategy
 
 log = logging.getLogger(__name__)
 TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
@@ -43,34 +40,26 @@ TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 """Algorithm -> its setting -> the default of TRL's trainer. TRL's learning rates decay linearly in all of them."""
 
 
-def log_start(strategy: ReallocStrategy, placed: PlacedRoles) -> None:
-    """Log a summary of an algorithm, and warn of an earlier checkpoint that the run does not continue from."""
-    if strategy.dataflow is not None:
-        _log_summary(strategy, placed.builder())
-    # An algorithm's checkpoints are folders, those of another module are files.
-    found_in = checkpoint_files_in if strategy.dataflow is None else checkpoints_in
-    _warn_of_earlier_checkpoint(strategy.connected_module.trainer, found_in)
-
-
-def _log_summary(strategy: ReallocStrategy, builder: PoolBuilder) -> None:
+def log_summary(placed: PlacedRoles, optimizers: LightningOptimizers) -> None:
     """Log models, plan, memory, batch, learning rates and checkpoints, unless ``enable_model_summary=False``."""
-    trainer = strategy.connected_module.trainer
+    trainer = placed.module.trainer
     if not trainer.is_global_zero or not any(isinstance(one, ModelSummary) for one in trainer_callbacks(trainer)):
         return
     try:
-        rank_zero_info("\n  ".join(_summary_lines(strategy, builder, trainer)))
+        rank_zero_info("\n  ".join(_summary_lines(placed, optimizers, trainer)))
     except ReallocError as error:  # a model that can be trained, but not be described
         log.debug("no summary of this run: %s", error)
 
 
-def _warn_of_earlier_checkpoint(trainer: Trainer, found_in: Callable[[AnyPath], list[AnyPath]]) -> None:
+def warn_of_earlier_checkpoint(trainer: Trainer, *, has_roles: bool) -> None:
     """Warn if training starts from nothing, though a checkpoint lies where this run writes its own.
 
     ``ckpt_path="last"`` finds only names of its own: no numbered checkpoint of a run that was killed before its first
-    ``last.ckpt`` was complete.
+    ``last.ckpt`` was complete. Checkpoints of roles are folders, those of another module are files.
     """
     if not trainer.is_global_zero or trainer.global_step or trainer.ckpt_path is not None:
         return
+    found_in = checkpoints_in if has_roles else checkpoint_files_in
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
     newest = newest_complete(found_in(as_path(folder)) for folder in folders if folder)
     if newest is not None:
@@ -80,22 +69,23 @@ def _warn_of_earlier_checkpoint(trainer: Trainer, found_in: Callable[[AnyPath], 
         )
 
 
-def _summary_lines(strategy: ReallocStrategy, builder: PoolBuilder, trainer: Trainer) -> Iterator[str]:
-    module, plan, trained = builder.module, strategy.plan, builder.dataflow.trained_roles
-    ranks = f"{builder.world_size} {builder.device.type} rank{'s' if builder.world_size > 1 else ''}"
+def _summary_lines(placed: PlacedRoles, optimizers: LightningOptimizers, trainer: Trainer) -> Iterator[str]:
+    builder, plan, keeps_caches = placed.builder(), placed.pool.plan, placed.runner.engines.keeps_caches
+    module, trained = builder.module, builder.dataflow.trained_roles
+    ranks = f"{builder.facts.world_size} {builder.facts.device.type} rank{'s' if builder.facts.world_size > 1 else ''}"
     steps = f"{trainer.global_step}" + (f" of {trainer.max_steps}" if trainer.max_steps > 0 else "")
-    yield f"{type(module).__name__} on {ranks}, precision {builder.precision}, from step {steps}"
+    yield f"{type(module).__name__} on {ranks}, precision {builder.facts.precision}, from step {steps}"
     sizes = (_size(name, role, is_trained=name in trained) for name, role in builder.describe_roles().items())
     yield f"models: {', '.join(sizes)}"
     offload = f"; offload {', '.join(plan.offload)}" if plan.offload else ""
     yield f"plan: {', '.join(f'{name} {call.layout}' for name, call in plan.calls)}{offload}"
-    yield from _memory_line(builder, strategy, trainer)
-    yield from _first_iterations_line(builder, plan, keeps_graphs=strategy.runner.engines.keeps_caches)
+    yield from _memory_line(builder, plan, trainer, keeps_caches=keeps_caches)
+    yield from _first_iterations_line(builder, plan, keeps_graphs=keeps_caches)
     yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"
-    rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in strategy.optimizers_by_role().items()]
-    schedule = "by schedule" if strategy.lr_scheduler_configs else "constant"
+    rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in optimizers.by_role().items()]
+    schedule = "by schedule" if optimizers.schedules else "constant"
     yield f"learning rate: {', '.join([*rates, schedule])}"
-    if differing := list(_differences(module, has_schedule=bool(strategy.lr_scheduler_configs))):
+    if differing := list(_differences(module, has_schedule=bool(optimizers.schedules))):
         yield f"other than TRL's default (in brackets): {', '.join(differing)}"
     yield f"checkpoints: {getattr(trainer.checkpoint_callback, 'dirpath', None) or 'none'}"
 
@@ -108,20 +98,20 @@ def _size(name: str, role: RoleMemory, *, is_trained: bool) -> str:
     return f"{name} {_count(role.model.num_elements)}{trained}{packed}"
 
 
-def _memory_line(builder: PoolBuilder, strategy: ReallocStrategy, trainer: Trainer) -> Iterator[str]:
+def _memory_line(builder: PoolBuilder, plan: ExecutionPlan, trainer: Trainer, *, keeps_caches: bool) -> Iterator[str]:
     """Yield the forecast peak of the fullest rank; nothing if there is no forecast."""
     flow, workload = builder.dataflow, largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
-    ranks = range(builder.world_size)
+    ranks = range(builder.facts.world_size)
     try:
-        plan, settings = builder.for_forecast(strategy.plan)
-        settings = settings.with_kept_caches(strategy.runner.engines.keeps_caches)
+        plan, settings = builder.for_forecast(plan)
+        settings = settings.with_kept_caches(keeps_caches)
         forecast = forecast_memory(flow, plan, builder.describe_roles(), settings, workload, ranks=ranks)
     except ReallocError as error:
         log.debug("no forecast of memory: %s", error)
         return
     peak = max((one for one in forecast.phases if one.phase != SET_UP), key=lambda one: one.parts.total)
     without = "" if workload is not None else ", without activations and caches"
-    kept = "; caches and CUDA graphs stay between generations" if strategy.runner.engines.keeps_caches else ""
+    kept = "; caches and CUDA graphs stay between generations" if keeps_caches else ""
     yield (
         f"memory: forecast peak of {_gib(peak.parts.total)} on rank {peak.rank} in {peak.phase}{without}; "
         f"a device has {_gib(builder.memory_budget)}{kept}{_shortage(peak.parts.total, builder.memory_budget)}"
@@ -143,7 +133,7 @@ def _first_iterations_line(builder: PoolBuilder, plan: ExecutionPlan, *, keeps_g
     module, flow = builder.module, builder.dataflow
     backends = {role: module.train_options_of(role).compile for role in flow.trained_roles}
     extra = [f"blocks of {role} are compiled ({backend})" for role, backend in backends.items() if backend is not None]
-    graphs = module.generation_options.cuda_graphs if builder.device.type == "cuda" and keeps_graphs else False
+    graphs = module.generation_options.cuda_graphs if builder.facts.device.type == "cuda" and keeps_graphs else False
     metrics = [
         f"capture_s/{call.name}"
         for call in flow.iteration_calls

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath
-from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.strategies.checkpoints import sharded_tensors
@@ -59,6 +59,7 @@ from lightning_realloc.strategies.checkpoints.sharded_state import (
 from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor
 from lightning_realloc.strategies.checkpoints.stored_metadata import StoredTensor, require_listed, stored_tensors
 from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.pool_options import RunFacts
 from lightning_realloc.strategies.pool.weight_averages import AVERAGE
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,6 @@ RANDOM_STATES = "realloc_random_states"
 """Key of ``meta.pt`` for the random states of all ranks."""
 _SHOWN_RANKS = 4
 """Ranks that an error about missing files names."""
-
-Broadcast = Callable[[Any], Any]
-"""Function that returns the first rank's object on every rank. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +82,8 @@ class TrainedModels:
     """Role -> optimizer; {} if ``fit`` has not trained these weights."""
     tokenizer: Any
     """Tokenizer that is saved with the trained roles; None if there is none."""
-    rank: int
-    """This rank."""
-    world_size: int
-    """Number of ranks."""
-    broadcast: Broadcast
-    """Broadcast from the first rank."""
+    facts: RunFacts
+    """This rank among those of the run."""
     card_of: Callable[[str], ModelCard]
     """Trained role -> its model card, which exports of a checkpoint write."""
 
@@ -100,7 +94,7 @@ class TrainedModels:
             CheckpointError: on every rank, if the action raises.
         """
         problem: Exception | None = None
-        if self.rank == 0:
+        if self.facts.rank == 0:
             try:
                 action()
             except Exception as error:
@@ -109,7 +103,7 @@ class TrainedModels:
         if problem is not None:
             is_known = isinstance(problem, CheckpointError)
             message = f"{'' if is_known else f'the first rank failed with {type(problem).__name__}: '}{problem}"
-        message = self.broadcast(message)
+        message = broadcast_object(message, 0)
         if message is not None:
             raise CheckpointError(message) from problem
 
@@ -120,7 +114,6 @@ def read_checkpoint(
     models: TrainedModels,
     *,
     weights_only: bool,
-    device: torch.device,
     resuming: bool,
     averages_of: Set[str] = frozenset(),
 ) -> dict[str, Any]:
@@ -130,7 +123,6 @@ def read_checkpoint(
         folder: Path of the checkpoint.
         models: Models and optimizers to fill.
         weights_only: Refuse a ``meta.pt`` that holds more than plain data.
-        device: This rank's device.
         resuming: Whether to read optimizers and random states, too.
         averages_of: Roles that are filled with the averages that an ``EMA`` kept, if the checkpoint has any.
 
@@ -138,13 +130,13 @@ def read_checkpoint(
         CheckpointError: on every rank. If the checkpoint is of other models, names the first difference. If it is
             damaged, names the file and the newest intact checkpoint next to it.
     """
-    _require_on_all_ranks(folder, rank=models.rank, world_size=models.world_size)
-    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+    _require_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size)
+    with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
         description = read_description(folder)
         check_roles(description, models, folder, resuming=resuming)
-        check_files(folder, description, rank=models.rank, world_size=models.world_size)
+        check_files(folder, description, rank=models.facts.rank, world_size=models.facts.world_size)
     content = content_folder(folder, description)
-    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+    with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
         meta = read_meta(content, weights_only=weights_only)
         if has_checksums(description):
             require_listed(content, {name.rpartition("/")[2] for name in description["files"]})
@@ -153,25 +145,25 @@ def read_checkpoint(
     state: dict[str, ShardedTensor] = {}
     for role, entry in description["roles"].items():
         if entry["saved"] and role in models.pool.roles:
-            weights = weights_state(models.pool.home(role), models.rank)
+            weights = weights_state(models.pool.home(role), models.facts.rank)
             weights = {key: tensor for key, tensor in weights.items() if key in stored or role not in adapted}
             state |= weights if role not in averages_of else _weights_from_averages(role, weights, stored, folder)
             models.pool.weights_changed(role)
     if resuming:
         with (
-            raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size),
+            raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size),
             name_read_errors(content / META_FILE),
         ):
             settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
             restore_settings(optimizer, settings[role]["param_groups"], role)
-            state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.rank)
-    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+            state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.facts.rank)
+    with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
         sharded_tensors.load(state, content)
     for role in models.pool.roles:
         reshard(models.pool.home(role).model)
     if resuming:
-        _restore_random_state(meta, models, device)
+        _restore_random_state(meta, models)
     return meta
 
 
@@ -311,12 +303,12 @@ def _optimizer_settings(folder: AnyPath, meta: Mapping[str, Any], models: Traine
     return settings
 
 
-def _restore_random_state(meta: Mapping[str, Any], models: TrainedModels, device: torch.device) -> None:
+def _restore_random_state(meta: Mapping[str, Any], models: TrainedModels) -> None:
     states = meta.get(RANDOM_STATES, ())
-    if len(states) == models.world_size:
-        set_random_state(states[models.rank], device)
-    elif models.rank == 0:
-        log.info("%d ranks saved random states and %d are running; not restored", len(states), models.world_size)
+    if len(states) == models.facts.world_size:
+        set_random_state(states[models.facts.rank], models.facts.device)
+    elif models.facts.rank == 0:
+        log.info("%d ranks saved random states and %d are running; not restored", len(states), models.facts.world_size)
 
 
 def unsharded_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:

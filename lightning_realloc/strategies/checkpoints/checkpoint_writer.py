@@ -21,7 +21,7 @@ import torch
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath, RemotePath, retried
-from lightning_realloc.runtime.messages.objects import gather_objects, gather_on_first
+from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import TrainedModels
@@ -79,27 +79,27 @@ def write_checkpoint(
             cannot write. An earlier checkpoint at ``folder`` then stays unchanged.
     """
     for role in models.pool.changing_roles:
-        require_finite_weights(models.pool, role, models.rank, folder)
+        require_finite_weights(models.pool, role, models.facts.rank, folder)
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
-    token, writer = models.broadcast((uuid.uuid4().hex, writer_name()))
+    token, writer = broadcast_object((uuid.uuid4().hex, writer_name()), 0)
     target = _target(folder, token, writer)
-    save = _Save(folder, target, models.rank, _state(meta, models, roles, include_frozen=include_frozen))
+    save = _Save(folder, target, models.facts.rank, _state(meta, models, roles, include_frozen=include_frozen))
     models.run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
-        with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
-            _wait_for_file(target.content, META_FILE, models.rank)
+        with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
+            _wait_for_file(target.content, META_FILE, models.facts.rank)
         save.shards.plan_on_all_ranks()
         if background is not None:
-            with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+            with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
                 save.copy_to_host()
-            background.start(save, token=token, rank=models.rank, world_size=models.world_size)
+            background.start(save, token=token, rank=models.facts.rank, world_size=models.facts.world_size)
             return
-        with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+        with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
             part = save.write()
         parts = gather_on_first(part)
         models.run_on_first_rank(lambda: save.complete(parts))
     except CheckpointError:  # on all ranks, so none of them is still writing
-        if models.rank == 0:
+        if models.facts.rank == 0:
             save.discard()
         raise
 
@@ -128,9 +128,11 @@ def _state(meta: dict[str, Any], models: TrainedModels, roles: list[str], *, inc
     state: dict[str, ShardedTensor] = {}
     for role in roles:
         home = models.pool.home(role)
-        state |= weights_state(home, models.rank, models.pool.saved_parameters(role, include_frozen=include_frozen))
+        state |= weights_state(
+            home, models.facts.rank, models.pool.saved_parameters(role, include_frozen=include_frozen)
+        )
         if "optimizer_states" in meta and role in models.optimizers:
-            state |= optimizer_state(home, models.optimizers[role], models.rank)
+            state |= optimizer_state(home, models.optimizers[role], models.facts.rank)
     return state
 
 
@@ -187,7 +189,7 @@ class _Save:
         self._description = {
             "format": FORMAT,
             "algorithm": models.algorithm,
-            "world_size": models.world_size,
+            "world_size": models.facts.world_size,
             "plan": models.pool.plan.to_mapping(),
             "roles": {role: _describe_role(models, role, saved=role in roles) for role in models.pool.roles},
         }

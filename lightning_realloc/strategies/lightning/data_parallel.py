@@ -42,7 +42,7 @@ from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning import failures
-from lightning_realloc.strategies.lightning.checkpoint_hooks import FileCheckpoints, RoleCheckpoints
+from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointHooks, FileCheckpoints
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, make_launcher
 from lightning_realloc.strategies.lightning.process_group import end_process_group, is_on_one_host, start_on_loopback
 from lightning_realloc.strategies.lightning.signals import StopRequest
@@ -287,7 +287,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     # ---- checkpoints
     @property
-    def _checkpoint_hooks(self) -> RoleCheckpoints | FileCheckpoints:
+    def _checkpoint_hooks(self) -> CheckpointHooks:
         """The hooks of this module: one file that rank 0 writes."""
         return self._files
 

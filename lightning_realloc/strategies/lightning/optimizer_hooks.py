@@ -52,6 +52,15 @@ class LightningOptimizers:
             is_last_batch=trainer.is_last_batch,
         )
 
+    @property
+    def schedules(self) -> list[LRSchedulerConfig]:
+        """Learning-rate schedules of all roles."""
+        return self._strategy.lr_scheduler_configs
+
+    def forget(self) -> None:
+        """Drop optimizers and schedules, whose weights are replaced."""
+        self._strategy.optimizers, self._strategy.lr_scheduler_configs = [], []
+
     def by_role(self) -> dict[str, Optimizer]:
         """Return role -> optimizer, by the name of each optimizer's first parameter group."""
         return {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self._strategy.optimizers}

@@ -87,9 +87,9 @@ class Profiler:
         self._seconds = seconds
         self._timer = GroupTimer(
             meshes=machine.meshes,
-            device=self._options.device,
-            rank=self._options.rank,
-            world_size=self._options.world_size,
+            device=self._options.facts.device,
+            rank=self._options.facts.rank,
+            world_size=self._options.facts.world_size,
             clock=machine.clock,
         )
 
@@ -190,7 +190,7 @@ class Profiler:
 
     def _measure_contention(self, subject: Subject, tp: int, size: Size) -> Curve:
         """Return the slowdown of a pass by busy ranks, in groups of ``tp`` ranks that run it at the same time."""
-        busiest = min(self._options.world_size, self._options.cluster.devices_per_node)
+        busiest = min(self._options.facts.world_size, self._options.facts.cluster.devices_per_node)
         counts = sorted({tp, min(2 * tp, busiest), max(tp, busiest // 2 // tp * tp), busiest // tp * tp})
         layouts = [Layout(ParallelDims(dp=count // tp, tp=tp), tuple(range(count))) for count in counts]
         self._machine.meshes.create(layouts)
@@ -202,7 +202,7 @@ class Profiler:
 
     def measure_reallocation(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
         """Return the transport that was used, and seconds over the bytes that the busiest rank writes or receives."""
-        world = self._options.world_size
+        world = self._options.facts.world_size
         source = Layout(ParallelDims(fsdp=world), tuple(range(world)))
         target = Layout(ParallelDims(dp=world), tuple(range(world)))
         self._machine.meshes.create([source, target])
@@ -211,7 +211,7 @@ class Profiler:
 
     def measure_offload(self) -> Curve:
         """Return the seconds to copy offloaded bytes back to the device, one rank at a time."""
-        layout, device = Layout(ParallelDims(), (0,)), self._options.device
+        layout, device = Layout(ParallelDims(), (0,)), self._options.facts.device
         points = []
         for size in OFFLOAD_SIZES_BYTES:
             here = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -253,7 +253,7 @@ class Profiler:
             trains = kind.startswith("train")
             if trains not in models:
                 models[trains] = self._parallel_model(subject, depth, layout, trains=trains)
-            pack = _pack(size, self._options.device)
+            pack = _pack(size, self._options.facts.device)
             if kind == "decode":
                 yield self._decode_seconds(subject, models[False], layout, size)
             elif kind == "infer":
@@ -325,7 +325,7 @@ class Profiler:
         if needs_fsdp(model, layout):
             return parallelize(model, target, machine.meshes, tp_plan=subject.tp_plan)
         if tensor_parallelize(model, layout, machine.meshes, tp_plan=subject.tp_plan):
-            slice_parameters(model, target, options.rank)
+            slice_parameters(model, target, options.facts.rank)
         return model
 
     def _divide_for_training(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
@@ -342,7 +342,7 @@ class Profiler:
         model = copy.deepcopy(self._full_model(subject, depth)).requires_grad_(False)
         spec = describe_model(model, tp_plan=subject.tp_plan, max_tp=max(source.dims.tp, target.dims.tp))
         home, copied = ModelLayout(spec, source), ModelLayout(spec, target)
-        if options.world_size > 1:
+        if options.facts.world_size > 1:
             parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
         reallocation = options.reallocation(home, local_tensors(model), copied, transport=transport)
         reallocation.run()
@@ -350,7 +350,7 @@ class Profiler:
         size = spec.num_elements * options.copy_dtype.itemsize
         reallocation.release()
         by_push = reallocation.transport == "push"  # every rank writes only its shard, and others read it
-        busiest_bytes = size / options.world_size if by_push else size
+        busiest_bytes = size / options.facts.world_size if by_push else size
         return reallocation.transport, busiest_bytes, self._timer.max_over_ranks([took])[0]
 
     def measure_optimizer(self, subject: Subject) -> Curve:

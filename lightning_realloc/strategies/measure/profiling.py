@@ -94,7 +94,7 @@ def profile_models(
     begin, request = perf_counter(), _request(builder, iterations)
     names, properties = request.shape_names(), _describe_machine(machine)
     path = None if cache is None else cache / f"{_digest(names, request)}.json"
-    table = gather_objects(None if path is None or machine.options.rank else _read_cached(path, properties))[0]
+    table = gather_objects(None if path is None or machine.facts.rank else _read_cached(path, properties))[0]
     if table is None and (seconds < MIN_PROFILE_S or not _has_memory(request, machine)):
         return None
     if table is None:
@@ -103,7 +103,7 @@ def profile_models(
         except OutOfTimeError:  # on all ranks
             return None
         table = replace(table, seconds=max(gather_objects(perf_counter() - begin)))
-        if path is not None and machine.options.rank == 0 and table.seconds < seconds:
+        if path is not None and machine.facts.rank == 0 and table.seconds < seconds:
             _write_cache(path, table)
     return Profile(table, names)
 
@@ -130,10 +130,10 @@ def _has_memory(request: ProfileRequest, machine: Machine) -> bool:
     needed = max(_needed_bytes(role, _grid(request, machine)) for role in request.described.values())
     try:
         require_free_memory(
-            needed, machine.options.device, what="measuring passes", way_out="plans are searched without measurements"
+            needed, machine.facts.device, what="measuring passes", way_out="plans are searched without measurements"
         )
     except PlanError as error:
-        if machine.options.rank == 0:
+        if machine.facts.rank == 0:
             logger.warning("%s", error)
         return False
     return True
@@ -162,12 +162,12 @@ def _write_cache(path: Path, table: ProfileTable) -> None:
 
 def _describe_machine(machine: Machine) -> dict[str, str]:
     """Return the properties in which a cached profile must match this machine."""
-    on_cuda = machine.options.device.type == "cuda"
+    on_cuda = machine.facts.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(machine.options.device) if on_cuda else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(machine.facts.device) if on_cuda else platform.processor() or "cpu",
         "cores": str(num_cores()),
         "threads": str(torch.get_num_threads()),
-        "ranks": str(machine.options.world_size),
+        "ranks": str(machine.facts.world_size),
         "dtype": str(machine.options.copy_dtype),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -222,7 +222,7 @@ def _measure(maker: SubjectMaker, properties: Mapping[str, str], seconds: float)
     optimizer = {one.key: profiler.measure_optimizer(one) for one in subjects if one.is_trained}
     largest = max(subjects, key=lambda one: one.num_blocks)
     moves: dict[str, Curve] = {}
-    for transport in _TRANSPORTS.get(machine.options.device.type, ("direct",)):
+    for transport in _TRANSPORTS.get(machine.facts.device.type, ("direct",)):
         if not (moves and profiler.is_late):
             moves.update([profiler.measure_reallocation(largest, transport=transport)])
     return ProfileTable(
@@ -237,8 +237,8 @@ def _measure(maker: SubjectMaker, properties: Mapping[str, str], seconds: float)
 
 def _degrees(model: ModelSpec, kinds: set[CallKind], machine: Machine) -> list[ParallelDims]:
     """Return the degrees that calls may have on one node without pipelines; replicas only in training calls."""
-    cluster = replace(machine.options.cluster, num_nodes=1)
-    ranks = min(machine.options.world_size, cluster.devices_per_node)
+    cluster = replace(machine.facts.cluster, num_nodes=1)
+    ranks = min(machine.facts.world_size, cluster.devices_per_node)
     found: dict[ParallelDims, None] = {}
     for size in (size for size in sizes(cluster) if size <= ranks):
         for kind in sorted(kinds):
@@ -251,12 +251,12 @@ def _degrees(model: ModelSpec, kinds: set[CallKind], machine: Machine) -> list[P
 def _grid(request: ProfileRequest, machine: Machine) -> Grid:
     load, response = request.workload, max(1, request.mean_response)
     length = load.prompt_tokens + response
-    most = max(1, min(load.num_sequences, MAX_TOKENS.get(machine.options.device.type, 4096) // length))
+    most = max(1, min(load.num_sequences, MAX_TOKENS.get(machine.facts.device.type, 4096) // length))
     batches = sorted({1, load.num_sequences})
     contexts = sorted({load.prompt_tokens + response // 4, load.prompt_tokens + response})
     micro_batches = tuple(Size(count, load.prompt_tokens, response) for count in sorted({1, most}))
     decoding = tuple(Size(count, context, 0) for context in contexts for count in batches)
-    hides_communication = machine.options.device.type != "cpu"
+    hides_communication = machine.facts.device.type != "cpu"
     return Grid(
         micro_batches=micro_batches,
         decoding=decoding,
@@ -288,8 +288,8 @@ def make_plan_evaluator(
     Raises:
         PlanError: for a role whose model has no decoder's config.
     """
-    dataflow, module, on_cpu = _remaining_calls(builder), builder.module, builder.device.type == "cpu"
-    cluster, roles = _cluster_of(builder.cluster, builder.world_size), builder.describe_roles()
+    dataflow, module, on_cpu = _remaining_calls(builder), builder.module, builder.facts.device.type == "cpu"
+    cluster, roles = _cluster_of(builder.facts.cluster, builder.facts.world_size), builder.describe_roles()
     _, settings = builder.for_forecast(plan)
     typical = TypicalLengths.from_iterations(iterations)
     longest = max(*typical.responses, _longest_allowed(module, dataflow))
@@ -349,7 +349,7 @@ def _workload(
         num_sequences=lengths.num_sequences,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
-        micro_batch_tokens=options.micro_batch_tokens_on(builder.device.type),
+        micro_batch_tokens=options.micro_batch_tokens_on(builder.facts.device.type),
         num_minibatches=options.num_minibatches,
         num_epochs=options.num_epochs,
         samples_per_prompt=1 if sampling is None else min(sampling.n, lengths.num_sequences),

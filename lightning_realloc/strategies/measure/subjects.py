@@ -24,7 +24,7 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.strategies.calls.lockstep import Lockstep
-from lightning_realloc.strategies.pool.pool_options import PoolOptions
+from lightning_realloc.strategies.pool.pool_options import PoolOptions, RunFacts
 from lightning_realloc.tuning.estimate.pass_samples import Size
 from lightning_realloc.tuning.memory.parts import Workload
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -45,13 +45,18 @@ class Machine:
     """This rank, its devices and precision."""
 
     options: PoolOptions
-    """Ranks, device, cluster and dtypes."""
+    """Dtypes, transport, and facts about the ranks."""
     meshes: MeshRegistry
     """Process groups by layout."""
     forward_context: Callable[[bool], AbstractContextManager[object]]
     """Whether FSDP wraps the model -> context of a training forward pass."""
     clock: Callable[[], float] = time.perf_counter
     """Current time in seconds."""
+
+    @property
+    def facts(self) -> RunFacts:
+        """This rank among those of the run."""
+        return self.options.facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,7 +185,7 @@ class SubjectMaker:
             key=key,
             num_blocks=model.num_blocks,
             num_outside=sum(param.numel for param in model.params if param.section != "block"),
-            build=lambda depth: _build(role, depth, self.machine.options.device, request.seed),
+            build=lambda depth: _build(role, depth, self.machine.facts.device, request.seed),
             forward=_FORWARDS[role.task],
             is_trained=role.trained,
             new_optimizer=lambda parameters: request.new_optimizer(name, parameters),
@@ -234,12 +239,12 @@ def _make_decode(machine: Machine) -> Decode:
         ends: list[float] = []
 
         def record_end() -> bool:
-            if machine.options.device.type == "cuda":
-                torch.cuda.synchronize(machine.options.device)
+            if machine.facts.device.type == "cuda":
+                torch.cuda.synchronize(machine.facts.device)
             ends.append(machine.clock())
             return False  # the generation continues
 
-        lockstep = None if group is None else Lockstep(group, machine.options.device)
+        lockstep = None if group is None else Lockstep(group, machine.facts.device)
         engine = GenerationEngine(model, max_slots=size.sequences, lockstep=lockstep)
         params = SamplingParams(max_new_tokens=num_steps + 2, ignore_eos=True, n=size.sequences)
         config: Any = model.config

@@ -21,7 +21,6 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
-from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.remote_path import expand_home
@@ -40,7 +39,7 @@ from lightning_realloc.strategies.pool.memory_check import (
     require_free_memory,
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions
+from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions, RunFacts
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.strategies.pool.run_policies import RunPolicies
 from lightning_realloc.tuning.memory.forecast import forecast_memory, transition_bytes
@@ -89,16 +88,8 @@ class PoolBuilder:
     """The algorithm."""
     dataflow: Dataflow
     """The algorithm's calls."""
-    cluster: ClusterSpec
-    """Nodes, devices and memory."""
-    device: torch.device
-    """This rank's device."""
-    rank: int
-    """This process."""
-    world_size: int
-    """Number of processes."""
-    precision: str
-    """Precision of the Trainer."""
+    facts: RunFacts
+    """This rank, and where it runs."""
     transport: TransportName
     """How weights travel; ``auto`` probes."""
     tp_plans: Mapping[str, Mapping[str, str]]
@@ -113,7 +104,7 @@ class PoolBuilder:
     @property
     def master_dtype(self) -> torch.dtype:
         """Dtype of trained weights."""
-        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+        return torch.bfloat16 if self.facts.precision == "bf16-true" else torch.float32
 
     @property
     def averages(self) -> dict[str, MovingAverage]:
@@ -134,12 +125,9 @@ class PoolBuilder:
         """Settings of the pool that do not depend on a role."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return PoolOptions(
-            cluster=self.cluster,
-            device=self.device,
-            rank=self.rank,
-            world_size=self.world_size,
-            copy_dtype=torch.bfloat16 if self.precision.startswith("bf16") else torch.float32,
-            mixed_precision=policy if self.precision == "bf16-mixed" else None,
+            facts=self.facts,
+            copy_dtype=torch.bfloat16 if self.facts.precision.startswith("bf16") else torch.float32,
+            mixed_precision=policy if self.facts.precision == "bf16-mixed" else None,
             transport=self.transport,
             master_dtype=self.master_dtype,
             tp_plans=self.tp_plans,
@@ -157,7 +145,7 @@ class PoolBuilder:
         plan = self._make_plan(source, specs).completed(self.dataflow)
         if len(set(gather_objects(plan.digest))) > 1:  # first, so that every rank finds the same errors in it
             raise PlanError("ranks hold different execution plans; give every process the same file or object")
-        plan.check(self.dataflow, self.world_size)
+        plan.check(self.dataflow, self.facts.world_size)
         plan.check_models(self.dataflow, specs)
         return plan
 
@@ -166,13 +154,13 @@ class PoolBuilder:
         if isinstance(source, ExecutionPlan):
             return source
         if source == "static":
-            layout = Layout(ParallelDims(fsdp=self.world_size), tuple(range(self.world_size)))
+            layout = Layout(ParallelDims(fsdp=self.facts.world_size), tuple(range(self.facts.world_size)))
             return ExecutionPlan.static(self.dataflow, layout)
         return heuristic_plan(
             self.dataflow,
             specs,
-            self.cluster,
-            world_size=self.world_size,
+            self.facts.cluster,
+            world_size=self.facts.world_size,
             element_bytes=self.options.copy_dtype.itemsize,
             sharers=self.sharers,
         )
@@ -213,20 +201,20 @@ class PoolBuilder:
         """
         roles = self.describe_roles()
         plan, settings = self.for_forecast(plan)
-        adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans, max_tp=self.world_size)
+        adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans, max_tp=self.facts.world_size)
         refuse_too_large(
             self.dataflow,
             plan,
             roles,
             settings,
-            rank=self.rank,
+            rank=self.facts.rank,
             budget_bytes=self.memory_budget,
             adapted=adapted,
             shortage=shortage,
         )
-        if running is not None and self.device.type != "cpu":
-            extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
-            require_free_memory(extra, self.device, what="moving to the new plan")
+        if running is not None and self.facts.device.type != "cpu":
+            extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.facts.rank)
+            require_free_memory(extra, self.facts.device, what="moving to the new plan")
 
     def _default_plan(
         self,
@@ -240,19 +228,19 @@ class PoolBuilder:
 
         def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
             run, changed = self.policies.applied_to(plan, self.dataflow, settings)
-            own = forecast_memory(self.dataflow, run, roles, changed, workload, ranks=(self.rank,))
+            own = forecast_memory(self.dataflow, run, roles, changed, workload, ranks=(self.facts.rank,))
             ranks = gather_objects(largest_by_phase(own))
             return {phase: max(sizes[phase] for sizes in ranks) for phase in ranks[0]}
 
         task = PlanningTask(
             dataflow=self.dataflow,
             roles=roles,
-            cluster=self.cluster,
+            cluster=self.facts.cluster,
             settings=settings,
             workload=workload,
             memory_budget=budget_bytes,
         )
-        found = default_plan(task, phase_bytes, world_size=self.world_size)
+        found = default_plan(task, phase_bytes, world_size=self.facts.world_size)
         if found.reason is not None:
             rank_zero_info(found.reason)
         return found.plan, found.shortage
@@ -265,14 +253,16 @@ class PoolBuilder:
             workload: The largest one that memory must have room for; None if it is unknown.
         """
         wanted = self.module.generation_options.free_cache
-        if wanted != "auto" or "keeps_cache" not in CAPABILITIES[self.module.engine] or self.device.type == "cpu":
+        if wanted != "auto" or "keeps_cache" not in CAPABILITIES[self.module.engine] or self.facts.device.type == "cpu":
             return wanted is False
         if workload is None or torch.are_deterministic_algorithms_enabled():
             return False
         plan, settings = self.for_forecast(plan)
-        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        free = torch.cuda.mem_get_info(self.facts.device)[0] + torch.cuda.memory_reserved(self.facts.device)
         roles, budget = self.describe_roles(), min(self.memory_budget, free)
-        return has_room_for_caches(self.dataflow, plan, roles, settings, workload, rank=self.rank, budget_bytes=budget)
+        return has_room_for_caches(
+            self.dataflow, plan, roles, settings, workload, rank=self.facts.rank, budget_bytes=budget
+        )
 
     def for_forecast(self, plan: ExecutionPlan) -> tuple[ExecutionPlan, MemorySettings]:
         """Return a plan and the settings of memory as callbacks change both."""
@@ -284,18 +274,18 @@ class PoolBuilder:
         Raises:
             GenerationError: for a draft model whose configuration cannot be read.
         """
-        engine = engine_memory(self.module, self.device, self.options.copy_dtype)
+        engine = engine_memory(self.module, self.facts.device, self.options.copy_dtype)
         settings = memory_settings(
             self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes, engine=engine
         )
-        return replace(settings, pushes_weights=self.pushes_weights and self.device.type == "cpu")
+        return replace(settings, pushes_weights=self.pushes_weights and self.facts.device.type == "cpu")
 
     def describe_roles(self) -> dict[str, RoleMemory]:
         """Return role -> its description for estimates. The module keeps it once its models are laid out."""
         kept: dict[str, RoleMemory] | None = vars(self.module).get(_ROLES_ATTRIBUTE)
         if kept is not None and kept.keys() >= set(self.dataflow.roles):
             return kept
-        roles = describe_roles(self.module.roles(), self.tp_plans, max_tp=self.world_size)
+        roles = describe_roles(self.module.roles(), self.tp_plans, max_tp=self.facts.world_size)
         if _POOL_ATTRIBUTE in vars(self.module):
             setattr(self.module, _ROLES_ATTRIBUTE, roles)
         return roles
@@ -321,8 +311,9 @@ class PoolBuilder:
             earlier.require_same(earlier.plan if kept else self.plan(source, specs), self.options)
             return earlier
         plan = self.plan(source, specs)
-        meshes = MeshRegistry(self.device.type)
-        meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
+        meshes = MeshRegistry(self.facts.device.type)
+        num_ranks = self.facts.world_size
+        meshes.create((*plan.layouts, Layout(ParallelDims(dp=num_ranks), tuple(range(num_ranks)))))
         pool = ModelPool(self.dataflow, plan, meshes, self.options)
         for role in self.dataflow.roles:
             if role not in self.sharers:
@@ -343,7 +334,7 @@ class PoolBuilder:
         if found:
             casts = ", ".join(f"{role} ({str(dtype).removeprefix('torch.')})" for role, dtype in found.items())
             rank_zero_info(
-                f"precision={self.precision!r} trains float32 weights, so these were cast: {casts}; set "
+                f"precision={self.facts.precision!r} trains float32 weights, so these were cast: {casts}; set "
                 f"precision='bf16-true' to train bfloat16 weights"
             )
 
@@ -356,7 +347,7 @@ class PoolBuilder:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
         if earlier is not None:  # a sharded model no longer shows its own shapes
             return earlier.specs
-        describe = partial(describe_model, max_tp=self.world_size)
+        describe = partial(describe_model, max_tp=self.facts.world_size)
         specs = {role: describe(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
         return specs | {role: specs[owner] for role, owner in sharers.items() if role in self.dataflow.roles}
 

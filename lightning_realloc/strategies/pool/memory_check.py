@@ -145,7 +145,7 @@ def memory_settings(
     options: PoolOptions, master: torch.dtype, *, optimizer_bytes: int, engine: EngineMemory | None = None
 ) -> MemorySettings:
     """Return the bytes per element of the pool and the engine; ``optimizer_bytes`` are per fp32 weight."""
-    on_cpu = options.device.type == "cpu"
+    on_cpu = options.facts.device.type == "cpu"
     return MemorySettings(
         master_bytes=master.itemsize,
         copy_bytes=options.copy_dtype.itemsize,

@@ -92,14 +92,14 @@ class ModelPool:
         self._frozen[role] = frozenset(n for n, p in model.named_parameters() if trains and not p.requires_grad)
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
         if quantized_layers(model):
-            model.to(self._options.device)  # first, since all replicas share 4-bit weights
+            model.to(self._options.facts.device)  # first, since all replicas share 4-bit weights
         unchanged = self._frozen[role] if role in self.changing_roles else None
         whole = take_weights(model, self._options.home_dtypes(model, unchanged))
         self._blanks[role] = weightless_copy(model)
         self._add_copies(role, home)
         self._home[role] = self._lay_out(role, model, home)
-        if self._options.rank in home.layout:
-            fill_weights(model, home, self._options.rank, whole)
+        if self._options.facts.rank in home.layout:
+            fill_weights(model, home, self._options.facts.rank, whole)
 
     def apply_plan(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Switch to another plan: move weights and optimizer state of every role whose home layout changes.
@@ -160,12 +160,12 @@ class ModelPool:
         if self.plan.call(self.dataflow.home_call(role).name).gradient_checkpointing:
             enable_activation_checkpointing(model)
         tp_plan = self._options.tp_plans.get(role)
-        if self._options.rank in home.layout:
+        if self._options.facts.rank in home.layout:
             policy = self._options.mixed_precision if needs_fsdp(model, home.layout) else None
             parallelize(model, home, self.meshes, mixed_precision=policy, tp_plan=tp_plan)
-            allocate_weights(model, self._options.device)
+            allocate_weights(model, self._options.facts.device)
         else:
-            free_weights(model, self._options.device)
+            free_weights(model, self._options.facts.device)
         return Replica(role, home, model, version=1, frozen_version=1)
 
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
@@ -190,7 +190,7 @@ class ModelPool:
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] != role}
         old = self._home[role]
         blank = undivided_like(self._blanks[role], old)
-        free_weights(blank, self._options.device)
+        free_weights(blank, self._options.facts.device)
         free_quantized_weights(blank, self._blanks[role])
         self._home[role] = Replica(role, old.model_layout, blank)
         self.released.add(role)
@@ -341,7 +341,7 @@ class ModelPool:
 
     def _share(self, home: Replica, target: Replica) -> None:
         """Bind a replica in the home layout to the home replica's storage."""
-        if target.version == 0 and self._options.rank in home.layout:
+        if target.version == 0 and self._options.facts.rank in home.layout:
             bind_tensors(target.model, local_tensors(home.model))
         target.version, target.frozen_version = home.version, home.frozen_version
 

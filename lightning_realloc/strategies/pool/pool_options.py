@@ -1,9 +1,10 @@
-"""Settings of a pool of models: where it runs, dtypes, transport, and how roles share or average weights."""
+"""Facts about a run's ranks, and settings of a pool of models: dtypes, transport, shared and averaged weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,22 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.runtime.transfer.executor import Reallocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """This rank among those of the run; known once the process group has started."""
+
+    rank: int
+    """This process."""
+    world_size: int
+    """Number of processes."""
+    device: torch.device
+    """This rank's device."""
+    cluster: ClusterSpec
+    """Nodes, devices, memory and links."""
+    precision: str
+    """Precision of the Trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +47,8 @@ class MovingAverage:
 class PoolOptions:
     """Settings that do not depend on a role."""
 
-    cluster: ClusterSpec
-    """Nodes and links, from which senders are chosen."""
-    device: torch.device
-    """Device of the weights."""
-    rank: int
-    """This process."""
-    world_size: int
-    """Number of processes."""
+    facts: RunFacts
+    """This rank, and the cluster in which senders are chosen."""
     copy_dtype: torch.dtype
     """Dtype of every replica except home replicas."""
     mixed_precision: MixedPrecisionPolicy | None
@@ -81,11 +92,11 @@ class PoolOptions:
             source,
             held,
             target,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.facts.rank,
+            world_size=self.facts.world_size,
             dtype=dtype or self.copy_dtype,
-            device=self.device,
-            cluster=self.cluster,
+            device=self.facts.device,
+            cluster=self.facts.cluster,
             transport=transport or self.transport,
             target_tensors=target_tensors,
         )
@@ -96,9 +107,10 @@ class PoolOptions:
         Raises:
             ConfigError: naming what differs.
         """
-        for name in ("world_size", "copy_dtype", "mixed_precision", "transport", "tp_plans", "sharers"):
-            ours, theirs = getattr(self, name), getattr(options, name)
+        for path in ("facts.world_size", "copy_dtype", "mixed_precision", "transport", "tp_plans", "sharers"):
+            ours, theirs = map(attrgetter(path), (self, options))
             if ours != theirs:
+                name = path.rpartition(".")[2]
                 raise ConfigError(
                     f"the models were laid out by an earlier Trainer with {name}={ours}, and this one asks for "
                     f"{theirs}; give both the same settings, or build the LightningModule anew"

@@ -49,8 +49,8 @@ class StateMover:
 
 def move_weights(old: Replica, new: Replica, mover: StateMover) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
-    held = local_tensors(old.model) if mover.options.rank in old.layout else {}
-    room = local_tensors(new.model) if mover.options.rank in new.layout else {}
+    held = local_tensors(old.model) if mover.options.facts.rank in old.layout else {}
+    room = local_tensors(new.model) if mover.options.facts.rank in new.layout else {}
     mine = {parameter.dtype for parameter in new.model.parameters()}  # a pipeline stage may lack some
     for dtype in sorted(set().union(*gather_objects(mine)), key=str):
         mover.move(
@@ -83,7 +83,8 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
     reshard(new.model)
     before = {id(parameter): name for name, parameter in old.model.named_parameters()}
     after = dict(new.model.named_parameters())
-    state = {before[id(p)]: values for p, values in optimizer.state.items()} if mover.options.rank in old.layout else {}
+    rank = mover.options.facts.rank
+    state = {before[id(p)]: values for p, values in optimizer.state.items()} if rank in old.layout else {}
     entries = _agree_on_entries(old, state)
     options: dict[str, dict[str, Any]] = {}
     for group, members in zip(optimizer.param_groups, _agree_on_members(optimizer, before), strict=True):
@@ -91,7 +92,7 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
         group["params"] = [after[name] for name in names]
         options |= {name: group for name in names}
     optimizer.state = defaultdict(dict)
-    inside = mover.options.rank in new.layout
+    inside = rank in new.layout
     for key in sorted({key for kept in entries.values() for key in kept}):
         named = {name: kept[key] for name, kept in entries.items() if key in kept}
         if inside:
@@ -105,7 +106,7 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
             chosen = [name for name, entry in tensors.items() if entry.dtype == dtype]
             mover.move(
                 {name: local_tensor(state[name][key]) for name in chosen if name in state}
-                if mover.options.rank in old.layout
+                if rank in old.layout
                 else {},
                 {name: local_tensor(optimizer.state[after[name]][key]) for name in chosen if name in after}
                 if inside

@@ -129,17 +129,17 @@ def prepare_copy(
     """
     model = weightless_copy(blank).eval().requires_grad_(False)
     tp_plan = options.tp_plans.get(role)
-    if options.rank not in target.layout.ranks:
+    if options.facts.rank not in target.layout.ranks:
         return model
     if target.layout.is_sharded:
         take_weights(model, dict.fromkeys(tied_names(model), options.copy_dtype))
         parallelize(model, target, meshes, tp_plan=tp_plan)
-        allocate_weights(model, options.device)
+        allocate_weights(model, options.facts.device)
         return model
     tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
     if target.layout.dims.pp > 1:
-        cut_stage(model, target, options.rank)
-    move_buffers(model, options.device)
+        cut_stage(model, target, options.facts.rank)
+    move_buffers(model, options.facts.device)
     return model
 
 
@@ -157,7 +157,7 @@ def connect_copy(
         options: Settings of the pool.
         is_shared: Whether ranks of a node may read the same memory.
     """
-    inside = options.rank in target.layout.ranks
+    inside = options.facts.rank in target.layout.ranks
     uses_storage = target.layout.is_sharded
     existing = local_tensors(target.model) if inside and uses_storage else {}
 
@@ -165,10 +165,10 @@ def connect_copy(
         if not uses_storage:
             return options.reallocation(source, held, there, transport=None if is_shared else "direct")
         # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
-        room = {name: existing[name] for name in there.names(options.rank)}
+        room = {name: existing[name] for name in there.names(options.facts.rank)}
         return options.reallocation(source, held, there, transport="direct", target_tensors=room)
 
-    held = local_tensors(home.model) if options.rank in home.layout.ranks else {}
+    held = local_tensors(home.model) if options.facts.rank in home.layout.ranks else {}
     weight_copy = WeightCopy.prepare(home.model_layout, held, target.model_layout, frozen, reallocation)
     if inside and not uses_storage:
         bind_tensors(target.model, weight_copy.target_tensors)

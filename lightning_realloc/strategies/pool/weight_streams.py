@@ -40,19 +40,19 @@ class ReplicaStream:
         sent_dtype = min(options.master_dtype, options.copy_dtype, key=lambda dtype: dtype.itemsize)
         # Planned for one node, since a rank that received a piece does not send it on while it generates.
         plan = plan_reallocation(
-            copied.plan.source, copied.plan.target, element_bytes=sent_dtype.itemsize, rank=options.rank
+            copied.plan.source, copied.plan.target, element_bytes=sent_dtype.itemsize, rank=options.facts.rank
         )
         self.role = home.role
         self.version = version
         """Version that this rank's part of the replica holds; on other ranks the one it held first."""
-        self._home, self._world_size = home, options.world_size
+        self._home, self._world_size = home, options.facts.world_size
         self._num_due = self._num_received = 0
         self._sender: VersionSender | None = None
         self._receiver: VersionReceiver | None = None
-        if options.rank in home.layout:
+        if options.facts.rank in home.layout:
             source = local_tensors(home.model)
             self._sender = VersionSender(plan, source, dtype=sent_dtype, group=group, tag=tag)
-        elif options.rank in target.layout:
+        elif options.facts.rank in target.layout:
             filled = copied.target_tensors
             self._receiver = VersionReceiver(plan, filled, dtype=sent_dtype, group=group, tag=tag)
 

@@ -1,7 +1,7 @@
-"""Save, load and export the models of a running strategy, in Lightning's checkpoint hooks.
+"""Save, load and export the models of a running algorithm, in Lightning's checkpoint hooks.
 
-`RoleCheckpoints` serves an algorithm: it collects the parts of a checkpoint from Lightning and from the pool of models.
-`checkpoints.checkpoint` defines the folder. `FileCheckpoints` serves a module without calls: rank 0 writes one file.
+`RoleCheckpoints` collects the parts of a checkpoint from Lightning and from the pool of models.
+`checkpoints.checkpoint` defines the folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.remote_output import folder_problem
 from lightning_realloc.remote_path import RemotePath, as_path
-from lightning_realloc.runtime.messages.objects import gather_on_first
+from lightning_realloc.runtime.messages.objects import broadcast_object, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
 from lightning_realloc.strategies.checkpoints.checkpoint import (
@@ -31,7 +31,6 @@ from lightning_realloc.strategies.checkpoints.checkpoint import (
     TrainedModels,
     random_state,
     read_checkpoint,
-    refuse_folder,
     unsharded_state,
 )
 from lightning_realloc.strategies.checkpoints.checkpoint_writer import require_finite_weights, write_checkpoint
@@ -40,11 +39,7 @@ from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.checkpoints.model_card import make_model_card
 from lightning_realloc.strategies.checkpoints.optimizer_settings import follow_given_rates, stored_settings
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
-from lightning_realloc.strategies.pool.run_policies import RunPolicies
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
-    from lightning_realloc.strategies.realloc import ReallocStrategy
+from lightning_realloc.strategies.placed_roles import PlacedRoles
 
 _log = logging.getLogger(__name__)
 
@@ -54,65 +49,6 @@ _WAITING_BATCH = "waiting_batch"
 """The same in checkpoints of earlier releases, which hold one at most."""
 STALL_WARNING_S = 60.0
 """Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
-
-
-class FileCheckpoints:
-    """Saves and resumes a module without calls, in one file.
-
-    Args:
-        strategy: The running strategy.
-        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
-    """
-
-    def __init__(self, strategy: DataParallelStrategy, *, load_weights_only: bool) -> None:
-        self._strategy = strategy
-        self._load_weights_only = load_weights_only
-
-    def module_state(self) -> dict[str, Any]:
-        """Return the module's state."""
-        return self._strategy.connected_module.state_dict()
-
-    full_state = module_state
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state."""
-        return optimizer.state_dict()
-
-    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None:
-        """Write a checkpoint on rank 0."""
-        if self._strategy.is_global_zero:
-            self._strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def remove(self, filepath: str | Path) -> None:
-        """Remove a checkpoint on rank 0."""
-        if self._strategy.is_global_zero:
-            self._strategy.checkpoint_io.remove_checkpoint(filepath)
-
-    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Raises:
-            CheckpointError: for a folder, since a module without calls has a checkpoint of one file.
-        """
-        path = as_path(checkpoint_path)
-        refuse_folder(path)
-        weights_only = self._load_weights_only if weights_only is None else weights_only
-        return self._strategy.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
-
-    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of all optimizers.
-
-        Raises:
-            CheckpointError: for another number of optimizers than the checkpoint holds.
-        """
-        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
-        if len(optimizers) != len(states):
-            raise CheckpointError(
-                f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers() returned "
-                f"{len(optimizers)}; resume with the optimizers of the run that saved it"
-            )
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,33 +67,29 @@ class RoleCheckpoints:
     """Saves, resumes and exports the models of a pool.
 
     Args:
-        strategy: The running strategy.
+        placed: The models, and this rank.
         optimizers: The optimizers of all roles.
         options: Settings.
     """
 
-    def __init__(self, strategy: ReallocStrategy, optimizers: LightningOptimizers, options: CheckpointOptions) -> None:
-        self._strategy = strategy
+    def __init__(self, placed: PlacedRoles, optimizers: LightningOptimizers, options: CheckpointOptions) -> None:
+        self._placed = placed
         self._optimizers = optimizers
         self._options = options
         self._background = BackgroundSave()
-
-    @property
-    def _module(self) -> Any:
-        return self._strategy.lightning_module
 
     def module_state(self) -> dict[str, Any]:
         """Return the part of the module's state that rank 0 writes; see `unsharded_state`."""
         if self._ended_early():
             return {}
-        return unsharded_state(self._module, self._strategy.pool)
+        return unsharded_state(self._placed.module, self._placed.pool)
 
     def _ended_early(self) -> bool:
         """Return whether the run failed before its models were set up, so that there is nothing to save."""
-        if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
+        if self._placed.module.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
         try:
-            _ = self._strategy.runner
+            _ = self._placed.runner
         except ConfigError:  # there is none yet
             return True
         return False
@@ -180,28 +112,27 @@ class RoleCheckpoints:
             raise ConfigError(
                 "storage_options cannot be used, since no CheckpointIO writes a folder of shards; leave it out"
             )
-        strategy = self._strategy
         if self._ended_early():
             _log.warning("no checkpoint %s: the run failed before its models were set up", filepath)
             return
-        strategy.bring_back()
-        with strategy.runner.collective("save_checkpoint", kind="save"):
+        self._placed.bring_back()
+        with self._placed.runner.collective("save_checkpoint", kind="save"):
             self._save(checkpoint, filepath)
 
     def _save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
-        strategy = self._strategy
-        with warn_if_stalled("save_checkpoint", strategy.global_rank):
-            checkpoint[RANDOM_STATES] = gather_on_first(random_state(strategy.root_device))
-            if waiting := strategy.runner.waiting_state():
+        placed = self._placed
+        with warn_if_stalled("save_checkpoint", placed.facts.rank):
+            checkpoint[RANDOM_STATES] = gather_on_first(random_state(placed.facts.device))
+            if waiting := placed.runner.waiting_state():
                 checkpoint[WAITING_BATCHES] = waiting
-        folder, models = as_path(strategy.broadcast(str(filepath))), self._trained_models()
-        if "optimizer_states" in checkpoint and strategy.pool.dataflow.trained_roles and not models.optimizers:
+        folder, models = as_path(broadcast_object(str(filepath), 0)), self._trained_models()
+        if "optimizer_states" in checkpoint and placed.pool.dataflow.trained_roles and not models.optimizers:
             rank_zero_warn(
                 f"no run can be resumed from {folder}: it holds only weights, since trainer.fit has not trained the "
                 f"current ones; to resume later, save after fit, before evaluating another model or with ckpt_path="
             )
         self._background.finish()
-        state = self._module.trainer.state
+        state = placed.module.trainer.state
         # A save after fit, or because of an exception, may be the last thing that the process does.
         is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         write_checkpoint(
@@ -219,7 +150,7 @@ class RoleCheckpoints:
             ConfigError: for a callback that links to checkpoints before they are written.
             CheckpointError: on every rank, for a folder that cannot be written to.
         """
-        callbacks = self._module.trainer.checkpoint_callbacks
+        callbacks = self._placed.module.trainer.checkpoint_callbacks
         if self._options.in_background and any(
             getattr(callback, "save_last", None) == "link" for callback in callbacks
         ):
@@ -229,9 +160,9 @@ class RoleCheckpoints:
             )
         folders = [path for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
         problem = None
-        if self._strategy.is_global_zero:
+        if self._placed.facts.rank == 0:
             problem = next(filter(None, map(folder_problem, map(as_path, folders))), None)
-        problem = self._strategy.broadcast(problem)
+        problem = broadcast_object(problem, 0)
         if problem is not None:
             raise CheckpointError(f"ModelCheckpoint: {problem}")
 
@@ -249,7 +180,7 @@ class RoleCheckpoints:
 
     def remove(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once the one that replaces it is complete; see `remove_checkpoint`."""
-        if self._strategy.is_global_zero:
+        if self._placed.facts.rank == 0:
             self._background.after_completion(lambda: remove_checkpoint(as_path(filepath)))
 
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -258,47 +189,44 @@ class RoleCheckpoints:
         Raises:
             CheckpointError: if it is not a checkpoint of this strategy, or is one of other models.
         """
-        strategy = self._strategy
+        placed, trainer = self._placed, self._placed.module.trainer
         # Lightning drops the argument of fit(weights_only=...) for strategies that restore after setup.
         weights_only = self._options.load_weights_only if weights_only is None else weights_only
-        strategy.bring_back()
+        placed.bring_back()
         self._background.finish()
-        trainer = self._module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         found = as_path(checkpoint_path)
-        if is_fitting and strategy.is_global_zero and isinstance(found, Path):
+        if is_fitting and placed.facts.rank == 0 and isinstance(found, Path):
             found = finish_replacement(found)
-        folder = as_path(strategy.broadcast(str(found)))
+        folder = as_path(broadcast_object(str(found), 0))
         averaged = frozenset[str]()
         if not is_fitting:
-            strategy.optimizers = []  # their state belongs to the replaced weights
-            policies = RunPolicies.from_callbacks(trainer.callbacks)
-            averaged = policies.evaluated_averages(strategy.pool.dataflow.trained_roles)
+            self._optimizers.forget()  # their state belongs to the replaced weights
+            averaged = placed.policies.evaluated_averages(placed.pool.dataflow.trained_roles)
         checkpoint = read_checkpoint(
             folder,
             self._trained_models(),
             weights_only=weights_only,
-            device=strategy.root_device,
             resuming=is_fitting,
             averages_of=averaged,
         )
         if is_fitting:
-            follow_given_rates(checkpoint, [config.scheduler.optimizer for config in strategy.lr_scheduler_configs])
-            strategy.runner.restore(waiting_batches(checkpoint))
+            follow_given_rates(checkpoint, [config.scheduler.optimizer for config in self._optimizers.schedules])
+            placed.runner.restore(waiting_batches(checkpoint))
         return checkpoint
 
     def save_huggingface(
         self, role: str, folder: str | Path | RemotePath, *, dtype: str | torch.dtype | None, merge: bool
     ) -> None:
         """See `ReallocStrategy.save_huggingface`."""
-        strategy, models, parsed = self._strategy, self._trained_models(), hf_folder.parse_dtype(dtype)
-        pool, place = strategy.pool, as_path(folder)
+        placed, models, parsed = self._placed, self._trained_models(), hf_folder.parse_dtype(dtype)
+        pool, place = placed.pool, as_path(folder)
         names = None if merge else pool.saved_parameters(role, include_frozen=False)
         name = "save_huggingface"
-        with strategy.runner.collective(name, kind="save"), warn_if_stalled(name, strategy.global_rank):
-            strategy.bring_back()
+        with placed.runner.collective(name, kind="save"), warn_if_stalled(name, placed.facts.rank):
+            placed.bring_back()
             if role in pool.changing_roles:
-                require_finite_weights(pool, role, strategy.global_rank, place)
+                require_finite_weights(pool, role, placed.facts.rank, place)
             weights = self.full_weights(role, names)
         models.run_on_first_rank(
             lambda: hf_folder.write_running_model(
@@ -309,14 +237,13 @@ class RoleCheckpoints:
     def check_huggingface(self, role: str, *, dtype: str | torch.dtype | None) -> None:
         """Raise the errors that `save_huggingface` would raise before it gathers anything."""
         hf_folder.parse_dtype(dtype)
-        hf_folder.import_model_class(hf_folder.class_path(self._strategy.pool.home(role).model), role)
+        hf_folder.import_model_class(hf_folder.class_path(self._placed.pool.home(role).model), role)
 
     def full_weights(self, role: str, names: Set[str] | None = None) -> dict[str, Tensor]:
         """Return a role's full weights on rank 0, {} elsewhere; ``names=None`` means all. Collective over all ranks."""
-        strategy = self._strategy
-        strategy.bring_back()
-        home = strategy.pool.home(role)
-        return gather_weights(home, strategy.global_rank, strategy.world_size, strategy.root_device, names=names)
+        facts = self._placed.facts
+        self._placed.bring_back()
+        return gather_weights(self._placed.pool.home(role), facts.rank, facts.world_size, facts.device, names=names)
 
     def check_release(self, role: str) -> None:
         """Raise ConfigError where a role's weights are needed after its last call."""
@@ -328,25 +255,23 @@ class RoleCheckpoints:
 
     def full_state(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""
-        state, pool = self.module_state(), self._strategy.pool
+        state, pool = self.module_state(), self._placed.pool
         for role in (role for role in pool.roles if role not in pool.released):
             state |= {f"{role}.{name}": tensor.cpu() for name, tensor in self.full_weights(role).items()}
         return state
 
     def _trained_models(self) -> TrainedModels:
-        strategy, module = self._strategy, self._module
+        module = self._placed.module
         try:
             tokenizer = module.tokenizer
         except (AttributeError, ConfigError):  # models that are given as modules may have no tokenizer
             tokenizer = None
         return TrainedModels(
-            pool=strategy.pool,
+            pool=self._placed.pool,
             algorithm=type(module).__name__,
             optimizers=self._optimizers.by_role(),
             tokenizer=tokenizer,
-            rank=strategy.global_rank,
-            world_size=strategy.world_size,
-            broadcast=strategy.broadcast,
+            facts=self._placed.facts,
             card_of=lambda role: make_model_card(module.trainer, module, role, title=role, is_adapter=False),
         )
 

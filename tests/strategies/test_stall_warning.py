@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from lightning_realloc.strategies.lightning import checkpoint_hooks
-from lightning_realloc.strategies.lightning.checkpoint_hooks import warn_if_stalled
+from lightning_realloc.strategies import role_checkpoints
+from lightning_realloc.strategies.role_checkpoints import warn_if_stalled
 
 
 def test_a_rank_that_waits_long_names_the_method_that_all_ranks_must_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint_hooks, "STALL_WARNING_S", 0.05)
+    monkeypatch.setattr(role_checkpoints, "STALL_WARNING_S", 0.05)
     give_up_at = time.monotonic() + 10
     with caplog.at_level(logging.WARNING), warn_if_stalled("save_checkpoint", 2):
         while not caplog.messages and time.monotonic() < give_up_at:
@@ -25,7 +25,7 @@ def test_a_rank_that_waits_long_names_the_method_that_all_ranks_must_call(
 
 
 def test_a_short_wait_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(checkpoint_hooks, "STALL_WARNING_S", 0.1)
+    monkeypatch.setattr(role_checkpoints, "STALL_WARNING_S", 0.1)
     with pytest.raises(KeyError), warn_if_stalled("save_checkpoint", 0):
         raise KeyError("x")
     time.sleep(0.2)
