@@ -30,7 +30,7 @@ from lightning_realloc import (
     TrainOptions,
 )
 from lightning_realloc.algorithms.base.generation_options import FreeCache
-from lightning_realloc.callbacks.phase import realloc_strategy
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.memory.parts import Workload
@@ -61,14 +61,14 @@ class IterationClock(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Start the clock."""
         self._setting.synchronize()
-        self._before = dict(realloc_strategy(trainer).runner.seconds)
+        self._before = dict(run_view(trainer).runner.seconds)
         self._begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Keep the seconds."""
         self._setting.synchronize()
         self.iterations.append(time.perf_counter() - self._begin)
-        after = realloc_strategy(trainer).runner.seconds
+        after = run_view(trainer).runner.seconds
         self.calls.append({call: spent - self._before.get(call, 0.0) for call, spent in after.items()})
 
 

@@ -22,6 +22,7 @@ from lightning_realloc.callbacks.iteration_clock import (
     gather_measurements,
 )
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.callbacks.tuning_report import Measured, comparison_table, describe_outcome
 from lightning_realloc.callbacks.tuning_resume import plan_ranks, reason_not_to_resume, tuning_settings
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
@@ -161,31 +162,31 @@ class AutoTuner(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start tuning, or continue from a checkpoint."""
-        strategy: Any = trainer.strategy
+        run = run_view(trainer)
         try:
-            strategy.plan_evaluator([Lengths((1,), (1,))])
+            run.plan_evaluator([Lengths((1,), (1,))])
         except PlanError as error:
             raise ConfigError(f"AutoTuner cannot estimate a plan's time: {error}; or remove the callback") from error
         self._reset()
-        self._settings = tuning_settings(strategy)
+        self._settings = tuning_settings(trainer)
         restored, self._restored = self._restored, None
-        problem = None if restored is None else reason_not_to_resume(restored, strategy)
+        problem = None if restored is None else reason_not_to_resume(restored, trainer)
         if problem is not None:
             rank_zero_info(f"AutoTuner starts from scratch: {problem}")
         if restored is None or problem is not None:
             self._began_at = trainer.global_step
-            self._tuner = Tuner(strategy.plan, self.settings, self._num_iterations(trainer))
+            self._tuner = Tuner(run.pool.plan, self.settings, self._num_iterations(trainer))
         else:
             self._resume(trainer, restored)
         self._act(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        self._clock.start(trainer.strategy)
+        self._clock.start(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Record an iteration, and carry out the tuner's next actions."""
-        timed, action = self._clock.stop(trainer.strategy), self.tuner.action
+        timed, action = self._clock.stop(trainer), self.tuner.action
         if timed is None:
             return
         if isinstance(action, Measure):
@@ -233,9 +234,9 @@ class AutoTuner(Callback):
 
     def _resume(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Install the committed plan, or, if a tuning was in progress, the best measured one."""
-        strategy: Any = trainer.strategy
+        run = run_view(trainer)
         self._began_at = state["began_at"]
-        self._tuner = Tuner(strategy.plan, self.settings, self._num_iterations(trainer))
+        self._tuner = Tuner(run.pool.plan, self.settings, self._num_iterations(trainer))
         self._tuner.load_state_dict(state["tuner"])
         if state["tuner"]["phase"] == "trial":
             rank_zero_info(
@@ -244,11 +245,11 @@ class AutoTuner(Callback):
         self._tuner.done = trainer.global_step - self._began_at  # also counts iterations of an interrupted window
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
-            profile = strategy.profile(lengths, cache=self._cache, seconds=0.0)  # from the cache only
-            self._evaluator = strategy.plan_evaluator(lengths, profile)
+            profile = run.profile(lengths, cache=self._cache, seconds=0.0)  # from the cache only
+            self._evaluator = run.plan_evaluator(lengths, profile)
             plan = ExecutionPlan.from_mapping(state["yardstick"]["plan"])
             self._work_unit = WorkUnit(self._evaluator, plan, lengths)
-        strategy.set_plan(self._tuner.current)
+        run.set_plan(self._tuner.current)
 
     @property
     def _cache(self) -> Path | None:
@@ -272,18 +273,16 @@ class AutoTuner(Callback):
 
     def _report(self, trainer: Trainer, action: Measure) -> None:
         """Report the requested iterations to the tuner."""
-        strategy: Any = trainer.strategy
+        run = run_view(trainer)
         lengths = [one.lengths for one in self._iterations]
-        seconds, measured = gather_measurements(
-            self._iterations, skip=action.skip, peak_bytes=_take_cuda_peak(strategy)
-        )
+        seconds, measured = gather_measurements(self._iterations, skip=action.skip, peak_bytes=_take_cuda_peak(trainer))
         self._iterations.clear()
         if self.tuner.phase == "profile":
             self._profiled_lengths = [*self._profiled_lengths, *lengths]
         budget_s = self.settings.budget_s(self.tuner.num_iterations, median(seconds))
         if self._work_unit is None and budget_s >= MIN_BUDGET_S:
             begin = time.perf_counter()
-            self._work_unit = WorkUnit(strategy.plan_evaluator(lengths), strategy.plan, lengths)
+            self._work_unit = WorkUnit(run.plan_evaluator(lengths), run.pool.plan, lengths)
             self._profile_s = max(gather_objects(time.perf_counter() - begin))
         self._measured[self.tuner.current] = measured
         works = [1.0 if self._work_unit is None else self._work_unit.work(made) for made in lengths]
@@ -291,21 +290,21 @@ class AutoTuner(Callback):
 
     def _search(self, trainer: Trainer, action: Search) -> None:
         """Measure passes if the time suffices; search on rank 0 and broadcast the plans."""
-        strategy: Any = trainer.strategy
+        run = run_view(trainer)
         begin = time.perf_counter()
-        with strategy.runner.record.during("measuring passes"):
-            profile = strategy.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
-        self._evaluator = strategy.plan_evaluator(self._profiled_lengths, profile)
+        with run.runner.record.during("measuring passes"):
+            profile = run.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
+        self._evaluator = run.plan_evaluator(self._profiled_lengths, profile)
         self._profiled_lengths.clear()
         self.has_profile = profile is not None
-        answer: tuple[list[Candidate], float | None, str] | None = None
+        answer: Any = None  # candidates, seconds predicted for the plan in use, and a problem
         if trainer.is_global_zero:
             try:
-                with strategy.runner.record.during("plan search"):
+                with run.runner.record.during("plan search"):
                     answer = (*self._propose(action.seconds), "")
             except ReallocError as error:
                 answer = [], None, f"the search found nothing: {error}"
-        candidates, predicted, problem = strategy.broadcast(answer, 0)
+        candidates, predicted, problem = trainer.strategy.broadcast(answer, 0)
         duration = max(gather_objects(time.perf_counter() - begin + self._profile_s))
         self._profile_s = 0.0
         self.tuner.searched(candidates, predicted_start_s=predicted, seconds=duration, problem=problem)
@@ -319,18 +318,18 @@ class AutoTuner(Callback):
 
     def _switch(self, trainer: Trainer, action: Switch) -> None:
         """Install a plan; if a trial's plan cannot be installed, restore the previous one."""
-        strategy: Any = trainer.strategy
+        run = run_view(trainer)
         begin, problem = time.perf_counter(), None
         try:
-            strategy.set_plan(action.plan)
+            run.set_plan(action.plan)
         except (PlanError, LayoutError) as error:  # raised on every rank
             if not action.is_trial:
                 raise
             problem = error
-            strategy.set_plan(self.tuner.current)
+            run.set_plan(self.tuner.current)
         seconds = max(gather_objects(time.perf_counter() - begin))
         if problem is None:
-            _take_cuda_peak(strategy)
+            _take_cuda_peak(trainer)
             self.tuner.switched(seconds)
         else:
             rank_zero_warn(f"AutoTuner skips a plan that cannot be used: {problem}")
@@ -388,6 +387,6 @@ class AutoTuner(Callback):
             rank_zero_warn(f"AutoTuner could not write its plan to {path}: {error}; the run continues with this plan")
 
 
-def _take_cuda_peak(strategy: Any) -> int | None:
+def _take_cuda_peak(trainer: Trainer) -> int | None:
     """Return this rank's peak CUDA bytes since the last call; None on CPU, where libraries count as well."""
-    return strategy.runner.peak_memory.take("tuner") if strategy.root_device.type == "cuda" else None
+    return run_view(trainer).runner.peak_memory.take("tuner") if trainer.strategy.root_device.type == "cuda" else None

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_realloc.callbacks.phase import realloc_strategy
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.pool.weight_averages import AveragingPolicy, ReplacedWeights
 
@@ -75,14 +75,14 @@ class EMA(AveragingPolicy, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the roles are trained, and register hooks for optimizer steps."""
-        trained = realloc_strategy(trainer).pool.dataflow.trained_roles
+        trained = run_view(trainer).pool.dataflow.trained_roles
         unknown = sorted(set(self.roles or ()) - set(trained))
         if unknown:
             raise ConfigError(f"EMA(roles=...) names {', '.join(unknown)}; name trained roles: {', '.join(trained)}")
         self._stepped.clear()
         self._fitted = pl_module
         for role in self._roles(trainer):
-            optimizer = realloc_strategy(trainer).optimizer_of(role)
+            optimizer = run_view(trainer).averages.optimizer_of(role)
             optimizer.register_step_post_hook(lambda *_, role=role: self._stepped.add(role))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -91,7 +91,7 @@ class EMA(AveragingPolicy, Callback):
         if steps < 0 or steps % self.every_n_steps:
             return
         for role in self._roles(trainer):
-            realloc_strategy(trainer).averages.update(role, self.decay, may_begin=role in self._stepped)
+            run_view(trainer).averages.update(role, self.decay, may_begin=role in self._stepped)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace weights by averages, except for a checkpoint, whose averages were loaded instead of its weights."""
@@ -100,12 +100,12 @@ class EMA(AveragingPolicy, Callback):
             self._fitted = None  # the module now holds the checkpoint, to which the averages do not belong
         if self.validate and (is_fitting or pl_module is self._fitted):
             for role in self._roles(trainer):
-                self._stored_weights[role] = realloc_strategy(trainer).averages.replace_weights(role)
+                self._stored_weights[role] = run_view(trainer).averages.replace_weights(role)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the weights."""
         for role in tuple(self._stored_weights):
-            realloc_strategy(trainer).averages.restore(self._stored_weights.pop(role))
+            run_view(trainer).averages.restore(self._stored_weights.pop(role))
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
@@ -115,4 +115,4 @@ class EMA(AveragingPolicy, Callback):
         self.on_validation_epoch_end(trainer, pl_module)
 
     def _roles(self, trainer: Trainer) -> tuple[str, ...]:
-        return self.roles or realloc_strategy(trainer).pool.dataflow.trained_roles
+        return self.roles or run_view(trainer).pool.dataflow.trained_roles

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.ema import EMA
-from lightning_realloc.callbacks.phase import realloc_strategy
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.remote_output import folder_problem
 from lightning_realloc.remote_path import AnyPath, as_path, expand_home
@@ -121,7 +121,7 @@ class SaveHuggingFace(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before the first step that the role, the folder and the repository can be written."""
-        realloc_strategy(trainer).check_huggingface(self._role_of(trainer), dtype=self.dtype)
+        run_view(trainer).check_huggingface(self._role_of(trainer), dtype=self.dtype)
         problem = trainer.strategy.broadcast(folder_problem(self.dirpath) if trainer.is_global_zero else None)
         if problem is not None:
             raise CheckpointError(f"SaveHuggingFace: {problem}")
@@ -161,7 +161,7 @@ class SaveHuggingFace(Callback):
         Raises:
             ConfigError: for an unknown role, or if several roles are trained and none is an actor.
         """
-        flow = realloc_strategy(trainer).dataflow
+        flow = run_view(trainer).dataflow
         if flow is None:
             return self.role or _DEFAULT_ROLE
         roles, trained = flow.roles, flow.trained_roles
@@ -194,10 +194,9 @@ class SaveHuggingFace(Callback):
         return (self.at_end and theirs == mine) or (at_steps and is_of_step)
 
     def _write(self, trainer: Trainer, module: LightningModule, folder: AnyPath) -> None:
-        strategy: Any = trainer.strategy
-        role = self._role_of(trainer)
-        with strategy.averages.in_place_of_weights(role) if self.averaged else nullcontext():
-            strategy.save_huggingface(role, folder, dtype=self.dtype, merge=self.merge)
+        run, role = run_view(trainer), self._role_of(trainer)
+        with run.averages.in_place_of_weights(role) if self.averaged else nullcontext():
+            run.save_huggingface(role, folder, dtype=self.dtype, merge=self.merge)
         if self.model_card:
             _run_on_rank_zero(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from lightning.pytorch import Trainer
+
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.callbacks.tuning_report import Measured
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.messages.objects import gather_objects
@@ -33,13 +35,13 @@ class IterationClock:
         self._steps = 0
         self._calls: dict[str, float] = {}
 
-    def start(self, strategy: Any) -> None:
+    def start(self, trainer: Trainer) -> None:
         """Start the clock before an iteration."""
-        self._steps = strategy.iteration
-        self._calls = dict(strategy.runner.seconds)
+        self._steps = trainer.global_step
+        self._calls = dict(run_view(trainer).runner.seconds)
         self._begin = time.perf_counter()
 
-    def stop(self, strategy: Any) -> TimedIteration | None:
+    def stop(self, trainer: Trainer) -> TimedIteration | None:
         """Return the iteration's measurements; None if it took no optimizer step, as when dynamic sampling lacks
             groups.
 
@@ -48,17 +50,17 @@ class IterationClock:
         Raises:
             ConfigError: for a module that runs its calls itself.
         """
-        seconds = time.perf_counter() - self._begin
-        if strategy.iteration == self._steps:
+        seconds, run = time.perf_counter() - self._begin, run_view(trainer)
+        if trainer.global_step == self._steps:
             return None
-        if strategy.lengths is None:
+        if run.lengths is None:
             raise ConfigError(
                 f"AutoTuner needs iterations whose calls the strategy runs, with prompt_ids and response_ids; "
-                f"{type(strategy.lightning_module).__name__} has none: keep its inherited training_step, or remove the "
+                f"{type(trainer.lightning_module).__name__} has none: keep its inherited training_step, or remove the "
                 f"callback"
             )
-        calls = {name: total - self._calls.get(name, 0.0) for name, total in strategy.runner.seconds.items()}
-        return TimedIteration(seconds, strategy.lengths, calls)
+        calls = {name: total - self._calls.get(name, 0.0) for name, total in run.runner.seconds.items()}
+        return TimedIteration(seconds, run.lengths, calls)
 
 
 def gather_measurements(

@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy
+from lightning_realloc.callbacks.phase import PhaseCallback
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.runtime.measure.memory_stats import MemoryMeter, memory_meter
 
 
@@ -34,7 +35,7 @@ class MemoryMonitor(PhaseCallback):
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Start measuring an iteration."""
         if self._meter is None:
-            self._meter = memory_meter(realloc_strategy(trainer).runner.peak_memory)
+            self._meter = memory_meter(run_view(trainer).runner.peak_memory)
         self._meter.start()
         self._is_running = True
 
@@ -57,7 +58,7 @@ class MemoryMonitor(PhaseCallback):
     def _record_peak(self, peaks: dict[str, int], trainer: Trainer, phase: str) -> None:
         if self._meter is None or not self._is_running:
             return  # a sanity check or an evaluation
-        shared = realloc_strategy(trainer).pool.shared_bytes
+        shared = run_view(trainer).pool.shared_bytes
         peaks[phase] = max(peaks.get(phase, 0), self._meter.take_peak() + shared)
 
     def _stop(self) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.realloc import ReallocStrategy
 
 
 class PhaseCallback(Callback):
@@ -35,8 +30,3 @@ class PhaseCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
     ) -> None:
         """Called on every rank after weights were moved for the call ``phase``."""
-
-
-def realloc_strategy(trainer: Trainer) -> ReallocStrategy:
-    """Return the Trainer's strategy, which callbacks of this package require to be ``"realloc"``."""
-    return cast("ReallocStrategy", trainer.strategy)

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
-from lightning_realloc.callbacks.phase import realloc_strategy
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_output import folder_problem
 from lightning_realloc.remote_path import as_path
@@ -76,16 +76,16 @@ class RolloutTable(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Request samples if the iteration is due."""
-        strategy: Any = trainer.strategy
+        run = run_view(trainer)
         is_due = trainer.global_step == 0 or (trainer.global_step + 1) % self.every_n_steps == 0
-        strategy.num_shown, strategy.shown = (self.num_samples if is_due else 0), ()
+        run.num_shown, run.shown = (self.num_samples if is_due else 0), ()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Write the requested samples, possibly one iteration later."""
         if not trainer.is_global_zero:
             return
         sample_rows: Any = pl_module.sample_rows
-        rows = [row for samples in realloc_strategy(trainer).shown for row in sample_rows(samples)]
+        rows = [row for samples in run_view(trainer).shown for row in sample_rows(samples)]
         if rows:  # empty if all responses wait for the next iteration
             self._write(trainer, rows)
 

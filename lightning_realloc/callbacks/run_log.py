@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_realloc.callbacks.phase import realloc_strategy
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.trainers import planned_iterations
 
@@ -133,7 +133,7 @@ class RunLog(Callback):
         since, self._paused_until = self._paused_until, time.monotonic()
         if self._bar is None or getattr(trainer.strategy, "dataflow", None) is None:
             return
-        for activity in realloc_strategy(trainer).runner.record.latest():
+        for activity in run_view(trainer).runner.record.latest():
             is_pause = activity.depth == 0 and activity.kind in ("save", "other") and activity.began_at >= since
             if is_pause and activity.elapsed(self._paused_until) >= MIN_SECONDS_OF_PAUSE:
                 _log(trainer, f"{activity.name} {activity.elapsed(self._paused_until):.1f}s")

@@ -17,7 +17,8 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, shows_pictures
-from lightning_realloc.callbacks.phase import PhaseCallback, realloc_strategy
+from lightning_realloc.callbacks.phase import PhaseCallback
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.recording.events import (
     DATA_SHEETS,
@@ -129,7 +130,7 @@ class Timeline(PhaseCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the files of the record. Collective over all ranks."""
-        strategy = realloc_strategy(trainer)
+        run, strategy = run_view(trainer), trainer.strategy
         folder = self.folder or _default_folder(trainer)
         self._record_folder = folder
         if trainer.is_global_zero:  # all times are of its clock: hosts may differ
@@ -138,7 +139,7 @@ class Timeline(PhaseCallback):
         ranks = gather_objects((_device_name(strategy.root_device), socket.gethostname(), self._now(), shows_images))
         *_, unix_s, self._logs_images = ranks[0]  # other ranks may have other loggers
         strategy.barrier("timeline")  # ranks leave it together: the zero of all clocks
-        self._recorder = RankRecorder(folder / rank_file(trainer.global_rank), strategy.runner.record, time.monotonic())
+        self._recorder = RankRecorder(folder / rank_file(trainer.global_rank), run.runner.record, time.monotonic())
         self._recorder.write_header(step=trainer.global_step, unix_s=unix_s, baseline_bytes=self._baseline_bytes)
         self._plan, self._num_iterations = None, 0
         self._energy = EnergyMeter.for_device(strategy.root_device)
@@ -153,26 +154,26 @@ class Timeline(PhaseCallback):
                 devices=tuple(device for device, *_ in ranks),
                 hosts=tuple(host for _, host, *_ in ranks),
                 precision=str(strategy.precision_plugin.precision),
-                roles={name: strategy.pool.specs[name].num_elements for name in strategy.pool.roles},
+                roles={name: run.pool.specs[name].num_elements for name in run.pool.roles},
             )
             self._write(started)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Record a change of plans."""
-        strategy = realloc_strategy(trainer)
-        if strategy.plan != self._plan:
-            self._plan, self._num_under_plan = strategy.plan, 0
+        plan = run_view(trainer).pool.plan
+        if plan != self._plan:
+            self._plan, self._num_under_plan = plan, 0
             self._write(PlanInstalled(step=trainer.global_step, plan=self._plan.to_mapping()))
 
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         """Begin the peak memory of a call."""
         if self._recorder is not None:
-            realloc_strategy(trainer).runner.peak_memory.take(_READER)
+            run_view(trainer).runner.peak_memory.take(_READER)
 
     def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         """Record the peak memory of a call."""
         if self._recorder is not None:
-            peak = realloc_strategy(trainer).runner.peak_memory.take(_READER)
+            peak = run_view(trainer).runner.peak_memory.take(_READER)
             if peak is not None:
                 self._recorder.record_peak(phase, peak)
 
@@ -268,22 +269,23 @@ class Timeline(PhaseCallback):
     # ---- predictions
     def _predict(self, trainer: Trainer) -> None:
         """Record the prediction for the plan in use. Collective over all ranks."""
-        strategy = realloc_strategy(trainer)
-        if strategy.lengths is None:
+        run = run_view(trainer)
+        if run.lengths is None:
             return
         tuner = next((one for one in trainer_callbacks(trainer) if isinstance(one, AutoTuner)), None)
         try:
             evaluator = tuner.evaluator if tuner is not None else None
-            evaluator = evaluator or strategy.plan_evaluator([strategy.lengths])
+            evaluator = evaluator or run.plan_evaluator([run.lengths])
             source = MEASURED_PASSES if tuner is not None and tuner.has_profile else DATA_SHEETS
             if trainer.is_global_zero:
-                self._write(_prediction(evaluator, strategy, trainer, source))
+                self._write(_prediction(evaluator, trainer, source))
         except ReallocError as error:  # on every rank: a model without a decoder's shape, for instance
             log.debug("no prediction of this plan: %s", error)
 
 
-def _prediction(evaluator: PlanEvaluator, strategy: Any, trainer: Trainer, source: str) -> PlanPredicted:
-    plan, settings = strategy.plan, evaluator.settings.with_kept_caches(strategy.runner.engines.keeps_caches)
+def _prediction(evaluator: PlanEvaluator, trainer: Trainer, source: str) -> PlanPredicted:
+    run = run_view(trainer)
+    plan, settings = run.pool.plan, evaluator.settings.with_kept_caches(run.runner.engines.keeps_caches)
     simulated = simulate(
         evaluator.dataflow,
         plan,

@@ -235,12 +235,22 @@ def test_a_run_that_is_too_short_is_left_alone(workers: WorkerPool, tmp_path: Pa
 # ---- resuming from a checkpoint
 @dataclass
 class Runs:
-    """Stand-in with the strategy's attributes that decide whether a checkpoint's tuning continues."""
+    """Stand-in for a Trainer, its strategy and its pool, by what decides whether a checkpoint's tuning continues."""
 
     plan: ExecutionPlan
     world_size: int
     lightning_module: Any
     generation_chunks: int = 1
+
+    @property
+    def strategy(self) -> Runs:
+        """The strategy."""
+        return self
+
+    @property
+    def pool(self) -> Runs:
+        """The pool, with the plan in use."""
+        return self
 
 
 def test_tuning_does_not_continue_from_a_checkpoint_of_another_run() -> None:
@@ -317,12 +327,17 @@ def test_an_iteration_is_timed_by_the_rate_that_is_logged_after_the_next_one() -
 
 @dataclass
 class Stepping:
-    """Stand-in for a strategy: steps, lengths, and itself as the runner of calls."""
+    """Stand-in for a Trainer: steps, lengths, and itself as the strategy and the runner of calls."""
 
-    iteration: int = 0
+    global_step: int = 0
     lengths: Lengths | None = None
     lightning_module: object = None
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> Stepping:
+        """Strategy with the lengths of the latest iteration."""
+        return self
 
     @property
     def runner(self) -> Stepping:
@@ -331,21 +346,21 @@ class Stepping:
 
 
 def test_a_batch_without_a_step_is_not_timed() -> None:
-    clock, strategy = IterationClock(), Stepping()
-    clock.start(strategy)
-    strategy.seconds["actor.generate"] = 2.0  # dynamic sampling found too few groups
-    assert clock.stop(strategy) is None
-    clock.start(strategy)
-    strategy.seconds |= {"actor.generate": 3.0, "actor.train": 0.5}
-    strategy.iteration, strategy.lengths = 1, Lengths((5,), (5,))
-    timed = clock.stop(strategy)
+    clock, trainer = IterationClock(), Stepping()
+    clock.start(trainer)
+    trainer.seconds["actor.generate"] = 2.0  # dynamic sampling found too few groups
+    assert clock.stop(trainer) is None
+    clock.start(trainer)
+    trainer.seconds |= {"actor.generate": 3.0, "actor.train": 0.5}
+    trainer.global_step, trainer.lengths = 1, Lengths((5,), (5,))
+    timed = clock.stop(trainer)
     assert timed is not None and timed.lengths == Lengths((5,), (5,))
     assert timed.calls == {"actor.generate": 1.0, "actor.train": 0.5}
-    strategy.lengths = None
-    clock.start(strategy)
-    strategy.iteration = 2
+    trainer.lengths = None
+    clock.start(trainer)
+    trainer.global_step = 2
     with pytest.raises(ConfigError, match=r"NoneType has none: keep its inherited training_step"):
-        clock.stop(strategy)
+        clock.stop(trainer)
 
 
 # ---- errors

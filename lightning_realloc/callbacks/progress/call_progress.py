@@ -13,9 +13,9 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
-from lightning_realloc.callbacks.phase import realloc_strategy
 from lightning_realloc.callbacks.progress.bars import TextInBar, add_text, find_bar, has_bars
 from lightning_realloc.callbacks.run_log import can_draw_bars
+from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.runtime.messages.flight_record import BEFORE, BETWEEN, Activity, FlightRecord
 
 UPDATE_S, RICH_UPDATE_S = 0.5, 1.0
@@ -46,7 +46,7 @@ class CallProgress(Callback):
         """Start to show progress, unless there is no bar for it, or it is shown already."""
         has_calls = getattr(trainer.strategy, "dataflow", None) is not None
         if self._painter is None and has_calls and trainer.is_global_zero and has_bars(trainer) and can_draw_bars():
-            record = realloc_strategy(trainer).runner.record
+            record = run_view(trainer).runner.record
             is_slow = _IS_INTERACTIVE or isinstance(trainer.progress_bar_callback, RichProgressBar)
             interval_s = self.interval_s or (RICH_UPDATE_S if is_slow else UPDATE_S)
             self._painter = _Painter(trainer, ActivityText(record), interval_s)

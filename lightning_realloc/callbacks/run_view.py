@@ -1,0 +1,57 @@
+"""Protocol of a running algorithm as callbacks see it; ``ReallocStrategy`` is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.strategies.calls.call_runner import CallRunner
+from lightning_realloc.strategies.measure.profiling import Profile
+from lightning_realloc.strategies.pool.builder import PlanSource
+from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.weight_averages import WeightAverages
+from lightning_realloc.tuning.candidates import PlanEvaluator
+from lightning_realloc.tuning.shapes.lengths import Lengths
+
+
+class RunView(Protocol):
+    """Models, calls and results of a run. ``ReallocStrategy`` documents the members."""
+
+    num_shown: int
+    shown: tuple[Samples, ...]
+    lengths: Lengths | None
+
+    @property
+    def dataflow(self) -> Dataflow | None: ...
+    @property
+    def pool(self) -> ModelPool: ...
+    @property
+    def runner(self) -> CallRunner: ...
+    @property
+    def averages(self) -> WeightAverages: ...
+    @property
+    def max_staleness(self) -> int: ...
+    @property
+    def generation_chunks(self) -> int: ...
+    def profile(
+        self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float = math.inf
+    ) -> Profile | None: ...
+    def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> PlanEvaluator: ...
+    def set_plan(self, plan: PlanSource) -> None: ...
+    def check_huggingface(self, role: str, *, dtype: str | torch.dtype | None = None) -> None: ...
+    def save_huggingface(
+        self, role: str, folder: str | AnyPath, *, dtype: str | torch.dtype | None = None, merge: bool = False
+    ) -> None: ...
+
+
+def run_view(trainer: Trainer) -> RunView:
+    """Return the run of a Trainer, whose strategy callbacks of this package require to be ``"realloc"``."""
+    return cast(RunView, trainer.strategy)
