@@ -14,7 +14,6 @@ from lightning_realloc.version import __version__ as __version__
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
-    from lightning_realloc.algorithms.base.accuracy import Accuracy as Accuracy
     from lightning_realloc.algorithms.base.calls import compute as compute
     from lightning_realloc.algorithms.base.calls import generate as generate
     from lightning_realloc.algorithms.base.calls import infer as infer
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.remax import ReMax as ReMax
     from lightning_realloc.algorithms.reward_model import RewardModel as RewardModel
     from lightning_realloc.algorithms.rloo import RLOO as RLOO
+    from lightning_realloc.algorithms.rollout.accuracy import Accuracy as Accuracy
     from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
     from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient as PolicyGradient
     from lightning_realloc.algorithms.sft import SFT as SFT
@@ -138,7 +138,7 @@ _HOMES = {
     "generate": "algorithms.base.calls",
     "infer": "algorithms.base.calls",
     "train": "algorithms.base.calls",
-    "Accuracy": "algorithms.base.accuracy",
+    "Accuracy": "algorithms.rollout.accuracy",
     "GRPO": "algorithms.grpo",
     "BestOfN": "algorithms.best_of_n",
     "DynamicSampling": "algorithms.rollout.dynamic_sampling",

@@ -1,8 +1,11 @@
-"""Protocol of an algorithm whose calls can be run: its settings, besides the methods that its calls name."""
+"""Protocols of an algorithm whose calls can be run, besides the methods that its calls name: settings and models."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from torch import nn
+from transformers import PreTrainedConfig
 
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation.engine_parts import CudaGraphs
@@ -92,3 +95,36 @@ class RunnableAlgorithm(Protocol):
 
     def train_options_of(self, role: str) -> TrainOptions:
         """Return how a role goes through its samples."""
+
+
+class ModelRole(Protocol):
+    """A frozen dataclass of one model of an algorithm, as it is measured; `Role` is one."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The role."""
+
+    @property
+    def task(self) -> str:
+        """Head of the model: next-token logits, or one score per sequence or token."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer updates the weights."""
+
+    def config(self) -> PreTrainedConfig | None:
+        """Return the model's configuration; None for a module without one."""
+
+    def describe(self) -> nn.Module:
+        """Return the model without weights."""
+
+    def describe_adapters(self) -> tuple[Any, ...]:
+        """Return the adapter options that affect the time of passes."""
+
+    def resembling(self, config: PreTrainedConfig) -> ModelRole:
+        """Return a role of another size with random weights, and adapters of the same kind."""
+
+    def build(self, *, seed: int) -> nn.Module:
+        """Return the model with full weights."""

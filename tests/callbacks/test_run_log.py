@@ -118,7 +118,8 @@ def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool)
 
 def test_the_summary_names_what_the_first_iterations_do_in_addition() -> None:
     def line_on(device: str, module: Any, *, layout: str = "dp1@0", keeps_graphs: bool = True) -> list[str]:
-        builder: Any = SimpleNamespace(module=module, dataflow=module.dataflow, device=torch.device(device))
+        facts = SimpleNamespace(device=torch.device(device))
+        builder: Any = SimpleNamespace(module=module, dataflow=module.dataflow, facts=facts)
         plan = ExecutionPlan.static(module.dataflow, Layout.parse(layout))
         return list(_first_iterations_line(builder, plan, keeps_graphs=keeps_graphs))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -25,19 +23,15 @@ from lightning_realloc.runtime.model.adapter_layers import (
     ADAPTER,
     FILE_PREFIX,
     adapted_layers,
-    adapters_change_outputs,
     head_names,
     saved_names,
     trained_copies,
     use_trained_copies,
 )
-from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.structure import tied_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
-
-    from lightning_realloc.algorithms.base.role import Role
 
     AdapterSource = PeftConfig | Mapping[str, Any] | str | Path
     """A configuration of PEFT's, the same as a mapping, or a folder (or name on the hub) of saved adapters."""
@@ -164,41 +158,6 @@ class Adapters:
         with torch.no_grad():
             for name, local in ours.items():
                 model.get_parameter(local).copy_(self.weights[name])
-
-
-def changes_base(role: Role) -> bool:
-    """Return whether a role starts with adapters that change what its base computes."""
-    if isinstance(role.source, nn.Module):
-        return adapters_change_outputs(role.source)
-    return isinstance(role.peft, str | Path)
-
-
-def starts_at_base(role: Role) -> bool:
-    """Return whether a role's base is a model to compare it with: whether its adapters change nothing at first.
-
-    Adapters over 4-bit weights cannot be merged into a model of their own, so their base is, with a warning.
-    """
-    source, changes = role.source, changes_base(role)
-    if isinstance(source, nn.Module):
-        is_packed = bool(quantized_layers(source))
-    else:
-        is_folder = isinstance(source, str | Path)
-        is_packed = changes and (role.quantization is not None or (is_folder and _is_packed(str(source))))
-    if changes and is_packed:
-        rank_zero_warn(
-            f"the reference is the base of {role.name} without the adapters that it starts with, since 4-bit weights "
-            f"take no merge; so KL is not 0 at first. For the start of this stage, merge the adapters into the "
-            f"unquantized base and give that as reference"
-        )
-    return not changes or is_packed
-
-
-@functools.lru_cache  # asked whenever roles are, and a name on the hub needs a request
-def _is_packed(source: str) -> bool:
-    try:
-        return getattr(AutoConfig.from_pretrained(source), "quantization_config", None) is not None
-    except Exception:  # damaged files raise errors of any class, which loading will word
-        return False
 
 
 def refuse_adapters(source: str | Path, role: str, *, trained: bool) -> None:

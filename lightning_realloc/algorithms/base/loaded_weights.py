@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import nn
@@ -21,9 +21,6 @@ from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.model.adapter_layers import record_adapters
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
 from lightning_realloc.runtime.model.structure import copy_without_weights
-
-if TYPE_CHECKING:
-    from lightning_realloc.algorithms.base.role import Role
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module."""
@@ -66,17 +63,6 @@ def without_weights(source: ModelSource) -> ModelSource:
     empty = copy_without_weights(source)
     record_adapters(empty, source)
     return empty
-
-
-def random_stream(role: Role, roles: Iterable[Role]) -> int:
-    """Return a number to add to the seed of a role's random weights, so that trained roles of one task differ.
-
-    Other roles follow the one that they average, or that has the same source: a reference equals its actor.
-    """
-    trained = {other.name: other.source for other in roles if other.trained and other.task == role.task}
-    same = (name for name, source in trained.items() if source is role.source)
-    followed = role.name if role.trained else role.average_of or next(same, None)
-    return list(trained).index(followed) if followed in trained else 0
 
 
 def is_empty(module: nn.Module) -> bool:

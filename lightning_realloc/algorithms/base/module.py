@@ -22,11 +22,11 @@ from lightning_realloc.algorithms.base.adapters import (
     AdapterSource,
     refuse_unknown_roles,
     roles_with_adapters,
-    starts_at_base,
 )
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
-from lightning_realloc.algorithms.base.loaded_weights import ModelSource, random_stream, without_weights
+from lightning_realloc.algorithms.base.initial_weights import random_stream, starts_at_base
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource, without_weights
 from lightning_realloc.algorithms.base.optimizers import (
     NoDecay,
     OptimizedRoles,

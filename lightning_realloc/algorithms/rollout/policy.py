@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_realloc.algorithms.base.accuracy import Accuracy
 from lightning_realloc.algorithms.base.calls import generate, infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.rollout_columns import (
@@ -19,6 +18,7 @@ from lightning_realloc.algorithms.base.rollout_columns import (
     sample_responses,
 )
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type

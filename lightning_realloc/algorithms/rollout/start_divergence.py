@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_realloc.algorithms.base.adapters import changes_base
+from lightning_realloc.algorithms.base.initial_weights import changes_base
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import num_model_tokens
 from lightning_realloc.batch.samples import Samples

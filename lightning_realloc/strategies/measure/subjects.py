@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,12 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, sequence_scores, token_logprobs
+from lightning_realloc.strategies.algorithm_protocol import ModelRole
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.pool.pool_options import PoolOptions, RunFacts
 from lightning_realloc.tuning.estimate.pass_samples import Size
 from lightning_realloc.tuning.memory.parts import Workload
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-
-if TYPE_CHECKING:
-    from lightning_realloc.algorithms.base.role import Role
 
 Forward = Callable[[nn.Module, PackedBatch], Tensor]
 Decode = Callable[[nn.Module, dist.ProcessGroup | None, Size, int], Sequence[float]]
@@ -91,7 +89,7 @@ class Subject:
 class ProfileRequest:
     """Models of an algorithm to measure, and the sizes of their passes."""
 
-    roles: Sequence[Role]
+    roles: Sequence[ModelRole]
     """All roles of the algorithm."""
     described: Mapping[str, RoleMemory]
     """Role -> its description."""
@@ -149,7 +147,7 @@ class SubjectMaker:
 
         The first subject with given blocks measures the additions of shards for all of them.
         """
-        chosen: dict[str, Role] = {}
+        chosen: dict[str, ModelRole] = {}
         for role in self.request.roles:  # a trained role represents frozen ones of its shape
             if role.name in self.request.dataflow.roles and (self.names[role.name] not in chosen or role.trained):
                 chosen[self.names[role.name]] = role
@@ -170,7 +168,7 @@ class SubjectMaker:
     def _generates(self, key: str) -> bool:
         return "generate" in self.kinds(key)
 
-    def _bare_subject(self, role: Role, key: str) -> Subject | None:
+    def _bare_subject(self, role: ModelRole, key: str) -> Subject | None:
         """Return a role's blocks with a head of one score; None if transformers has no such model of its family."""
         scorer = replace(role, task="token_classification")
         try:
@@ -179,7 +177,9 @@ class SubjectMaker:
             return None
         return self._subject(scorer, key)
 
-    def _subject(self, role: Role, key: str, *, decode: Decode | None = None, bare: Subject | None = None) -> Subject:
+    def _subject(
+        self, role: ModelRole, key: str, *, decode: Decode | None = None, bare: Subject | None = None
+    ) -> Subject:
         request, name, model = self.request, role.name, self.request.described[role.name].model
         return Subject(
             key=key,
@@ -196,7 +196,7 @@ class SubjectMaker:
         )
 
 
-def _block_key(role: Role) -> str:
+def _block_key(role: ModelRole) -> str:
     """Return a name that models with equal blocks share, whatever their embeddings and heads."""
     config = role.config()
     assert config is not None, "shape_names refuses roles without config"
@@ -204,7 +204,7 @@ def _block_key(role: Role) -> str:
     return json.dumps(content, sort_keys=True, default=str)
 
 
-def _build(role: Role, depth: int, device: torch.device, seed: int) -> nn.Module:
+def _build(role: ModelRole, depth: int, device: torch.device, seed: int) -> nn.Module:
     """Return a model of the role's kind with ``depth`` blocks and random weights."""
     config = copy.deepcopy(role.config())
     assert config is not None, "shape_names refuses roles without config"

@@ -23,7 +23,7 @@ def test_every_decoding_step_but_the_first_is_timed_by_an_engine_that_may_captur
             super().__init__(*args, **options)
 
     monkeypatch.setattr(subjects, "GenerationEngine", Engine)
-    machine: Any = SimpleNamespace(options=SimpleNamespace(device=torch.device("cpu")), clock=lambda: next(ticks))
+    machine: Any = SimpleNamespace(facts=SimpleNamespace(device=torch.device("cpu")), clock=lambda: next(ticks))
     decode = subjects._make_decode(machine)
     assert decode(tiny_model("llama").eval(), None, Size(3, 5, 0), 4) == [1, 1, 1, 1]
     assert next(ticks) == 6  # the step that reads the prompt, the first decoding step, and four timed ones

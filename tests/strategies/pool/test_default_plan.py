@@ -65,7 +65,7 @@ def _needed(strategy: ReallocStrategy) -> int:
         builder.describe_roles(),
         builder.memory_settings(),
         workload,
-        ranks=range(builder.world_size),
+        ranks=range(builder.facts.world_size),
     )
     return max(size for phase, size in largest_by_phase(forecast).items() if phase != SET_UP)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc.algorithms.base.accuracy import Accuracy, pass_at_k
 from lightning_realloc.algorithms.distillation import OnPolicyDistillation
+from lightning_realloc.algorithms.rollout.accuracy import Accuracy, pass_at_k
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
