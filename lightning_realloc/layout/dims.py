@@ -195,15 +195,6 @@ class Layout:
         """Return the number of ranks along ``axes``."""
         return math.prod(degree for degree, _ in self._spans_of(axes))
 
-    def rank_at(self, coordinate: Coordinate) -> int:
-        """Return the rank at ``coordinate``. Raises LayoutError when a component is outside its degree."""
-        index = 0
-        for axis, degree, position in zip(AXES, self.dims.degrees, coordinate, strict=True):
-            if not 0 <= position < degree:
-                raise LayoutError(f"{axis}={position} is outside layout {self}; use 0 to {degree - 1}")
-            index = index * degree + position
-        return self.ranks[index]
-
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only along ``axes``, itself included, in the layout's order."""
         index = self._index(rank)
@@ -217,10 +208,6 @@ class Layout:
     def tensor_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share the weights of each layer, and the samples, with ``rank``, itself included."""
         return self.group(rank, *self.tensor_axes)
-
-    def stage_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the pipeline stages of ``rank``'s samples, in the order of the stages."""
-        return self.group(rank, *self.stage_axes)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every group along ``axes``, ordered by the position of its first rank in the layout.

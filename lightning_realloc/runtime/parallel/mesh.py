@@ -95,10 +95,6 @@ class MeshRegistry:
         """Return the group of `Layout.tensor_group`, as `group` does."""
         return self._group_of(layout.tensor_group(self.rank), layout)
 
-    def stage_group(self, layout: Layout) -> dist.ProcessGroup | None:
-        """Return the group of `Layout.stage_group`, as `group` does."""
-        return self._group_of(layout.stage_group(self.rank), layout)
-
     def _group_of(self, ranks: tuple[int, ...], layout: Layout) -> dist.ProcessGroup | None:
         return None if len(ranks) == 1 else self._existing(ranks, layout)
 

@@ -48,12 +48,12 @@ class PipelineStage:
     def __init__(self, model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> None:
         """Raise LayoutError for a layout with pp=1."""
         layout = model_layout.layout
-        group = meshes.stage_group(layout)
+        group = meshes.group(layout, *layout.stage_axes)
         if group is None:
             raise LayoutError(f"layout {layout} has pp=1, so the model is no pipeline stage; call it as it is")
         self.model = model
         self.io = get_stage_io(model)
-        ranks = layout.stage_group(meshes.rank)
+        ranks = layout.group(meshes.rank, *layout.stage_axes)
         self.index, self.count = ranks.index(meshes.rank), len(ranks)
         self.before = _Neighbour(ranks[self.index - 1] if self.index else None, group, meshes.device_type)
         self.after = _Neighbour(None if self.is_last else ranks[self.index + 1], group, meshes.device_type)

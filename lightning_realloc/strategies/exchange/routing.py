@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lightning_realloc.batch.packing import balanced_shares
 from lightning_realloc.batch.training import MicroBatch, TrainOptions, TrainStep, micro_batch_plan, train_steps
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.dims import Coordinate, Layout
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies.exchange.sample_table import Holders, SampleTable
 from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, fused_sources
 
@@ -39,14 +40,19 @@ class CallPlacement:
 
     def holders(self, index: int) -> tuple[int, ...]:
         """Return the ranks that hold the results of data-parallel share ``index``: those of the last stage."""
-        dims = self.layout.dims
-        dp, fsdp = divmod(index, dims.fsdp)
-        return self.layout.tensor_group(self.layout.rank_at(Coordinate(pp=dims.pp - 1, dp=dp, fsdp=fsdp)))
+        return _last_ranks(self.layout)[index]
 
     @property
     def senders(self) -> tuple[int, ...]:
         """The rank that sends a call's results, for each data-parallel share."""
-        return tuple(self.holders(index)[0] for index in range(self.layout.data_parallel_size))
+        return tuple(ranks[0] for ranks in _last_ranks(self.layout))
+
+
+@lru_cache(maxsize=256)
+def _last_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return for each data-parallel share the ranks of the last stage that work on it."""
+    last = {ranks[-1] for ranks in layout.groups(*layout.stage_axes)}
+    return tuple(zip(*(ranks for ranks in layout.groups(*layout.batch_axes) if ranks[0] in last), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ def _groups_of(layout_text: str) -> dict[str, object]:
         ranks[".".join(axes)] = None if group is None else dist.get_process_group_ranks(group)
     assert meshes.tensor_group(layout) is meshes.group(layout, "tp")
     assert meshes.batch_group(layout) is meshes.group(layout, "dp", "fsdp")
-    assert meshes.stage_group(layout) is meshes.group(layout, "pp")
     mesh = meshes.fsdp_mesh(layout)
     gathered = torch.empty(mesh.size(-1), dtype=torch.int64)
     dist.all_gather_into_tensor(gathered, torch.tensor([dist.get_rank()]), group=mesh.get_group(mesh.ndim - 1))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.layout import Layout
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 from tests.strategies.exchange.test_call_fusion import _routes, _table
 from tests.strategies.exchange.test_iteration_data import CALLS, ESTIMATE, GENERATE, JUDGE
 
@@ -14,6 +16,15 @@ MADE_BY = [(0,), (0,), (1,), (1,)]
 def ahead(*calls: object) -> Routes:
     """Return the same routes with generation an iteration ahead."""
     return replace(_routes({}, num_chunks=1), calls=calls or CALLS, generates_ahead=True)
+
+
+def test_results_of_a_share_are_on_the_tensor_parallel_ranks_of_its_last_stage() -> None:
+    # pp2.dp2.fsdp2.tp2 in order: the last stage begins at the ninth rank, and a share has two ranks.
+    layout = Layout.parse("pp2.dp2.fsdp2.tp2@0-9,11,10,15,14,13,12")
+    place = CallPlacement(layout=layout, micro_batch_tokens=1, train_options=TrainOptions())
+    assert [place.holders(index) for index in range(4)] == [(8, 9), (11, 10), (15, 14), (13, 12)]
+    assert place.senders == (8, 11, 15, 13)
+    assert [layout.data_parallel_index(rank) for rank in place.senders] == [0, 1, 2, 3]
 
 
 def test_rewards_that_generating_ranks_compute_do_not_wait() -> None:
