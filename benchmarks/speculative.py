@@ -210,7 +210,7 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
         earlier = Arm(models, NONE, 0, prompts, temperature=settings.temperature).generate(
             settings.new_tokens, settings.seed
         )
-        warm_up(cell, prompts, earlier, settings, sliced)
+        warm_up(cell, earlier, settings, sliced)
         turns: dict[str, Callable[[], object]] = {
             name: lambda arm=arm: arm.take_turn(settings.new_tokens, settings.seed + 2)  # type: ignore[misc]
             for name, arm in cell.arms.items()
@@ -226,23 +226,21 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
             num_turns = min(max(fitting, settings.least_turns), settings.most_turns)
 
 
-def warm_up(
-    cell: Cell, prompts: Sequence[Sequence[int]], earlier: Sequence[Completion], settings: Settings, sliced: SlicedArms
-) -> None:
+def warm_up(cell: Cell, earlier: Sequence[Completion], settings: Settings, sliced: SlicedArms) -> None:
     """Pass an earlier response to each prompt to every arm, and generate once with another seed.
 
     The responses come from a separate engine. An arm that had already generated, outside its own thread, ran 1 %
     faster.
     """
     for arm in cell.arms.values():
-        remember(arm.drafter, prompts, earlier)
+        remember(arm.drafter, earlier)
     sliced.run({name: lambda arm=arm: arm.generate(settings.new_tokens, settings.seed + 1)  # type: ignore[misc]
                 for name, arm in cell.arms.items()})  # fmt: skip
     for arm in cell.arms.values():
-        remember(arm.drafter, prompts, earlier)  # replaces the responses of the warm-up: history keeps one
+        remember(arm.drafter, earlier)  # replaces the responses of the warm-up: history keeps one
 
 
-def remember(drafter: Drafter, prompts: Sequence[Sequence[int]], responses: Sequence[Completion]) -> None:
+def remember(drafter: Drafter, responses: Sequence[Completion]) -> None:
     """Pass responses made elsewhere to a drafter; drafters without history ignore them."""
     drafter.receive_news([(response.input.prompt_key, response.token_ids) for response in responses])
 
