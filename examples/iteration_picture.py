@@ -40,7 +40,7 @@ def main() -> None:
         session = read_run(folder).last
         lengths = {one.step: one.end - one.start for one in session.ranks[0]}
         steps = sorted(detailed_steps(session)[2:], key=lengths.__getitem__)  # the first ones load libraries
-        lanes = iteration_lanes(session, steps[len(steps) // 2], with_prediction=False)
+        lanes = iteration_lanes(session, steps[len(steps) // 2])
         FILE.write_text(draw(lanes, title="One PPO iteration on four CPU ranks, as measured") + "\n")
         print(f"the picture is in {FILE}")
 

@@ -1,4 +1,4 @@
-"""The picture of a recorded iteration: every piece has its bar, and the prediction its lane below."""
+"""The picture of a recorded iteration: every piece has its bar."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ import pytest
 from lightning_realloc.recording.iteration_picture import detailed_steps, iteration_lanes
 from lightning_realloc.recording.reader import read_run
 from lightning_realloc.tuning.timeline.picture import Bar, Lane, call_colors, draw
-from tests.recording.records import PREDICTION, started, write_session
+from tests.recording.records import started, write_session
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_lanes_show_an_iteration_from_its_first_call_on(tmp_path: Path) -> None:
-    write_session(tmp_path, started(), [PREDICTION])
+    write_session(tmp_path, started())
     session = read_run(tmp_path).last
     assert detailed_steps(session) == [1, 2, 3]
     lanes = iteration_lanes(session, 3)
-    assert [(lane.name, lane.is_predicted) for lane in lanes] == [
-        ("rank 0", False), ("rank 0", True), ("rank 1", False), ("rank 1", True)
-    ]  # fmt: skip
-    measured, predicted = lanes[2:]
-    assert [bar.kind for bar in measured.bars] == ["wait", "move", "call", "call"]
-    assert measured.bars[2] == Bar("actor.generate", "call", pytest.approx(0.2), pytest.approx(0.5))
-    assert predicted.bars == (Bar("-> actor.generate", "move", 0.0, 0.1), Bar("actor.train", "call", 0.2, 0.8))
-    assert not any(lane.is_predicted for lane in iteration_lanes(session, 1))  # the prediction is later
+    assert [lane.name for lane in lanes] == ["rank 0", "rank 1"]
+    assert [bar.kind for bar in lanes[1].bars] == ["wait", "move", "call", "call"]
+    assert lanes[1].bars[2] == Bar("actor.generate", "call", pytest.approx(0.2), pytest.approx(0.5))
 
 
 def test_only_iterations_with_pieces_on_all_ranks_can_be_shown(tmp_path: Path) -> None:
@@ -43,13 +38,13 @@ def test_only_iterations_with_pieces_on_all_ranks_can_be_shown(tmp_path: Path) -
 def test_the_drawing_is_well_formed_and_has_every_bar() -> None:
     lanes = [
         Lane("rank 0", (Bar('<call> & "x"', "call", 0.0, 2.0), Bar("waiting", "wait", 2.0, 3.0))),
-        Lane("rank 0", (Bar("-> a", "move", 0.0, 0.5),), is_predicted=True),
+        Lane("rank 1", (Bar("-> a", "move", 0.0, 0.5),)),
     ]
     root = ET.fromstring(draw(lanes, title="<one> iteration"))
     tips = [rect.find(f"{SVG}title").text for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
     assert tips == ['<call> & "x": 2.000 s', "waiting: 1.000 s", "-> a: 0.500 s"]
     texts = {text.text for text in root.iter(f"{SVG}text")}
-    assert {"<one> iteration", "rank 0", "moving weights", "waiting", "predicted", "0.0 s", "3.0 s"} <= texts
+    assert {"<one> iteration", "rank 0", "moving weights", "waiting", "0.0 s", "3.0 s"} <= texts
     assert ET.fromstring(draw([])).tag == f"{SVG}svg"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_realloc.callbacks.loggers.logged_table import Table, markdown
 from lightning_realloc.remote_path import as_path
-from lightning_realloc.tuning.timeline.drawing import LIGHT, OUTLINE_PIXELS, TEXT_PIXELS, Drawing, Label, Shape
+from lightning_realloc.tuning.timeline.drawing import LIGHT, TEXT_PIXELS, Drawing, Label, Shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,11 +88,7 @@ def _paint_shape(brush: ImageDraw, font: FreeTypeFont, shape: Shape, scale: int)
         color = LIGHT.get(shape.color, shape.color)
         x, y = scale * shape.x, scale * shape.y
         right, lower = (max(0.0, scale * size - 1) for size in (shape.width, shape.height))  # both ends are painted
-        corners = (x, y, x + right, y + lower)
-        if shape.is_outline:
-            brush.rectangle(corners, outline=color, width=round(scale * OUTLINE_PIXELS))
-        else:
-            brush.rectangle(corners, color)
+        brush.rectangle((x, y, x + right, y + lower), color)
 
 
 # ---- one function for each logger and kind of content

@@ -96,23 +96,14 @@ class CallTimeline:
             rows.append((entry.phase, *times, format_ranks(sorted(entry.ranks))))
         return f"{aligned(rows, left=(0, 3), indent='')}\n{self._title}"
 
-    def lanes(self, *, iteration: int | None = None, is_predicted: bool = False) -> list[Lane]:
-        """Return a picture's lane for each rank.
-
-        Args:
-            iteration: Number of the iteration to show, from its first entry on; None: all of them.
-            is_predicted: Whether this is a prediction next to a measured timeline.
-        """
-        shown = [one for one in self.entries if iteration in (None, one.iteration)]
-        begin = min((one.start for one in shown), default=0.0)
-        return [
-            Lane(f"rank {rank}", tuple(_bar(one, begin) for one in shown if rank in one.ranks), is_predicted)
-            for rank in self.ranks
-        ]
-
     def _repr_html_(self) -> str:
         """Return a picture of the last iteration, which notebooks show."""
-        return draw(self.lanes(iteration=self.num_iterations - 1), title=self._title)
+        shown = [one for one in self.entries if one.iteration == self.num_iterations - 1]
+        begin = min((one.start for one in shown), default=0.0)
+        lanes = [
+            Lane(f"rank {rank}", tuple(_bar(one, begin) for one in shown if rank in one.ranks)) for rank in self.ranks
+        ]
+        return draw(lanes, title=self._title)
 
     @property
     def _title(self) -> str:

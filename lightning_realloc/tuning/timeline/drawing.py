@@ -34,14 +34,12 @@ DARK: Mapping[str, str] = {
 """Tone -> color on a dark background, where it differs."""
 TEXT_PIXELS = 12
 """Height of the font."""
-OUTLINE_PIXELS = 1.5
-"""Width of an outlined box's line."""
 _CLASSES: Mapping[str, str] = {tone: f"lr-{tone.replace(' ', '-')}" for tone in LIGHT}
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Rectangle, filled or outlined."""
+    """Filled rectangle."""
 
     x: float
     """Left edge in pixels."""
@@ -51,8 +49,6 @@ class Box:
     height: float
     color: str
     """``#rrggbb``, or a tone."""
-    is_outline: bool = False
-    """Whether only the edge is drawn, in a color that is no tone."""
     tip: str | None = None
     """Text that appears under the mouse; None for none."""
 
@@ -116,8 +112,6 @@ def _element(shape: Shape) -> str:
         anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
         return f'<text class="lr-label {_CLASSES[shape.tone]}" {place}{anchor}>{escape(shape.text)}</text>'
     look = f'class="{_CLASSES[shape.color]}"' if shape.color in _CLASSES else f'fill="{shape.color}"'
-    if shape.is_outline:
-        look = f'fill="none" stroke-width="{OUTLINE_PIXELS}" stroke="{shape.color}"'
     size = f'width="{_pixels(shape.width)}" height="{_pixels(shape.height)}"'
     tip = "" if shape.tip is None else f"<title>{escape(shape.tip)}</title>"
     return f"<rect {look} {place} {size}>{tip}</rect>"

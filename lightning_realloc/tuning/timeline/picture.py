@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_realloc.tuning.timeline.drawing import LIGHT, Box, Drawing, Label, Shape
+from lightning_realloc.tuning.timeline.drawing import Box, Drawing, Label, Shape
 
 BarKind = Literal["call", "move", "wait", "other"]
 COLORS = ("#3b78b5", "#d98324", "#4c9a5b", "#a05fa8", "#b8513c", "#2f9aa0", "#8a7a3a", "#6b6fc4")
@@ -42,8 +42,6 @@ class Lane:
 
     name: str
     bars: tuple[Bar, ...]
-    is_predicted: bool = False
-    """Whether bars are outlined, as those of a prediction are."""
 
 
 def draw(lanes: Sequence[Lane], *, title: str = "") -> str:
@@ -80,15 +78,9 @@ def _lane(lane: Lane, y: int, scale: float, colors: dict[str, str]) -> Iterator[
     for bar in lane.bars:
         x, width = LEFT + scale * bar.start, scale * (bar.end - bar.start)
         tip = f"{bar.name}: {bar.end - bar.start:.3f} s"
-        yield Box(x, y, max(width, 0.5), LANE, _color(bar, lane, colors), lane.is_predicted, tip)
+        yield Box(x, y, max(width, 0.5), LANE, colors.get(bar.name, bar.kind), tip)
         if bar.kind == "call" and width >= MIN_LABEL_PIXELS * len(bar.name):
-            yield Label(x + width / 2, y + 17, bar.name, "text" if lane.is_predicted else "on bar", "middle")
-
-
-def _color(bar: Bar, lane: Lane, colors: dict[str, str]) -> str:
-    if lane.is_predicted:
-        return colors.get(bar.name, LIGHT["move"])
-    return colors.get(bar.name, bar.kind)
+            yield Label(x + width / 2, y + 17, bar.name, "on bar", "middle")
 
 
 def _grid(end: float, scale: float, top: int, bottom: int) -> Iterator[Shape]:
@@ -105,16 +97,14 @@ def _grid(end: float, scale: float, top: int, bottom: int) -> Iterator[Shape]:
 def _legend(colors: dict[str, str], lanes: Sequence[Lane], y: int) -> Iterator[tuple[int, tuple[Box, Label]]]:
     """Yield (line, entry) for every call and every other kind of bar."""
     kinds = {bar.kind for lane in lanes for bar in lane.bars}
-    entries = [(name, color, False) for name, color in colors.items()]
+    entries = list(colors.items())
     names = {"move": "moving weights", "wait": "waiting", "other": "anything else"}
-    entries += [(name, kind, False) for kind, name in names.items() if kind in kinds]
-    if any(lane.is_predicted for lane in lanes):
-        entries.append(("predicted", "#888888", True))
+    entries += [(name, kind) for kind, name in names.items() if kind in kinds]
     x, line = LEFT, 0
-    for name, color, is_outline in entries:
+    for name, color in entries:
         width = 24 + MIN_LABEL_PIXELS * len(name)
         if x + width > WIDTH and x > LEFT:
             x, line = LEFT, line + 1
         at = y + LINE * line
-        yield line, (Box(x, at + 4, 12, 12, color, is_outline), Label(x + 17, at + 15, name))
+        yield line, (Box(x, at + 4, 12, 12, color), Label(x + 17, at + 15, name))
         x += width

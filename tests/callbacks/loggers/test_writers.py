@@ -43,7 +43,6 @@ APART = runs.calls(actor_train="dp1@0", actor_generate="dp1@1", reference_infer=
 LANES = [
     Lane("rank 0", (Bar("generate", "call", 0.0, 2.0), Bar("odd", "other", 2.0, 2.4), Bar("to 1", "wait", 2.4, 4.0))),
     Lane("rank 1", (Bar("-> train", "move", 0.0, 1.0), Bar("train", "call", 1.0, 4.0))),
-    Lane("rank 1", (Bar("train", "call", 0.5, 4.0),), is_predicted=True),
 ]
 
 
