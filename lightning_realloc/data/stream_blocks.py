@@ -7,10 +7,9 @@ number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Full, Queue
-from threading import Event, Thread
+from queue import SimpleQueue
+from threading import Thread
 from typing import TypeVar
 
 from lightning_realloc.data.row_streams import Chunk, Mark, RowStream
@@ -21,8 +20,6 @@ from lightning_realloc.runtime.messages.plain_data import encode_value
 
 T = TypeVar("T")
 
-_POLL_INTERVAL_S = 0.1
-"""Seconds between a full reader's checks that its items are still wanted; raising it delays the thread's end."""
 _JOIN_TIMEOUT_S = 5.0
 """Seconds to wait for a stopped reader to finish the item that it is reading."""
 _Chunks = Mapping[int, Chunk]
@@ -76,7 +73,7 @@ class BlockReader:
         def read() -> Iterator[_Chunks]:
             return self._chunks(epoch, marks)
 
-        mine = read_ahead(read, 1) if self._reads_ahead else read()
+        mine = read_ahead(read) if self._reads_ahead else read()
         while True:
             chunks = self._exchange(mine)
             marks = tuple(chunks[part].end if part in chunks else mark for part, mark in enumerate(marks))
@@ -143,42 +140,37 @@ def _in_turn(parts: list[tuple[Row, ...]]) -> tuple[Row, ...]:
     return tuple(rows[at] for at in range(longest) for rows in filled if at < len(rows))
 
 
-def read_ahead(items: Callable[[], Iterator[T]], num_ahead: int) -> Generator[T]:
-    """Yield the items of an iterator while a thread reads up to ``num_ahead`` items in advance.
+def read_ahead(items: Callable[[], Iterator[T]]) -> Generator[T]:
+    """Yield the items of an iterator while a thread reads the one after each.
 
     The thread alone makes and reads the iterator. Its exception is raised here in place of the next item. The thread
     ends with the iterator, or when this generator is closed.
     """
-    read: Queue[tuple[T] | BaseException | None] = Queue(num_ahead)
-    is_stopped = Event()
-    thread = Thread(target=_read, args=(items, read, is_stopped), daemon=True, name="read-ahead")
+    wanted: SimpleQueue[bool] = SimpleQueue()
+    read: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+    thread = Thread(target=_read, args=(items, wanted, read), daemon=True, name="read-ahead")
     thread.start()
     try:
+        wanted.put(True)
         while (item := read.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
+            wanted.put(True)
             yield item[0]
     finally:
-        is_stopped.set()
+        wanted.put(False)
         thread.join(_JOIN_TIMEOUT_S)
 
 
-def _read(items: Callable[[], Iterator[T]], read: Queue[tuple[T] | BaseException | None], is_stopped: Event) -> None:
+def _read(
+    items: Callable[[], Iterator[T]],
+    wanted: SimpleQueue[bool],
+    read: SimpleQueue[tuple[T] | BaseException | None],
+) -> None:
+    """Read an item for every True, until False; None follows the last item."""
     try:
-        for item in items():
-            if not _put((item,), read, is_stopped):
-                return
-        _put(None, read, is_stopped)
+        rest = ((item,) for item in items())
+        while wanted.get():
+            read.put(next(rest, None))
     except BaseException as error:
-        _put(error, read, is_stopped)
-
-
-def _put(
-    item: tuple[T] | BaseException | None, read: Queue[tuple[T] | BaseException | None], is_stopped: Event
-) -> bool:
-    """Wait until there is room for an item; return False if the reader was stopped meanwhile."""
-    while not is_stopped.is_set():
-        with suppress(Full):
-            read.put(item, timeout=_POLL_INTERVAL_S)
-            return True
-    return False
+        read.put(error)

@@ -1,4 +1,4 @@
-"""Reading ahead: order, errors in place, bounded depth, and a thread that ends with the iterator."""
+"""Reading ahead: order, errors in place, one item ahead, and a thread that ends with the iterator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
-def test_items_come_in_order_and_at_most_the_given_number_is_read_ahead() -> None:
+def test_items_come_in_order_and_at_most_one_is_read_ahead() -> None:
     begun: list[int] = []
 
     def items() -> Iterator[int]:
@@ -27,14 +27,13 @@ def test_items_come_in_order_and_at_most_the_given_number_is_read_ahead() -> Non
             begun.append(number)
             yield number
 
-    ahead = read_ahead(items, 3)
+    ahead = read_ahead(items)
     assert begun == []  # nothing is read before the first request
     assert [next(ahead) for _ in range(10)] == list(range(10))
     time.sleep(0.05)
-    # Three are waiting and one is being read.
-    assert len(begun) <= 10 + 3 + 1
+    assert len(begun) <= 10 + 1
     ahead.close()
-    assert list(read_ahead(items, 1)) == list(range(100))
+    assert list(read_ahead(items)) == list(range(100))
 
 
 def test_an_error_while_reading_is_raised_after_the_items_before_it() -> None:
@@ -43,7 +42,7 @@ def test_an_error_while_reading_is_raised_after_the_items_before_it() -> None:
         yield 2
         raise ArithmeticError("overflow")
 
-    ahead = read_ahead(items, 8)
+    ahead = read_ahead(items)
     assert [next(ahead), next(ahead)] == [1, 2]
     with pytest.raises(ArithmeticError, match="overflow"):
         next(ahead)
@@ -57,5 +56,5 @@ def test_the_next_item_is_read_while_the_last_one_is_processed() -> None:
             event.set()
             yield number
 
-    for number in read_ahead(items, 2):
+    for number in read_ahead(items):
         assert all(event.wait(10) for event in read[number : number + 2])
