@@ -81,7 +81,7 @@ class SFTDataModule(ResponseDataModule):
         for row, found in zip(rows, texts, strict=True):
             first, *later = islice(tokens, len(found))
             kept += [(row, first), *((row, one) for one in later if not _is_cut_away(one, limit))]
-        return self.table_of_tokens([row for row, _ in kept], [one for _, one in kept])
+        return self.table_of([row for row, _ in kept], [one for _, one in kept])
 
 
 def _is_cut_away(tokens: TokensOfRow, limit: TokenLimit | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.assistant_spans import ResponseText, response_text
+from lightning_realloc.data.assistant_spans import ResponseText, encoded, response_text
 from lightning_realloc.data.preferences import with_prompt
 from lightning_realloc.data.responses import ResponseDataModule
 from lightning_realloc.data.rows import Row
@@ -36,10 +36,6 @@ class BinaryFeedbackDataModule(ResponseDataModule):
         >>> data = BinaryFeedbackDataModule(rows, batch_size=1, tokenizer="gpt2")
     """
 
-    def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
-        return "prompt"
-
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Return the rows; each preference pair becomes two."""
         if "completion" in rows[0].values or not {"chosen", "rejected"} <= set(rows[0].values):
@@ -50,7 +46,7 @@ class BinaryFeedbackDataModule(ResponseDataModule):
         """Return the rows that fit."""
         self.require(rows, "prompt", "completion", "label")
         texts = [_text(tokenizer, row, self.template_of(row)) for row in rows]
-        return self.table_of(rows, texts, tokenizer, labels=[_label(row) for row in rows])
+        return self.table_of(rows, list(encoded(tokenizer, texts)), [_label(row) for row in rows])
 
 
 def _both_sides(pair: Row) -> tuple[Row, Row]:

@@ -52,10 +52,6 @@ class PreferenceDataModule(ResponseDataModule):
         super().__init__(data, batch_size=batch_size, **settings)
         self.margin_column = margin_column
 
-    def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
-        return "prompt"
-
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Return the rows with a prompt each; without a given one it is the common beginning of both sides."""
         self.require(rows, "chosen", "rejected")

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
-from lightning_realloc.data.assistant_spans import ResponseText, TokensOfRow, encoded
+from lightning_realloc.data.assistant_spans import TokensOfRow
 from lightning_realloc.data.data_module import RowDataModule, TokenLimit, make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.data.sources import is_stream
@@ -32,6 +31,10 @@ class ResponseDataModule(RowDataModule):
             raise DataError(f"max_tokens={max_tokens} must be at least 1; use None for the models' limit")
         self.max_tokens = max_tokens
 
+    def split_column(self, rows: Sequence[Row]) -> str:
+        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
+        return "prompt"
+
     def limit(self) -> TokenLimit | None:
         """Return the smaller one of the models' context and ``max_tokens``; None if neither is known."""
         return self.token_limit(self.max_tokens, "max_tokens")
@@ -41,19 +44,12 @@ class ResponseDataModule(RowDataModule):
         return self.fitted(row, num_tokens, limit, "shorten it, or set long_rows to 'truncate' or 'drop'")
 
     def table_of(
-        self,
-        rows: Sequence[Row],
-        texts: Sequence[ResponseText],
-        tokenizer: PreTrainedTokenizerBase,
-        labels: Sequence[bool] | None = None,
-    ) -> Samples:
-        """Return ``prompt_ids``, ``response_ids``, ``label`` if given, and the columns of the rows that fit."""
-        return self.table_of_tokens(rows, list(encoded(tokenizer, texts)), labels)
-
-    def table_of_tokens(
         self, rows: Sequence[Row], tokens: Sequence[TokensOfRow], labels: Sequence[bool] | None = None
     ) -> Samples:
-        """Return :meth:`table_of` for tokenized rows, with ``model_mask`` if some response tokens are not learnt."""
+        """Return ``prompt_ids``, ``response_ids``, ``label`` if given, and the columns of the rows that fit.
+
+        ``model_mask`` is among them if some response tokens are not learnt.
+        """
         limit = self.limit()
         kept = [
             place

@@ -62,10 +62,6 @@ class StepDataModule(ResponseDataModule):
         super().__init__(data, batch_size=batch_size, **settings)
         self.step_separator = step_separator
 
-    def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
-        return "prompt"
-
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return the rows that fit."""
         self.require(rows, "prompt", "completions", "labels")
