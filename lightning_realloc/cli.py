@@ -26,35 +26,15 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
-from lightning_realloc import __all__ as _PUBLIC
-
-# Imported for their names, so that a configuration can use GRPO or SFTDataModule without the module path.
-from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, ProcessReward, RewardModel
-from lightning_realloc.callbacks import (
-    AutoTuner,
-    MemoryMonitor,
-    MetricAlarm,
-    ParameterReallocation,
-    PredictionWriter,
-    RolloutTable,
-    SaveHuggingFace,
-    Timeline,
-    TrackioLogger,
-)
+import lightning_realloc
 from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import describe_full_device, has_bf16, strategy_with
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
-from lightning_realloc.data.demonstrations import SFTDataModule
-from lightning_realloc.data.feedback import BinaryFeedbackDataModule
-from lightning_realloc.data.preferences import PreferenceDataModule
-from lightning_realloc.data.prompts import PromptDataModule
-from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_text
 from lightning_realloc.rewards import __all__ as _REWARDS
 from lightning_realloc.setting_hints import CLASS_HINTS, describe_unknown_settings, hint_for, setting_defaults
-from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.failures import (
     CALLER_ERRORS,
     end_started_ranks,
@@ -64,32 +44,17 @@ from lightning_realloc.strategies.lightning.failures import (
 from lightning_realloc.strategies.lightning.launch_options import LauncherName
 from lightning_realloc.strategies.pool.precision import refuse_precision
 
-SHORT_NAMES = (
-    GRPO,
-    PPO,
-    SFT,
-    DPO,
-    KTO,
-    ORPO,
-    RewardModel,
-    ProcessReward,
-    PromptDataModule,
-    SFTDataModule,
-    PreferenceDataModule,
-    BinaryFeedbackDataModule,
-    StepDataModule,
-    ReallocStrategy,
-    ParameterReallocation,
-    SaveHuggingFace,
-    PredictionWriter,
-    RolloutTable,
-    MemoryMonitor,
-    MetricAlarm,
-    Timeline,
-    AutoTuner,
-    TrackioLogger,
+SHORT_NAMES: Sequence[type] = tuple(
+    getattr(lightning_realloc, name)
+    for name in (
+        *("GRPO", "PPO", "SFT", "DPO", "KTO", "ORPO", "RewardModel", "ProcessReward"),
+        *("RLOO", "ReMax", "ReinforcePlusPlus", "BestOfN", "OnlineDPO", "OnPolicyDistillation"),
+        *("PromptDataModule", "SFTDataModule", "PreferenceDataModule", "BinaryFeedbackDataModule", "StepDataModule"),
+        *("ReallocStrategy", "ParameterReallocation", "SaveHuggingFace", "PredictionWriter", "RolloutTable"),
+        *("MemoryMonitor", "MetricAlarm", "Timeline", "AutoTuner", "TrackioLogger", "EMA"),
+    )
 )
-"""Classes that a configuration can name without their module; others need the full class path."""
+"""Classes that a configuration can name without their module: they are imported here. Others need the class path."""
 _UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: ([\w.]+)|"
     r"Problem with given class_path '([\w.]+)':\s+(?:module '.*' has no attribute|No module named)"
@@ -160,7 +125,7 @@ class Parser(LightningArgumentParser):
 def _class_hint(name: str) -> str:
     """Return a hint with the known classes whose names are similar to an unknown one."""
     known = {reward: f"lightning_realloc.rewards.{reward}" for reward in _REWARDS}
-    known |= {public: f"lightning_realloc.{public}" for public in _PUBLIC}
+    known |= {public: f"lightning_realloc.{public}" for public in lightning_realloc.__all__}
     known |= {short.__name__: short.__name__ for short in SHORT_NAMES}
     wanted = name.rpartition(".")[2]
     near = [known[similar] for similar in difflib.get_close_matches(CLASS_HINTS.get(wanted, wanted), known, n=3)]
@@ -242,7 +207,7 @@ class ReallocCLI(LightningCLI):
         """Refuse precisions, whose own errors would name another class, and rewards that would be called."""
         self._set_launcher()
         strategy = self._get(self.config, "trainer.strategy")
-        if str(getattr(strategy, "class_path", "")).endswith(ReallocStrategy.__name__):
+        if str(getattr(strategy, "class_path", "")).endswith("ReallocStrategy"):
             refuse_precision(str(self._get(self.config, "trainer.precision")))
         _refuse_function_calls(self._get(self.config, "model.init_args.reward"))
 

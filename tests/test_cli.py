@@ -437,7 +437,7 @@ MISTAKES = [
     (
         "--model.policy_loss",
         "{loss_average: token}",
-        "loss_average is a setting of GRPO or PPO; write it under the init",
+        "loss_average is a setting of GRPO or PPO or RLOO; write it under the init",
     ),
     ("--model.policy_loss.clip_high", "0.3", "clip_high is here policy_loss=Clip(high=...) or Cispo(high=...)"),
     (

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_realloc.report.formats import gib
-from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded, trailing_mean, whole_steps
+from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded, trailing_mean
 
 Json = dict[str, Any]
 
@@ -58,7 +58,7 @@ def line_chart(key: str, title: str, unit: str, lines: Iterable[Json], *, summar
 
 def line(name: str, x: Sequence[float] | Values, y: Iterable[float], **options: Any) -> Json:
     """Return a line; options: ``low`` and ``high`` for an envelope, ``pale`` for values that a trend is drawn over."""
-    return {"name": name, "x": whole_steps(x), "y": rounded(y), **options}
+    return {"name": name, "x": [int(step) for step in x], "y": rounded(y), **options}
 
 
 def line_of(series: Series, label: str | None = None) -> Json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -113,8 +113,3 @@ def bin_means(values: Values, edges: NDArray[np.int64]) -> Values:
 def rounded(values: Iterable[float], digits: int = 5) -> list[float | None]:
     """Return values with some significant digits; None for those that are not finite."""
     return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values]
-
-
-def whole_steps(steps: Sequence[float] | Values) -> list[int]:
-    """Return steps as whole numbers."""
-    return [int(step) for step in steps]
