@@ -31,7 +31,7 @@ from lightning_realloc.recording.events import (
     Validated,
     event_to_json,
 )
-from lightning_realloc.recording.iteration_picture import draw_iteration
+from lightning_realloc.recording.iteration_picture import MAX_RANKS_OF_IMAGE, draw_iteration
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
 from lightning_realloc.recording.pieces import TimePiece
 from lightning_realloc.recording.rank_recorder import (
@@ -60,8 +60,6 @@ PREDICTED_AFTER = 2
 """Iterations under a plan after which its prediction is made, by the lengths of the latest one."""
 DETAILED_AFTER_PLAN = 3
 """Iterations after a change of plans whose pieces are written in any case."""
-MAX_RANKS_OF_IMAGE = 64
-"""Ranks that a picture in loggers shows, the first ones; the record has all. A larger number takes longer to draw."""
 TRACE_FILE = "trace.json"
 """Name of the trace in the folder of the record."""
 _IMAGE_NAME = "timeline"

@@ -9,6 +9,8 @@ from lightning_realloc.recording.reader import Session
 from lightning_realloc.tuning.timeline.drawing import Drawing
 from lightning_realloc.tuning.timeline.picture import Bar, BarKind, Lane, lay_out
 
+MAX_RANKS_OF_IMAGE = 64
+"""Ranks that a picture in loggers shows, the first ones; the record has all. A larger number takes longer to draw."""
 _KINDS: dict[str, BarKind] = {"call": "call", "move": "move", "wait": "wait"}
 
 
@@ -19,7 +21,12 @@ def detailed_steps(session: Session) -> list[int]:
 
 
 def iteration_lanes(session: Session, step: int) -> list[Lane]:
-    """Return the lanes of an iteration, one of `detailed_steps`, as by `rank_lanes`."""
+    """Return the lanes of an iteration, from its first call on; code between calls is left out.
+
+    Args:
+        session: Session of the iteration.
+        step: One of `detailed_steps`.
+    """
     return rank_lanes(
         {
             rank: [piece for one in made if one.step == step for piece in one.pieces or ()]
