@@ -148,7 +148,7 @@ def _given(name: str, folder: str, size: Size, seed: int, **settings: Any) -> tu
 
 
 def _policies() -> dict[str, Learner]:
-    from lightning_realloc import Cispo, Clip, DynamicSampling
+    from lightning_realloc import GAE, Cispo, Clip, DynamicSampling
 
     def learner(name: str, n: int, **settings: Any) -> Learner:
         metric = settings.pop("metric", "reward")
@@ -156,7 +156,7 @@ def _policies() -> dict[str, Learner]:
 
     return {
         "GRPO": learner("GRPO", 8, kl_coef=0.04, loss_average="sequence"),
-        "Dr. GRPO": learner("GRPO", 8, normalize_by_std=False, loss_average="constant"),
+        "Dr. GRPO": learner("GRPO", 8, advantages="group_mean", loss_average="constant"),
         "DAPO": learner("GRPO", 8, policy_loss=Clip(high=0.28), dynamic_sampling=DynamicSampling()),
         "GSPO": learner(
             "GRPO", 8, ratio_level="sequence", loss_average="sequence", policy_loss=Clip(low=3e-4, high=4e-4)
@@ -175,7 +175,7 @@ def _policies() -> dict[str, Learner]:
         "best of n": learner("BestOfN", 8, metric="reward_of_all"),
         "online DPO": learner("OnlineDPO", 2, metric="reward_of_all"),
         "PPO": learner("PPO", 1, metric="score"),
-        "PPO, normalize_values": learner("PPO", 1, metric="score", normalize_values=True),
+        "PPO, normalize_values": learner("PPO", 1, metric="score", advantages=GAE(normalize_values=True)),
     }  # fmt: skip
 
 

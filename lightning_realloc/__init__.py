@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.losses.correction import EngineCorrection as EngineCorrection
-    from lightning_realloc.algorithms.losses.loss_options import KLOptions as KLOptions
+    from lightning_realloc.algorithms.losses.kl import KL as KL
     from lightning_realloc.algorithms.losses.policy_losses import Cispo as Cispo
     from lightning_realloc.algorithms.losses.policy_losses import Clip as Clip
     from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss as PolicyLoss
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.rollout.accuracy import Accuracy as Accuracy
     from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
     from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient as PolicyGradient
+    from lightning_realloc.algorithms.rollout.token_advantages import GAE as GAE
     from lightning_realloc.algorithms.sft import SFT as SFT
     from lightning_realloc.batch.training import TrainOptions as TrainOptions
     from lightning_realloc.callbacks import EMA as EMA
@@ -159,7 +160,8 @@ _HOMES = {
     "TrainOptions": "batch.training",
     "RoleOptimizer": "algorithms.base.optimizers",
     "GenerationOptions": "algorithms.base.generation_options",
-    "KLOptions": "algorithms.losses.loss_options",
+    "KL": "algorithms.losses.kl",
+    "GAE": "algorithms.rollout.token_advantages",
     "PolicyLoss": "algorithms.losses.policy_losses",
     "Clip": "algorithms.losses.policy_losses",
     "Cispo": "algorithms.losses.policy_losses",

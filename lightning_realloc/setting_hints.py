@@ -88,6 +88,7 @@ ROLE_HINTS = HintTable("role")
 CLASS_HINTS = HintTable("classes")
 GENERATION_HINTS = HintTable("generation")
 KL_HINTS = HintTable("kl")
+GAE_HINTS = HintTable("gae")
 POLICY_LOSS_HINTS = HintTable("policy_loss")
 VERL_HINTS = HintTable("verl")
 

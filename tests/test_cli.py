@@ -97,7 +97,7 @@ def test_a_printed_configuration_is_complete_and_can_be_read_again(workers: Work
     assert arguments["train_options"]["num_minibatches"] == 2
     assert arguments["train_options"]["num_epochs"] == 1  # a default
     assert arguments["sampling"]["n"] == 2 and arguments["sampling"]["temperature"] == 1.0
-    assert arguments["kl_estimator"] == "k3"
+    assert arguments["advantages"] is None  # that of the algorithm
     assert yaml.safe_load(again.output) == printed
     altered = yaml.safe_load(changed.output)
     assert altered["model"]["init_args"]["sampling"]["n"] == 6
@@ -155,10 +155,9 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     assert fitted.code == 0, fitted.errors
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["kl"] == {"coef": 0.1, "estimator": "k1", "place": None, "target": None, "gain": None}
-    assert settings["kl_coef"] == 0.0  # the default, which the group replaces
     assert settings["generation"]["engine"] == "native" and settings["generation"]["rollout_budget"]["tokens"] == 100
     assert refused.code == 2
-    assert "kl_coef=0.2 and kl=KLOptions(coef=0.1) contradict each other; leave one of them out" in refused.errors
+    assert "kl_coef=0.2 and kl=KL(0.1) contradict each other; leave one of them out" in refused.errors
     assert misspelt.code == 2
     assert "GenerationOptions has no setting gpu_memory_utilization; here it is max_cache_bytes=" in misspelt.errors
 

@@ -20,8 +20,11 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 import lightning_realloc.rewards
 from lightning_realloc import (
     DPO,
+    GAE,
     GRPO,
+    KL,
     PPO,
+    RLOO,
     SFT,
     AutoTuner,
     Clip,
@@ -30,7 +33,6 @@ from lightning_realloc import (
     EngineCorrection,
     GenerationEngine,
     GenerationOptions,
-    KLOptions,
     ReallocStrategy,
     Role,
     RolloutBudget,
@@ -46,6 +48,7 @@ from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.setting_hints import (
     ALGORITHM_HINTS,
     ENGINE_HINTS,
+    GAE_HINTS,
     GENERATION_HINTS,
     KL_HINTS,
     POLICY_LOSS_HINTS,
@@ -129,7 +132,11 @@ def test_a_name_that_is_also_our_setting_is_accepted() -> None:
         (lambda: SamplingParams(temprature=0.2), "did you mean temperature=?"),
         (lambda: Speculation(draftr="ngram"), "did you mean drafter=?"),
         (lambda: Speculation(num_speculative_tokens=4), "here it is num_draft_tokens="),
-        (lambda: KLOptions(beta=0.1), "KLOptions has no setting beta; here it is coef="),
+        (lambda: KL(beta=0.1), "KL has no setting beta; here it is coef="),
+        (lambda: GAE(lam=0.9), "GAE has no setting lam; here it is gae_lambda="),
+        (lambda: PPO("x", no_reward, gae_lambda=0.9), "here it is advantages=GAE(gae_lambda=...) of PPO"),
+        (lambda: GRPO("x", no_reward, normalize_by_std=False), "here it is advantages='group_mean' for False"),
+        (lambda: RLOO("x", no_reward, kl_place="loss"), "here it is kl=KL(place=...)"),
         (lambda: Clip(epsilon=0.1), "Clip has no setting epsilon; here it is low= and high="),
         (lambda: Clip(loss_average="token"), "here it is a setting of the algorithm, next to policy_loss="),
         (lambda: GRPO("x", no_reward, clip_high=0.3), "here it is policy_loss=Clip(high=...) or Cispo(high=...)"),
@@ -169,7 +176,12 @@ def named_in(hints: Mapping[str, str]) -> set[str]:
 
 def test_every_hint_of_options_names_a_field() -> None:
     classes = ((SAMPLING_HINTS, SamplingParams), (TRAIN_OPTIONS_HINTS, TrainOptions), (SPECULATION_HINTS, Speculation))
-    classes += ((KL_HINTS, KLOptions), (GENERATION_HINTS, GenerationOptions), (ENGINE_HINTS, GenerationEngine))
+    classes += (
+        (KL_HINTS, KL),
+        (GAE_HINTS, GAE),
+        (GENERATION_HINTS, GenerationOptions),
+        (ENGINE_HINTS, GenerationEngine),
+    )
     classes += ((STRATEGY_HINTS, ReallocStrategy), (ROLE_HINTS, Role))
     for hints, cls in classes:
         assert named_in(hints) <= settings_of(cls)

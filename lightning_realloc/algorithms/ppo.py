@@ -23,12 +23,8 @@ from lightning_realloc.algorithms.base.rollout_columns import (
     without_failed,
 )
 from lightning_realloc.algorithms.losses.controllers import KLController, RunningMoments
-from lightning_realloc.algorithms.losses.functional import (
-    KLEstimator,
-    clipped_value_loss,
-    kl_estimate,
-)
-from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
+from lightning_realloc.algorithms.losses.functional import clipped_value_loss, kl_estimate
+from lightning_realloc.algorithms.losses.kl import KL, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, resolve_policy_loss
 from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
@@ -38,7 +34,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     penalize_truncated,
 )
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
-from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantages
+from lightning_realloc.algorithms.rollout.token_advantages import GAE
 from lightning_realloc.algorithms.settings import (
     Unpack,
     check_choice,
@@ -55,6 +51,8 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 
+_DEFAULT_KL = KL(0.05, estimator="k3", place="reward")
+
 
 class PPO(RewardedModule):
     """Train an actor on rewards, by each token's advantage over a critic's estimate.
@@ -68,19 +66,11 @@ class PPO(RewardedModule):
         critic: Token classifier of one label. None: the first reward model with a score for every token; without one
             that reads the actor's tokens, the actor's layers with a new head.
         sampling: Sampling of the rollout.
-        kl_coef: Weight of the divergence; 0 leaves the reference out.
-        kl_place: ``"reward"`` subtracts it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
-        kl_estimator: k1, k2 or k3, in the loss.
-        kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef`` fixed.
-        kl_gain: Relative change of ``kl_coef`` per relative error of the divergence (at most 20 %), in one iteration.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out. None: 0.05.
+        kl: Divergence from the reference, with ``place="reward"`` by default; its weight can be steered to a target.
         policy_loss: Loss of the actor's tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or a name.
         value_clip: Distance from the value at the rollout at which a value is clipped; None never clips.
-        discount: Discount of a reward per token.
-        gae_lambda: Weight of later rewards over the critic's values: 0 uses one token, 1 the whole response.
-        normalize_advantages: Whether advantages get mean 0 and deviation 1 over all tokens of an iteration.
-        normalize_values: Whether the critic learns returns less their running mean, over their running deviation.
-        reward_scale: Factor of every score.
-        reward_clip: Largest absolute score after scaling; None does not clip.
+        advantages: From scores to advantages and returns of tokens: discounts, normalization and bounds.
         entropy_coef: Weight of the entropy.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
@@ -88,7 +78,6 @@ class PPO(RewardedModule):
         critic_learning_rate: Learning rate of the critic; None: the actor's. See ``optimizers`` for other settings.
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's without
             ``stop_above``, whose limits are on metrics of the actor's loss.
-        kl: Group of the settings ``kl_*``; its fields take precedence.
         settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule`
             (evaluation, environment, conversation, rollout budget) and :class:`MultiModelModule` (learning rate,
             optimizer, schedule, training options, seed).
@@ -104,35 +93,24 @@ class PPO(RewardedModule):
         *,
         critic: ModelSource | None = None,
         sampling: SamplingParams | None = None,
-        kl_coef: float = 0.05,
-        kl_place: KLPlace = "reward",
-        kl_estimator: KLEstimator = "k3",
-        kl_target: float | None = None,
-        kl_gain: float = 0.1,
+        kl_coef: float | None = None,
+        kl: KL | None = None,
         policy_loss: PolicyLoss | PolicyLossName = "clip",
         value_clip: float | None = 0.2,
-        discount: float = 1.0,
-        gae_lambda: float = 0.95,
-        normalize_advantages: bool = True,
-        normalize_values: bool = False,
-        reward_scale: float = 1.0,
-        reward_clip: float | None = None,
+        advantages: GAE | None = None,
         entropy_coef: float = 0.0,
         loss_average: LossAverage = "token",
         critic_warmup: int = 0,
         critic_learning_rate: float | None = None,
         critic_train_options: TrainOptions | None = None,
-        kl: KLOptions | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
         super().__init__(actor, reward, sampling=sampling or SamplingParams(), **settings)
         self.role_optimizers = with_learning_rate(self.role_optimizers, "critic", critic_learning_rate)
         self.policy_loss = resolve_policy_loss(policy_loss)
         self.value_clip = value_clip
-        self.token_advantages = TokenAdvantages(
-            discount=discount, gae_lambda=gae_lambda, normalize_advantages=normalize_advantages,
-            normalize_values=normalize_values, reward_scale=reward_scale, reward_clip=reward_clip,
-        )  # fmt: skip
+        check_type(GAE, advantages=advantages)
+        self.advantages = given(advantages, GAE())
         self.entropy_coef = entropy_coef
         self.loss_average = loss_average
         self.critic_warmup = critic_warmup
@@ -140,13 +118,8 @@ class PPO(RewardedModule):
         self.return_moments = RunningMoments()
         self._signal = SignalWatch()
         self._check_loss()
-        check_type(KLOptions, kl=kl)
-        divergence = kl or KLOptions()
-        self.kl_estimator = given(divergence.estimator, kl_estimator)
-        self.kl_place = given(divergence.place, kl_place)
-        self._set_divergence(
-            given(divergence.coef, kl_coef), given(divergence.target, kl_target), given(divergence.gain, kl_gain)
-        )
+        self.kl = resolve_kl(kl, kl_coef, _DEFAULT_KL)
+        self.kl_controller = KLController(self.kl.weight, target=self.kl.target, gain=self.kl.gain)
         self.sources["critic"] = critic or (self.sources["reward"] if self._judges.reads_actor_tokens else actor)
         if self._judges.is_one_model:
             self.evaluation_calls = ("actor.generate", "reward.infer")
@@ -158,20 +131,10 @@ class PPO(RewardedModule):
         check_type(Integral, critic_warmup=self.critic_warmup)
         check_positive(value_clip=self.value_clip)
 
-    def _set_divergence(self, coef: float, target: float | None, gain: float) -> None:
-        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        check_choice("kl_place", self.kl_place, get_args(KLPlace))
-        check_not_negative(kl_coef=coef, kl_gain=gain)
-        check_positive(kl_target=target)
-        if target is not None and coef == 0:
-            raise ConfigError(f"kl_target={target} steers kl_coef, which is 0 and leaves the reference out; raise it")
-        self._has_reference = coef > 0
-        self.kl_controller = KLController(coef, target=target, gain=gain)
-
     @property
     def has_reference(self) -> bool:
         """Whether the algorithm uses a reference."""
-        return self._has_reference
+        return self.kl.weight > 0
 
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
@@ -184,7 +147,7 @@ class PPO(RewardedModule):
         calls = super().calls()
         if self._judges.is_one_model:
             calls = _scored_by_one_model(calls)
-        if self.kl_place == "loss":
+        if self.kl.place == "loss":
             return calls
         needs = ("rollout", "advantages")
         return tuple(replace(call, needs=needs) if call.name == "actor.train" else call for call in calls)
@@ -224,9 +187,9 @@ class PPO(RewardedModule):
         With ``normalize_values``, returns are normalized by running moments that include them. All columns are NaN for
         a response without a score.
         """
-        penalty = self.kl_controller.coefficient if self.kl_place == "reward" else None
+        penalty = self.kl_controller.coefficient if self.kl.place == "reward" else None
         estimate = partial(
-            self.token_advantages.estimate, moments=self.return_moments, has_reference=self.has_reference,
+            self.advantages.estimate, moments=self.return_moments, has_reference=self.has_reference,
             penalty=penalty,
         )  # fmt: skip
         known = without_failed(samples, "scores").tensor("scores")  # a single reward model scores all responses
@@ -235,7 +198,7 @@ class PPO(RewardedModule):
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
-        """Return the policy loss, the entropy bonus and, with ``kl_place="loss"``, the divergence penalty."""
+        """Return the policy loss, the entropy bonus and, with ``place="loss"``, the divergence penalty."""
         statistics = token_logprobs(
             actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
         )
@@ -245,8 +208,8 @@ class PPO(RewardedModule):
         behaviour = batch["behaviour_logprobs"]
         surrogate = self.policy_loss(logprobs, logprobs - behaviour, batch["advantages"], batch)
         values = surrogate.values - self.entropy_coef * entropy
-        if self.has_reference and self.kl_place == "loss":
-            kl = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)
+        if self.has_reference and self.kl.place == "loss":
+            kl = self.kl.estimate(logprobs, batch["ref_logprobs"])
             values = values + self.kl_controller.coefficient.to(kl) * kl
         now = logprobs.detach()
         measured = {
@@ -294,7 +257,7 @@ class PPO(RewardedModule):
             return
         if self.has_reference:
             self.kl_controller.update(samples.tensor("kl_k1").nanmean())
-        if self.token_advantages.normalize_values:
+        if self.advantages.normalize_values:
             sums = (samples.tensor(name)[judged].sum() for name in ("return_sums", "return_square_sums"))
             self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 

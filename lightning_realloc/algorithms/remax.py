@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.calls import compute
-from lightning_realloc.algorithms.base.loaded_weights import ModelSource
-from lightning_realloc.algorithms.losses.functional import KLEstimator
-from lightning_realloc.algorithms.losses.loss_options import KLPlace
-from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
-from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
-from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings, require_shape
-from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
-from lightning_realloc.algorithms.settings import Unpack
+from lightning_realloc.algorithms.losses.kl import KL
+from lightning_realloc.algorithms.rollout.policy_gradient import PolicyDefaults, PolicyGradient, require_shape
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
@@ -29,42 +23,23 @@ class ReMax(PolicyGradient):
 
     Source: Li et al., arXiv:2310.10505.
 
-    Args:
-        actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Sampling of the rollout.
-        kl_coef: Weight of the divergence; 0 leaves the reference out.
-        kl_place: ``"reward"`` subtracts the divergence of every token and of those after it from its reward;
-            ``"loss"`` adds it to the loss.
-        kl_estimator: k1, k2 or k3, in the loss.
-        ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
-        loss_average: As in :class:`PolicyGradient`; over tokens as in the authors' code. A divisor per response would
-            make the divergence, which has no baseline, depend on lengths.
-        settings: Settings of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
+    It has the settings of :class:`PolicyGradient`, without ``advantages`` and ``dynamic_sampling``. Defaults:
+    ``kl=KL(0.05, place="reward")``, which subtracts the divergence of every token and of those after it from its
+    reward; ``loss_average="token"`` as in the authors' code. A divisor per response would make the divergence, which
+    has no baseline, depend on lengths.
     """
 
-    def __init__(
-        self,
-        actor: ModelSource,
-        reward: RewardSource,
-        *,
-        sampling: SamplingParams | None = None,
-        kl_coef: float = 0.05,
-        kl_place: KLPlace = "reward",
-        kl_estimator: KLEstimator = "k3",
-        ratio_level: RatioLevel = "token",
-        loss_average: LossAverage = "token",
-        **settings: Unpack[PolicyGradientSettings],
-    ) -> None:
-        super().__init__(
-            actor, reward, sampling=sampling or SamplingParams(), kl_coef=kl_coef, kl_place=kl_place,
-            kl_estimator=kl_estimator, ratio_level=ratio_level, loss_average=loss_average, **settings,
-        )  # fmt: skip
+    defaults = PolicyDefaults(
+        kl=KL(0.05, estimator="k3", place="reward"), sampling=SamplingParams(), loss_average="token"
+    )
+    _answers_greedily = False
+
+    def _check_loss(self) -> None:
+        super()._check_loss()
         if self._refill is not None:
             raise ConfigError(
                 "dynamic_sampling compares responses of a group, and ReMax each with the greedy one; leave it out"
             )
-        self._answers_greedily = False
 
     @property
     def chooses(self) -> bool:

@@ -106,27 +106,19 @@ def given(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 
-OPTION_GROUPS = {"generation": "", "kl": "kl_"}
-"""Setting with a group of options -> prefix of the same options as single settings."""
-
-
 def refuse_contradictions(cls: type, settings: Mapping[str, object]) -> None:
-    """Raise ConfigError if a group and a single setting give different values for one option.
+    """Raise ConfigError if ``generation`` and a single setting give different values for one option.
 
     A setting at its default does not count, because the command line passes all of them.
     """
-    defaults = setting_defaults(cls)
-    for name, prefix in OPTION_GROUPS.items():
-        group = settings.get(name)
-        for field in fields(group) if is_dataclass(group) and not isinstance(group, type) else ():
-            inside, single = getattr(group, field.name), f"{prefix}{field.name}"
-            if single not in settings or inside == field.default:
-                continue
-            if settings[single] not in (inside, defaults.get(single)):
-                raise ConfigError(
-                    f"{single}={settings[single]!r} and {name}={type(group).__name__}({field.name}={inside!r}) "
-                    f"contradict each other; leave one of them out"
-                )
+    group, defaults = settings.get("generation"), setting_defaults(cls)
+    for field in fields(group) if is_dataclass(group) and not isinstance(group, type) else ():
+        name, inside = field.name, getattr(group, field.name)
+        if name in settings and inside != field.default and settings[name] not in (inside, defaults.get(name)):
+            raise ConfigError(
+                f"{name}={settings[name]!r} and generation={type(group).__name__}({name}={inside!r}) contradict each "
+                f"other; leave one of them out"
+            )
 
 
 def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: int = 1) -> None:

@@ -23,6 +23,7 @@ from lightning_realloc.algorithms import (
     SFT,
     BestOfN,
     OnlineDPO,
+    PolicyGradient,
     ReinforcePlusPlus,
     ReMax,
     RewardModel,
@@ -35,7 +36,6 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.remote_path import expand_home
-from lightning_realloc.setting_hints import setting_defaults
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
 ALGORITHMS: dict[str, type[MultiModelModule]] = {
@@ -391,5 +391,6 @@ def _defaults(sources: Mapping[str, str], algorithm: type, *, has_critic: bool) 
     """
     actor, reward = sources.get("actor", NO_MODEL), sources.get("reward", NO_MODEL)
     critic = sources.get("critic", actor if reward == NO_MODEL else reward)
-    own = NO_MODEL if setting_defaults(algorithm).get("kl_coef") == 0 else actor
+    without = issubclass(algorithm, PolicyGradient) and algorithm.defaults.kl.weight == 0
+    own = NO_MODEL if without else actor
     return {"actor": actor, "critic": critic, "reference": own, "reward": critic if has_critic else reward, **sources}

@@ -1,4 +1,4 @@
-"""Groups of settings (KLOptions, GenerationOptions), next to the single settings."""
+"""Groups of settings (KL, GenerationOptions), next to the single settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from lightning_realloc import (
     GRPO,
+    KL,
     PPO,
     RLOO,
     SFT,
     ConfigError,
     GenerationOptions,
-    KLOptions,
     ReinforcePlusPlus,
     RolloutBudget,
     Speculation,
@@ -29,22 +29,19 @@ def made(kind: type = GRPO, **settings: Any) -> Any:
     return kind(tiny_model("llama"), test_grpo.fixed, **settings)
 
 
-DIVERGENCE = ("kl_coef", "kl_estimator", "kl_place")
+DIVERGENCE = ("kl", "kl_coef")
 GENERATION = ("generation_options", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
 
 
 @pytest.mark.parametrize(
     ("kind", "group", "single", "attributes"),
     [
-        (GRPO, {"kl": KLOptions(coef=0.0)}, {"kl_coef": 0.0}, DIVERGENCE),
-        (
-            RLOO,
-            {"kl": KLOptions(coef=0.1, place="loss", estimator="k2")},
-            {"kl_coef": 0.1, "kl_place": "loss", "kl_estimator": "k2"},
-            DIVERGENCE,
-        ),
-        (RLOO, {"kl": KLOptions(coef=0.1)}, {"kl_coef": 0.1}, DIVERGENCE),
-        (ReinforcePlusPlus, {"kl": KLOptions(place="loss")}, {"kl_place": "loss"}, DIVERGENCE),
+        (GRPO, {"kl": KL(0.0)}, {"kl_coef": 0.0}, DIVERGENCE),
+        (RLOO, {"kl": KL(0.1, place="loss", estimator="k2")}, {"kl": KL(place="loss", estimator="k2"), "kl_coef": 0.1},
+         DIVERGENCE),
+        (RLOO, {"kl": KL(0.1)}, {"kl": KL(0.1, place="reward", estimator="k3")}, DIVERGENCE),
+        (RLOO, {"kl": KL(0.1)}, {"kl_coef": 0.1}, DIVERGENCE),
+        (ReinforcePlusPlus, {"kl": KL(place="loss")}, {"kl": KL(0.01, place="loss", estimator="k2")}, DIVERGENCE),
         (
             GRPO,
             {"generation": GenerationOptions(speculation=Speculation(), max_cache_bytes=1 << 20)},
@@ -69,44 +66,34 @@ def test_a_group_sets_the_same_as_single_settings_and_keeps_other_defaults(
 
 
 def test_ppo_controls_the_divergence_by_a_group() -> None:
-    module = made(PPO, kl=KLOptions(coef=0.2, target=6.0, gain=0.5, place="loss", estimator="k1"))
+    module = made(PPO, kl=KL(0.2, target=6.0, gain=0.5, place="loss", estimator="k1"))
     controller = module.kl_controller
     assert (float(controller.coefficient), controller.target, controller.gain) == (0.2, 6.0, 0.5)
-    assert (module.kl_place, module.kl_estimator, made(PPO).kl_place) == ("loss", "k1", "reward")
+    assert (module.kl.place, module.kl.estimator, made(PPO).kl.place) == ("loss", "k1", "reward")
 
 
 def test_a_group_and_single_settings_combine() -> None:
     module = made(generation=GenerationOptions(max_cache_bytes=1 << 20), speculation=Speculation(), kl_coef=0.5,
-                  kl=KLOptions(estimator="k1"))  # fmt: skip
+                  kl=KL(estimator="k1"))  # fmt: skip
     assert module.generation_options == GenerationOptions(speculation=Speculation(), max_cache_bytes=1 << 20)
-    assert (module.kl_coef, module.kl_estimator) == (0.5, "k1")
+    assert (module.kl_coef, module.kl.estimator) == (0.5, "k1")
 
 
 def test_a_setting_given_twice_must_be_the_same_unless_it_is_the_default() -> None:
-    # The command line passes every default, RLOO's kl_coef=0.05 among them.
-    assert made(RLOO, kl=KLOptions(coef=0.2), kl_coef=0.05).kl_coef == 0.2
-    assert made(RLOO, kl=KLOptions(coef=0.2), kl_coef=0.2).kl_coef == 0.2
+    # The command line passes every default.
+    assert made(generation=GenerationOptions(sample_reallocation=True), sample_reallocation=False).sample_reallocation
+    assert made(RLOO, kl=KL(0.2), kl_coef=0.2).kl_coef == 0.2
     for group, single, message in (
-        ({"kl": KLOptions(coef=0.2)}, {"kl_coef": 0.04}, r"kl_coef=0.04 and kl=KLOptions\(coef=0.2\) contradict each"),
+        ({"kl": KL(0.2)}, {"kl_coef": 0.04}, r"kl_coef=0.04 and kl=KL\(0.2\) contradict each other; leave one"),
         ({"generation": GenerationOptions(max_cache_bytes=9)}, {"max_cache_bytes": 8}, "leave one of them out"),
     ):
         with pytest.raises(ConfigError, match=message):
             made(RLOO, **group, **single)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        (GRPO, {"kl": KLOptions(coef=-1.0)}, "kl_coef=-1.0 may not be negative"),
-        (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KLOptions\(...\)"),
-        (GRPO, {"kl": KLOptions(target=6.0)}, r"target=6.0\) steers the coefficient of PPO; GRPO keeps kl_coef=0.0"),
-        (PPO, {"kl": KLOptions(target=6.0, coef=0.0)}, "kl_target=6.0 steers kl_coef, which is 0"),
-        (GRPO, {"generation": "hf"}, r"generation='hf' is a str; write GenerationOptions\(...\)"),
-    ],
-)
-def test_values_of_a_group_are_checked_by_the_algorithm(kind: type, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        made(kind, **settings)
+def test_a_group_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"generation='hf' is a str; write GenerationOptions\(...\)"):
+        made(generation="hf")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_realloc import (
     GRPO,
@@ -19,10 +20,10 @@ from lightning_realloc import (
     ReMax,
     SamplingParams,
 )
-from lightning_realloc.algorithms.losses.functional import leave_one_out_advantages
+from lightning_realloc.algorithms.losses.kl import KL
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, PlanError
 from tests.algorithms import test_grpo
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -48,15 +49,6 @@ def compared(module: Any, **columns: Any) -> dict[str, Any]:
     return {**judged, **module.compare(samples.with_columns(**judged))}
 
 
-def test_leave_one_out_by_hand() -> None:
-    rewards = torch.tensor([1.0, 2.0, 6.0, 5.0, math.nan, 3.0])
-    groups = torch.tensor([0, 0, 0, 1, 1, 2])
-    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; one of a pair is missing; one alone
-    found = leave_one_out_advantages(rewards, groups)
-    assert found[[0, 1, 2, 3, 5]].tolist() == pytest.approx([-3.0, -1.5, 4.5, 0.0, 0.0])
-    assert found[4].isnan()
-
-
 def test_rloo_subtracts_the_divergence_of_the_whole_response_from_its_reward() -> None:
     found = compared(made(RLOO, kl_coef=0.1))
     assert found["kl_k1"].tolist() == pytest.approx([0.125 * length for length in LENGTHS])
@@ -64,7 +56,7 @@ def test_rloo_subtracts_the_divergence_of_the_whole_response_from_its_reward() -
     first = (1 - 0.0125 * 2) - (0 - 0.0125 * 4)
     second = (0.5 - 0.0125) - (0.5 - 0.0125 * 2)
     assert found["advantages"].tolist() == pytest.approx([first, -first, second, -second], abs=1e-6)
-    assert compared(made(RLOO, kl_place="loss"))["advantages"].tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
+    assert compared(made(RLOO, kl=KL(place="loss")))["advantages"].tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
 
 
 def test_kl_place_decides_which_call_needs_the_reference() -> None:
@@ -95,7 +87,7 @@ def test_reinforce_normalises_the_returns_of_all_tokens() -> None:
 
 def test_reinforce_can_subtract_the_group_mean_first() -> None:
     module = made(ReinforcePlusPlus, baseline="group")
-    assert (module.kl_place, module.kl_estimator) == ("loss", "k2")
+    assert (module.kl.place, module.kl.estimator) == ("loss", "k2")
     found = compared(module)
     # 1/2 and -1/2 in the first group, of two and four tokens; 0 in the second, of three: mean -1/9.
     tokens = [0.5] * 2 + [-0.5] * 4 + [0.0] * 3
@@ -105,7 +97,7 @@ def test_reinforce_can_subtract_the_group_mean_first() -> None:
 
 def test_remax_subtracts_the_greedy_reward_and_the_divergence_still_to_come() -> None:
     greedy = torch.tensor([0.25, 0.25, math.nan, 0.5])
-    for settings, per_token in (({"kl_coef": 0.1}, 0.0125), ({"kl_coef": 0.0}, 0.0), ({"kl_place": "loss"}, 0.0)):
+    for settings, per_token in (({"kl_coef": 0.1}, 0.0125), ({"kl_coef": 0.0}, 0.0), ({"kl": KL(place="loss")}, 0.0)):
         found = compared(made(ReMax, **settings), greedy_rewards=greedy)
         rows = found["advantages"].to_lists()
         for row, better, length in zip(rows, [0.75, -0.25, math.nan, 0.0], LENGTHS, strict=True):
@@ -126,6 +118,42 @@ def test_truncated_responses_are_rewarded_and_not_trained_on(kind: type[PolicyGr
         assert torch.equal(advantages[[0, 2, 3]], whole["advantages"][[0, 2, 3]])
 
 
+def above_half(samples: Samples) -> Tensor:
+    """Return rewards above one half."""
+    return samples.tensor("rewards") - 0.5
+
+
+def by_place(samples: Samples) -> Ragged:
+    """Return each token's place in its response, and NaN in the third one."""
+    places = [torch.arange(length) * (1.0 if length > 1 else math.nan) for length in LENGTHS]
+    return Ragged.from_list(places, dtype=torch.float32)
+
+
+def test_a_function_of_samples_gives_advantages_of_responses_or_tokens() -> None:
+    for rule in (above_half, f"{__name__}:above_half"):
+        module = made(PolicyGradient, advantages=rule, kl=KL(0.1, place="reward"))
+        assert module.learns_whole_groups
+        found = compared(module)["advantages"]
+        expected = [reward - 0.0125 * n - 0.5 for reward, n in zip(test_grpo.REWARDS, LENGTHS, strict=True)]
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    found = compared(made(GRPO, advantages=by_place, learn_truncated=False))["advantages"]
+    rows = found.to_lists()
+    assert (rows[0], rows[3]) == ([0.0, 1.0], [0.0, 1.0])
+    assert all(math.isnan(value) for value in (*rows[1], *rows[2])), "cut off, and left out by the rule"
+    named = compared(made(PolicyGradient, advantages="leave_one_out", kl_coef=0.0))["advantages"]
+    assert named.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_advantages_of_other_tokens_than_the_responses_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"one value per token, of shape \(9,\); it returned a tensor of shape \(2,\)"):
+        compared(made(GRPO, advantages=lambda samples: Ragged.from_list([[1.0], [2.0]], dtype=torch.float32)))
+
+
+def test_a_base_without_a_rule_asks_for_one() -> None:
+    with pytest.raises(NotImplementedError, match=r"must define advantages\(rewards, samples\), or get a rule as adv"):
+        compared(made(PolicyGradient))
+
+
 def test_invalid_combinations_are_refused() -> None:
     for kind, settings, message in (
         (RLOO, {"sampling": SamplingParams(n=1)}, "set n >= 2"),
@@ -134,7 +162,25 @@ def test_invalid_combinations_are_refused() -> None:
         (ReinforcePlusPlus, {"discount": 2.0}, "discount=2.0 must lie between 0 and 1"),
         (ReMax, {"dynamic_sampling": DynamicSampling()}, "ReMax each with the greedy one; leave it out"),
         (GRPO, {"engine_correction": EngineCorrection()}, "use ratio_to='proximal'"),
-        (GRPO, {"kl_place": "both"}, "kl_place='both' must be one of loss, reward"),
+        (
+            RLOO,
+            {"kl": KL(target=6.0)},
+            r"KL\(coef=0.05.*target=6.0.*\) steers the weight by target and gain, as PPO does",
+        ),
+        (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KL\(...\)"),
+        (GRPO, {"kl_coef": -1.0}, "kl_coef=-1.0 may not be negative"),
+        (RLOO, {"kl_coef": 0.04, "kl": KL(0.2)}, r"kl_coef=0.04 and kl=KL\(0.2\) contradict each other"),
+        (GRPO, {"advantages": "mean"}, "advantages='mean' must be one of group, group_mean, leave_one_out, a function"),
+        (GRPO, {"advantages": "gae"}, "advantages='gae' compares with the values of a critic; use PPO"),
+        (GRPO, {"advantages": "no.such:rule"}, "advantages 'no.such:rule' cannot be imported"),
+        (GRPO, {"advantages": {}}, r"advantages=\{\} must be one of group"),
+        (
+            ReMax,
+            {"advantages": "group"},
+            "advantages='group' would replace the rule of ReMax; leave it out, or use Pol",
+        ),
+        (ReinforcePlusPlus, {"advantages": "group"}, "would replace the rule of ReinforcePlusPlus"),
+        (PolicyGradient, {"advantages": "group", "sampling": SamplingParams(n=1)}, "set n >= 2"),
     ):
         with pytest.raises(ConfigError, match=message):
             made(kind, **settings)

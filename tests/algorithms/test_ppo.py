@@ -16,8 +16,10 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 
 from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.vocabulary import retokenized
+from lightning_realloc.algorithms.losses.kl import KL
 from lightning_realloc.algorithms.losses.policy_losses import Clip
 from lightning_realloc.algorithms.ppo import PPO
+from lightning_realloc.algorithms.rollout.token_advantages import GAE
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
@@ -54,7 +56,7 @@ def token_logits(model: Any, prompt: list[int], response: list[int]) -> Tensor:
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_the_actor_loss_is_that_of_a_loop_over_tokens(place: Any) -> None:
     model, samples = tiny_model("llama"), rollout()
-    module = runs.ppo(actor=model, kl_place=place, kl_coef=0.1, entropy_coef=0.01, policy_loss=Clip(high=0.3))
+    module = runs.ppo(actor=model, kl=KL(0.1, place=place), entropy_coef=0.01, policy_loss=Clip(high=0.3))
     parts = [module.actor_loss(model, pack_columns(samples.select(rows), CPU), TOTALS) for rows in ([0, 2], [1])]
     columns = zip(
         *(samples.ragged(name).to_lists() for name in ("behaviour_logprobs", "ref_logprobs", "advantages")), strict=True
@@ -118,11 +120,9 @@ def test_advantages_by_hand() -> None:
             "finish_reason": torch.tensor([0, 1]),
         },
     )
-    settings: dict[str, Any] = {
-        "kl_coef": 0.1, "discount": 1.0, "gae_lambda": 1.0, "reward_scale": 0.5, "reward_clip": 1.0,
-    }  # fmt: skip
-    module = PPO(tiny_model("llama"), runs.low_tokens, tokenizer=byte_tokenizer(), normalize_advantages=False,
-                 kl_target=0.5, **settings)  # fmt: skip
+    rule = GAE(gae_lambda=1.0, reward_scale=0.5, reward_clip=1.0)
+    plain, settings = replace(rule, normalize_advantages=False), {"tokenizer": byte_tokenizer()}
+    module = PPO(tiny_model("llama"), runs.low_tokens, advantages=plain, kl=KL(0.1, target=0.5), **settings)
     made: dict[str, Any] = dict(module.estimate_advantages(samples))
     assert made["advantages"].values.tolist() == pytest.approx([1.0, 0.5, -1.0])
     assert made["returns"].values.tolist() == pytest.approx([1.05, 1.1, -0.5])
@@ -142,7 +142,8 @@ def test_advantages_by_hand() -> None:
     module.on_iteration_end(samples.with_columns(**made).lengths_only())
     assert float(module.kl_controller.coefficient) == pytest.approx(0.098)
 
-    whitened = PPO(tiny_model("llama"), runs.low_tokens, tokenizer=byte_tokenizer(), normalize_values=True, **settings)
+    whole = replace(rule, normalize_values=True)
+    whitened = PPO(tiny_model("llama"), runs.low_tokens, advantages=whole, kl_coef=0.1, **settings)
     made = dict(whitened.estimate_advantages(samples))
     # mean 1/6, deviation sqrt(0.75 - 1/36) = 0.84984
     assert made["advantages"].values.tolist() == pytest.approx([0.98058, 0.39223, -1.37281], abs=1e-4)
@@ -167,7 +168,7 @@ def test_an_environments_tokens_count_in_no_moment_of_returns() -> None:
         "finish_reason": torch.tensor([0, 0]),
     }
     samples = Samples(torch.arange(2), columns)
-    module = runs.ppo(kl_coef=0.0, discount=1.0, gae_lambda=1.0, normalize_values=True)
+    module = runs.ppo(kl_coef=0.0, advantages=GAE(gae_lambda=1.0, normalize_values=True))
     module.on_iteration_end(samples.with_columns(**module.estimate_advantages(samples)).lengths_only())
     assert float(module.return_moments.count) == 3.0
     assert float(module.return_moments.mean) == pytest.approx(3.0)
@@ -188,7 +189,7 @@ def test_calls_follow_from_settings() -> None:
     assert plain.dataflow.call("actor.train").needs == ("rollout", "advantages")
     assert plain.dataflow.call("estimate_advantages").whole_batch
     assert plain.evaluation_calls == ("actor.generate", "judge")
-    model = runs.ppo(reward=tiny_scorer("llama"), kl_place="loss")
+    model = runs.ppo(reward=tiny_scorer("llama"), kl=KL(place="loss"))
     assert "judge" not in names(model) and "reward.infer" in names(model)
     assert model.dataflow.call("actor.train").needs == ("rollout", "advantages", "ref_logprobs")
     assert model.evaluation_calls == ("actor.generate", "reward.infer")
@@ -361,11 +362,25 @@ def test_models_with_the_wrong_head_are_refused(tmp_path: Path) -> None:
             runs.ppo(**settings).configure_model()
 
 
+def test_invalid_options_of_the_divergence_and_of_advantages_are_refused() -> None:
+    for make, message in (
+        (lambda: KL(place="nowhere"), "place='nowhere' must be one of loss, reward"),
+        (lambda: KL(estimator="k4"), "estimator='k4' must be one of k1, k2, k3"),
+        (lambda: KL(-1.0), "coef=-1.0 may not be negative"),
+        (lambda: KL(target=-1.0), "target=-1.0 must be positive"),
+        (lambda: GAE(gae_lambda=1.5), "gae_lambda=1.5 must lie between 0 and 1"),
+        (lambda: GAE(discount=-0.5), "discount=-0.5 must lie between 0 and 1"),
+        (lambda: GAE(reward_clip=0.0), "reward_clip=0.0 must be positive"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
+
+
 def test_invalid_settings_are_refused() -> None:
     for settings, message in (
         ({"sampling": runs.SamplingParams(temperature=0.0)}, "sampling.temperature=0 gives every .* explores nothing"),
-        ({"kl_place": "nowhere"}, "kl_place='nowhere' must be one of loss, reward"),
-        ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
+        ({"kl": "reward"}, r"kl='reward' is a str; write KL\(...\)"),
+        ({"advantages": "gae"}, r"advantages='gae' is a str; write GAE\(...\)"),
         ({"loss_average": "group"}, "loss_average='group'"),
         (
             {"reward_tokenizer": "other", "reward": tiny_scorer("llama")},
@@ -376,10 +391,7 @@ def test_invalid_settings_are_refused() -> None:
         ({"entropy_coef": float("nan")}, "entropy_coef=nan is not a number"),
         ({"critic_warmup": -1}, "critic_warmup=-1 may not be negative"),
         ({"value_clip": 0.0}, "value_clip=0.0 must be positive; None leaves it out"),
-        ({"kl_target": -1.0}, "kl_target=-1.0 must be positive"),
-        ({"kl_target": 1.0, "kl_coef": 0.0}, "kl_target=1.0 steers kl_coef, which is 0"),
-        ({"gae_lambda": 1.5}, "gae_lambda=1.5 must lie between 0 and 1"),
-        ({"discount": -0.5}, "discount=-0.5 must lie between 0 and 1"),
+        ({"kl": KL(target=1.0), "kl_coef": 0.0}, "target=1.0 steers coef, which is 0"),
         ({"reward": "no/such/folder/here"}, "there is no such folder .* reward function as module:function"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -24,13 +24,18 @@ def typed_settings(cls: type) -> dict[str, Any]:
     if annotation is None:
         return {}
     name = annotation.removeprefix("Unpack[").removesuffix("]")
-    return get_type_hints(vars(sys.modules[cls.__module__])[name])
+    return get_type_hints(vars(sys.modules[defining(cls).__module__])[name])
+
+
+def defining(cls: type) -> type:
+    """Return the class whose constructor a class has."""
+    return next(base for base in cls.__mro__ if "__init__" in vars(base))
 
 
 def own_settings(cls: type) -> dict[str, Any]:
-    """Return the settings that the class's own signature names, with their types."""
-    parameters = inspect.signature(vars(cls)["__init__"]).parameters
-    hints = get_type_hints(vars(cls)["__init__"])
+    """Return the settings that the signature of a class's constructor names, with their types."""
+    constructor = vars(defining(cls))["__init__"]
+    parameters, hints = inspect.signature(constructor).parameters, get_type_hints(constructor)
     return {name: hints[name] for name, p in parameters.items() if name in hints and p.kind is not p.VAR_KEYWORD}
 
 

@@ -67,7 +67,7 @@ def test_a_saved_configuration_does_the_same_without_the_short_flags(workers: Wo
     saved, printed = run_lines(
         workers,
         folder,
-        [*GRPO, "--steps", "1", "--model.kl_estimator", "k1", "--output", "other", "--save-config", "made/run.yaml"],
+        [*GRPO, "--steps", "1", "--model.kl.estimator", "k1", "--output", "other", "--save-config", "made/run.yaml"],
         ["fit", "--config", "made/run.yaml", "--print_config"],
     )
     assert saved.code == 0, saved.errors
@@ -78,7 +78,7 @@ def test_a_saved_configuration_does_the_same_without_the_short_flags(workers: Wo
     assert whole["trainer"]["max_steps"] == 1 and whole["trainer"]["devices"] == "1"
     assert whole["trainer"]["strategy"] == "realloc"
     assert whole["model"]["init_args"]["sampling"]["n"] == 2
-    assert whole["model"]["init_args"]["kl_estimator"] == "k1"
+    assert whole["model"]["init_args"]["kl"]["estimator"] == "k1"
     assert len((folder / "made" / "run.yaml").read_text().splitlines()) < 100  # without the defaults
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc import Cispo, Clip, EngineCorrection, OnPolicyDistillation, PolicyGradient, SamplingParams
+from lightning_realloc import KL, Cispo, Clip, EngineCorrection, OnPolicyDistillation, PolicyGradient, SamplingParams
 from lightning_realloc.algorithms import distillation
 from lightning_realloc.algorithms.rollout import policy_gradient
 from lightning_realloc.batch.packing import PackedBatch, pack
@@ -213,7 +213,7 @@ def test_rloo(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = (rows["logprobs"].clone().requires_grad_() for _ in range(2))
     expected = trl.response_loss(theirs, trl_inputs(rows), epsilon_low=0.2, epsilon_high=0.5)
     batch = packed(behaviour_logprobs=rows["old"], ref_logprobs=rows["ref"], advantages=ADVANTAGES)
-    settings = {"ratio_level": "product", "kl_place": "reward", "policy_loss": Clip(high=0.5)}
+    settings = {"ratio_level": "product", "kl": KL(place="reward"), "policy_loss": Clip(high=0.5)}
     assert_equal(our_loss(monkeypatch, ours, batch, settings), expected, ours, theirs)
 
 

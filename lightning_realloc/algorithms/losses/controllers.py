@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.algorithms.settings import given
+
 MOST_ERROR = 0.2
 """Bound on the relative error of the divergence in one update."""
 
@@ -20,16 +22,16 @@ class KLController(nn.Module):
     Args:
         coefficient: Initial weight.
         target: Divergence to keep, in nats per response; None keeps the weight fixed.
-        gain: Relative change of the weight per clipped relative error, in one iteration.
+        gain: Relative change of the weight per clipped relative error, in one iteration; None: 0.1.
     """
 
     coefficient: Tensor
     """Scalar float64: the current weight."""
 
-    def __init__(self, coefficient: float, *, target: float | None = None, gain: float = 0.1) -> None:
+    def __init__(self, coefficient: float, *, target: float | None = None, gain: float | None = None) -> None:
         super().__init__()
         self.target = target
-        self.gain = gain
+        self.gain = given(gain, 0.1)
         self.register_buffer("coefficient", torch.tensor(coefficient, dtype=torch.float64))
 
     def update(self, kl: Tensor) -> None:

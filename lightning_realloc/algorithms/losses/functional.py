@@ -34,49 +34,6 @@ def cross_entropy(logprobs: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(response_mask, -logprobs, 0.0)
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None = 1e-4) -> Tensor:
-    """Return the (B,) advantages over the group: ``(r - mean) / (std + std_eps)``.
-
-    The standard deviation is unbiased, zero in a group of one. ``rewards`` must hold whole groups. A reward of NaN is
-    missing: it is excluded from its group, and its advantage is NaN.
-
-    Args:
-        rewards: (B,) rewards.
-        groups: (B,) integers, equal for responses to the same prompt.
-        std_eps: Added to the standard deviation; None returns ``r - mean``.
-
-    Source: Shao et al., arXiv:2402.03300, §4.1.2; without the deviation: Liu et al., arXiv:2503.20783, eq. 3.
-    """
-    centred, counts, index = _centred(rewards, groups)
-    if std_eps is None:
-        return centred
-    exact = centred.nan_to_num().double()  # squares of rewards beyond 1e19 overflow float32
-    squares = exact.new_zeros(len(counts)).index_add_(0, index, exact.square())
-    std = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return (centred / (std[index] + std_eps)).to(rewards)
-
-
-def leave_one_out_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return each of the (B,) rewards less the mean of the others in its group: ``n / (n - 1) * (r - mean)``.
-
-    It is zero in a group of one. ``rewards`` must hold whole groups. A reward of NaN is missing: it is excluded from
-    its group, and its advantage is NaN.
-
-    Source: Ahmadian et al., arXiv:2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019.
-    """
-    centred, counts, index = _centred(rewards, groups)
-    return centred * (counts / (counts - 1).clamp(min=1))[index]
-
-
-def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rewards less their group's mean, the number of rewards per group, and each sample's group index."""
-    members, index = torch.unique(groups.to(rewards.device), return_inverse=True)
-    there = ~rewards.isnan()
-    counts = rewards.new_zeros(members.shape[0]).index_add_(0, index, there.to(rewards))
-    sums = counts.new_zeros(members.shape[0], dtype=torch.float64).index_add_(0, index, rewards.nan_to_num().double())
-    return rewards - (sums / counts).to(rewards)[index], counts, index
-
-
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> ClippedLoss:
     """Return ``max((v - R)^2, (clamp(v, old - clip, old + clip) - R)^2) / 2`` for each of the N tokens.
 

@@ -63,8 +63,6 @@ class PolicyModule(MultiModelModule):
     optional_roles: tuple[str, ...] = ("reference",)
     batch_columns: tuple[str, ...] = ("prompt_ids",)
     data_module = "PromptDataModule"
-    learns_whole_groups = False
-    """Whether responses to one prompt are trained on together."""
     supports_rollout_budget = True
     loss_average: LossAverage
     """Average of token losses, which a subclass sets."""
@@ -134,6 +132,11 @@ class PolicyModule(MultiModelModule):
         if self.reward_column is None:
             raise ConfigError(f"{type(self).__name__} has no rewards that could tell what is right; leave accuracy out")
         self.accuracy.check_responses(self.evaluation_sampling.n)
+
+    @property
+    def learns_whole_groups(self) -> bool:
+        """Whether responses to one prompt are trained on together."""
+        return False
 
     @property
     def training_now(self) -> bool:

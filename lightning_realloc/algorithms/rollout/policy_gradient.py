@@ -1,9 +1,9 @@
-"""Base of GRPO, RLOO, REINFORCE++ and ReMax: everything but the step from rewards to advantages."""
+"""Base of GRPO, RLOO, REINFORCE++ and ReMax, with the settings of all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -13,19 +13,10 @@ from lightning_realloc.algorithms.base.calls import compute, train
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
+from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, resolve_advantages
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, engine_defaults, mismatch_metrics
-from lightning_realloc.algorithms.losses.functional import (
-    ClippedLoss,
-    KLEstimator,
-    generalized_advantages,
-    kept_tokens,
-    kl_estimate,
-    sequence_sums,
-    spread_tokens,
-    token_rewards,
-    whiten,
-)
-from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
+from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens, whiten
+from lightning_realloc.algorithms.losses.kl import KL, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import (
     PolicyLoss,
@@ -44,7 +35,8 @@ from lightning_realloc.algorithms.losses.proximal import (
 from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill, differing
 from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
-from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
+from lightning_realloc.algorithms.rollout.token_advantages import divergences, token_returns
 from lightning_realloc.algorithms.settings import Unpack, check_choice, check_not_negative, check_type, given
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
@@ -59,33 +51,50 @@ _CHECKPOINT_KEY = "dynamic_sampling"
 
 
 class PolicyGradientSettings(RewardedSettings, total=False):
-    """Types of the settings that subclasses pass on to :class:`PolicyGradient`, where they are documented.
+    """Types of the settings that subclasses pass on to :class:`PolicyGradient`, where they are documented."""
 
-    Each algorithm declares ``sampling``, ``kl_coef``, ``kl_estimator``, ``kl_place``, ``ratio_level`` and
-    ``loss_average`` itself, with its own defaults. All other settings of :class:`PolicyGradient` belong here.
-    """
-
+    sampling: SamplingParams | None
+    advantages: str | AdvantageRule | None
+    kl_coef: float | None
+    kl: KL | None
     policy_loss: PolicyLoss | PolicyLossName
+    ratio_level: RatioLevel | None
     ratio_to: RatioTo | None
     engine_correction: EngineCorrection | None
+    loss_average: LossAverage | None
     entropy_coef: float
     learn_truncated: bool
     dynamic_sampling: DynamicSampling | None
-    kl: KLOptions | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyDefaults:
+    """Values of settings of :class:`PolicyGradient` that are None; they differ between algorithms."""
+
+    kl: KL
+    """With weight, estimator and place."""
+    sampling: SamplingParams
+    advantages: str | None = None
+    """Name of the rule; None: a subclass's method."""
+    ratio_level: RatioLevel = "token"
+    loss_average: LossAverage = "sequence"
 
 
 class PolicyGradient(RewardedModule):
     """A RewardedModule whose actor learns from the advantage of each response over a baseline.
 
-    A subclass computes the advantages in :meth:`advantages`.
+    The advantages are those of the setting ``advantages``, or of a subclass's method :meth:`advantages`.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Sampling of the rollout.
-        kl_coef: Weight of the divergence; 0 leaves the reference out.
-        kl_estimator: k1, k2 or k3, in the loss.
-        kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
+        sampling: Sampling of the rollout; ``n`` is the size of a group. None: that of ``defaults``, as for all settings
+            without a value of their own here.
+        advantages: From rewards to advantages: ``"group"``: rewards less the group's mean, over its standard deviation;
+            ``"group_mean"``: without the deviation; ``"leave_one_out"``: less the mean of the others. Or a function
+            ``f(samples)`` that returns (B,) numbers, or one per response token as ``Ragged``; or its import path.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out.
+        kl: Divergence from the reference: weight, estimator, and whether the loss or the rewards have it.
         policy_loss: Loss of tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or the name of one with its default
             constants, from the table in docs/policy-loss.md.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
@@ -99,68 +108,67 @@ class PolicyGradient(RewardedModule):
         entropy_coef: Weight of the entropy.
         learn_truncated: Whether to learn from responses that were cut off.
         dynamic_sampling: Replace groups of equal rewards by further prompts.
-        kl: Group of the settings ``kl_*``; its fields take precedence.
         settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule` (evaluation,
             environment, rollout budget) and :class:`MultiModelModule` (learning rate, optimizer, schedule, tokenizer,
             training options, seed).
     """
 
     excluded_by = ("advantages",)
+    defaults = PolicyDefaults(kl=KL(0.04, estimator="k3", place="loss"), sampling=SamplingParams())
 
     def __init__(
         self,
         actor: ModelSource,
         reward: RewardSource,
         *,
-        sampling: SamplingParams,
-        kl_coef: float = 0.04,
-        kl_estimator: KLEstimator = "k3",
-        kl_place: KLPlace = "loss",
+        sampling: SamplingParams | None = None,
+        advantages: str | AdvantageRule | None = None,
+        kl_coef: float | None = None,
+        kl: KL | None = None,
         policy_loss: PolicyLoss | PolicyLossName = "clip",
-        ratio_level: RatioLevel = "token",
+        ratio_level: RatioLevel | None = None,
         ratio_to: RatioTo | None = None,
         engine_correction: EngineCorrection | None = None,
-        loss_average: LossAverage = "sequence",
+        loss_average: LossAverage | None = None,
         entropy_coef: float = 0.0,
         learn_truncated: bool = True,
         dynamic_sampling: DynamicSampling | None = None,
-        kl: KLOptions | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
-        super().__init__(actor, reward, sampling=sampling, **settings)
-        check_type(KLOptions, kl=kl)
-        divergence = kl or KLOptions()
-        self.kl_coef = given(divergence.coef, kl_coef)
-        self.kl_estimator = given(divergence.estimator, kl_estimator)
-        self.kl_place = given(divergence.place, kl_place)
+        defaults = self.defaults
+        super().__init__(actor, reward, sampling=given(sampling, defaults.sampling), **settings)
+        self.kl = resolve_kl(kl, kl_coef, defaults.kl)
         self.policy_loss = resolve_policy_loss(policy_loss)
-        self.ratio_level = ratio_level
+        self.ratio_level = given(ratio_level, defaults.ratio_level)
         self.ratio_to, self.engine_correction = engine_defaults(
             ratio_to,
             engine_correction,
             is_other_engine="same_logprobs" not in CAPABILITIES[self.engine] and not self.policy_loss.weighs_responses,
         )
-        self.loss_average = loss_average
+        self.loss_average = given(loss_average, defaults.loss_average)
         self.entropy_coef = entropy_coef
         check_type(bool, learn_truncated=learn_truncated)
         self.learn_truncated = learn_truncated
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
         self._signal = SignalWatch()
-        self._check_divergence(divergence)
+        self._rule = self._advantage_rule(advantages)
         self._check_loss()
 
-    def _check_divergence(self, given_options: KLOptions) -> None:
-        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        check_choice("kl_place", self.kl_place, get_args(KLPlace))
-        check_not_negative(kl_coef=self.kl_coef)
-        for name in ("target", "gain"):
-            if (value := getattr(given_options, name)) is not None:
-                raise ConfigError(
-                    f"kl=KLOptions({name}={value}) steers the coefficient of PPO; {type(self).__name__} keeps "
-                    f"kl_coef={self.kl_coef}: leave {name} out"
-                )
+    def _advantage_rule(self, setting: str | AdvantageRule | None) -> AdvantageRule | None:
+        """Return the rule of the setting ``advantages``, or of the defaults."""
+        if setting is not None and type(self).advantages is not PolicyGradient.advantages:
+            raise ConfigError(
+                f"advantages={setting!r} would replace the rule of {type(self).__name__}; leave it out, or use "
+                f"PolicyGradient(..., advantages=...)"
+            )
+        chosen = given(setting, self.defaults.advantages)
+        if isinstance(chosen, str) and chosen in ADVANTAGES:
+            check_group(self.sampling.n)
+        return None if chosen is None else resolve_advantages(chosen)
 
     def _check_loss(self) -> None:
+        if self.kl.target is not None or self.kl.gain is not None:
+            raise ConfigError(f"{self.kl} steers the weight by target and gain, as PPO does alone; leave them out")
         check_choice("loss_average", self.loss_average, get_args(LossAverage))
         check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
         check_choice("ratio_to", self.ratio_to, get_args(RatioTo))
@@ -195,17 +203,25 @@ class PolicyGradient(RewardedModule):
         return self.kl_coef > 0
 
     @property
+    def kl_coef(self) -> float:
+        """Weight of the divergence from the reference."""
+        return self.kl.weight
+
+    @property
+    def learns_whole_groups(self) -> bool:
+        """Whether advantages compare the responses to a prompt."""
+        return self._rule is not None
+
+    @property
     def chooses(self) -> bool:
         """Whether dynamic sampling replaces groups."""
         return self._refill is not None
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls, with ``actor.infer`` for proximal ratios, and without unused needs."""
-        unneeded = "compare" if self.kl_place == "loss" else "actor.train"
+        unneeded = "compare" if self.kl.place == "loss" else "actor.train"
         calls = tuple(
-            replace(call, needs=tuple(name for name in call.needs if name != "ref_logprobs"))
-            if call.name == unneeded
-            else call
+            replace(call, needs=tuple(name for name in call.needs if call.name != unneeded or name != "ref_logprobs"))
             for call in super().calls()
         )
         scores = self.ratio_to == "proximal" and not self._one_step
@@ -216,45 +232,43 @@ class PolicyGradient(RewardedModule):
         return self._logprobs(actor, batch)
 
     # ---- from rewards to advantages
+    @property
+    def _penalty(self) -> float | None:
+        """Reduction of rewards per nat of divergence; None if they have none."""
+        return self.kl_coef if self.has_reference and self.kl.place == "reward" else None
+
     @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages")
     def compare(self, samples: Samples) -> Mapping[str, Column]:
         """Return the advantage of every response."""
         rewards, columns = samples.tensor("rewards"), {}
-        if self.has_reference and self.kl_place == "reward":
-            columns["kl_k1"] = sequence_sums(self.divergences(samples))
-            rewards = rewards - self.kl_coef * columns["kl_k1"].to(rewards)
-        advantages = require_shape("advantages()", self.advantages(rewards, samples), rewards, "response")
-        advantages = advantages.masked_fill(self.left_out(samples), torch.nan)
+        if self._penalty is not None:
+            columns["kl_k1"] = sequence_sums(divergences(samples))
+            rewards = rewards - self._penalty * columns["kl_k1"].to(rewards)
+        advantages = self.advantages(rewards, samples)
         # A divergence that is not finite must not look like a missing reward; see never_missing.
         broken = ~rewards.isfinite() & ~samples.tensor("rewards").isnan()
-        return {"advantages": advantages.masked_fill(broken, torch.inf), **columns}
+        left_out = self.left_out(samples)
+        if not isinstance(advantages, Ragged):
+            values = require_shape("advantages()", advantages, rewards, "response")
+            return {"advantages": values.masked_fill(left_out, torch.nan).masked_fill(broken, torch.inf), **columns}
+        lengths = samples.ragged("response_ids").lengths
+        values = require_shape("advantages()", advantages.values, rewards.new_empty(int(lengths.sum())), "token")
+        left_out, broken = (torch.repeat_interleave(mask, lengths) for mask in (left_out, broken))
+        values = values.masked_fill(left_out, torch.nan).masked_fill(broken, torch.inf)
+        return {"advantages": Ragged(values, lengths), **columns}
 
-    def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
-        """Return the (B,) advantages of the (B,) rewards; NaN excludes a response."""
-        raise NotImplementedError(f"{type(self).__name__} must define advantages(rewards, samples)")
-
-    def token_returns(self, samples: Samples, compared: Tensor, *, discount: float) -> tuple[Ragged, dict[str, Column]]:
-        """Return the return of each token that the model sampled, and each response's divergence as a penalty.
-
-        ``compared`` (B,) is a reward at the last token; with ``kl_place="reward"`` the divergence is a penalty at every
-        token. A token is not credited with the divergence of earlier tokens, which it cannot affect.
-        """
-        kept = kept_tokens(samples.ragged("behaviour_logprobs"), model_mask(samples))
-        penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)
-        columns: dict[str, Column] = {}
-        if self.has_reference and self.kl_place == "reward":
-            penalties = self.divergences(samples)
-            columns["kl_k1"] = sequence_sums(penalties)
-            penalties = Ragged(self.kl_coef * penalties.values, penalties.lengths)
-        rewards = token_rewards(compared, penalties)
-        # Without a critic, values are zero and advantages are the returns.
-        nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
-        return generalized_advantages(rewards, nothing, discount=discount, gae_lambda=1.0), columns
+    def advantages(self, rewards: Tensor, samples: Samples) -> Tensor | Ragged:
+        """Return the (B,) advantages of the (B,) rewards, or one per response token; NaN excludes a response."""
+        if self._rule is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} must define advantages(rewards, samples), or get a rule as advantages="
+            )
+        return self._rule(samples.with_columns(rewards=rewards))
 
     def token_advantages(
         self, samples: Samples, compared: Tensor, *, discount: float = 1.0, normalize: bool = False
     ) -> dict[str, Column]:
-        """Return the columns of :meth:`token_returns`, as ``advantages`` of every response token.
+        """Return the columns of :func:`token_returns`, as ``advantages`` of every response token.
 
         Responses with NaN in ``compared`` (B,) and truncated ones that are not trained on get NaN. ``normalize`` gives
         the others mean 0 and deviation 1 over all tokens.
@@ -262,18 +276,12 @@ class PolicyGradient(RewardedModule):
         compared = compared.masked_fill(self.left_out(samples), torch.nan)
 
         def estimate(scored: Samples) -> dict[str, Column]:
-            returns, columns = self.token_returns(scored, scored.tensor("compared"), discount=discount)
+            given = scored.tensor("compared")
+            returns, columns = token_returns(scored, given, discount=discount, penalty=self._penalty)
             values = whiten(returns.values) if normalize else returns.values
             return {"advantages": spread_tokens(Ragged(values, returns.lengths), model_mask(scored)), **columns}
 
         return estimate_scored(samples.with_columns(compared=compared), compared, estimate)
-
-    def divergences(self, samples: Samples) -> Ragged:
-        """Return k1 from the sampling policy to the reference, for each token that the model sampled."""
-        mask = model_mask(samples)
-        behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
-        reference = kept_tokens(samples.ragged("ref_logprobs"), mask).values.to(behaviour.values)
-        return Ragged(kl_estimate(behaviour.values, reference, estimator="k1"), behaviour.lengths)
 
     def left_out(self, samples: Samples) -> Tensor:
         """Return (B,) bool: True for truncated responses that are not trained on."""
@@ -313,8 +321,8 @@ class PolicyGradient(RewardedModule):
         if self.engine_correction is not None:
             weights = self.engine_correction.weights(before, batch["behaviour_logprobs"], batch)
             values, measured["engine_weight"] = values * weights, weights
-        if self.has_reference and self.kl_place == "loss":
-            measured["kl"] = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)
+        if self.has_reference and self.kl.place == "loss":
+            measured["kl"] = self.kl.estimate(logprobs, batch["ref_logprobs"])
             values = values + self.kl_coef * measured["kl"]
             measured |= self.start_metrics(batch)
         measured["entropy"] = -logprobs.detach()  # its mean over sampled tokens estimates the entropy at no cost

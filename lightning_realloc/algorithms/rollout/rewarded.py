@@ -169,7 +169,7 @@ class RewardedModule(PolicyModule):
 
     def _warn_of_unused_reference(self) -> None:
         if "reference" in self.sources and not self.has_reference:
-            can_have_one = hasattr(self, "kl_place")  # other algorithms never do
+            can_have_one = hasattr(self, "kl")  # other algorithms never do
             cause, way_out = (" with kl_coef=0", ", or raise kl_coef") if can_have_one else ("", "")
             rank_zero_warn(
                 f"{type(self).__name__} uses no reference{cause}, so the given one is not loaded; leave reference "

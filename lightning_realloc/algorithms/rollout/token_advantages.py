@@ -1,4 +1,4 @@
-"""Advantages and returns of tokens for PPO, from scores of responses and a critic's values."""
+"""Advantages and returns of tokens, from scores of responses, divergences and, in PPO, a critic's values."""
 
 from __future__ import annotations
 
@@ -23,11 +23,19 @@ from lightning_realloc.algorithms.losses.functional import (
 )
 from lightning_realloc.algorithms.settings import check_positive, check_share, check_type
 from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.setting_hints import GAE_HINTS, suggest_settings
 
 
+@suggest_settings(GAE_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenAdvantages:
-    """Conversion of scores to token rewards, advantages and returns."""
+class GAE:
+    """Generalized advantages of tokens over a critic's values, from scores of responses.
+
+    Source: Schulman et al., arXiv:1506.02438.
+
+    Example:
+        ``PPO(actor, reward, advantages=GAE(gae_lambda=0.9, normalize_values=True))``
+    """
 
     discount: float = 1.0
     """Discount of a reward per token."""
@@ -103,3 +111,37 @@ class TokenAdvantages:
         exact = returns.values.double()
         merged = moments.merged(returns.num_tokens, exact.sum(), exact.square().sum())
         return Ragged(merged.normalize(returns.values), returns.lengths)
+
+
+def token_returns(
+    samples: Samples, compared: Tensor, *, discount: float, penalty: float | None
+) -> tuple[Ragged, dict[str, Column]]:
+    """Return the return of each token that the model sampled without a critic, and each response's divergence.
+
+    A token is not credited with the divergence of earlier tokens, which it cannot affect.
+
+    Args:
+        samples: Responses.
+        compared: (B,) a reward at the last token.
+        discount: Discount of a reward per token.
+        penalty: Reduction of a token's reward per nat of divergence; None: no reduction, and no column.
+    """
+    kept = kept_tokens(samples.ragged("behaviour_logprobs"), model_mask(samples))
+    penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)
+    columns: dict[str, Column] = {}
+    if penalty is not None:
+        penalties = divergences(samples)
+        columns["kl_k1"] = sequence_sums(penalties)
+        penalties = Ragged(penalty * penalties.values, penalties.lengths)
+    rewards = token_rewards(compared, penalties)
+    # Without a critic, values are zero and advantages are the returns.
+    nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
+    return generalized_advantages(rewards, nothing, discount=discount, gae_lambda=1.0), columns
+
+
+def divergences(samples: Samples) -> Ragged:
+    """Return k1 from the sampling policy to the reference, for each token that the model sampled."""
+    mask = model_mask(samples)
+    behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
+    reference = kept_tokens(samples.ragged("ref_logprobs"), mask).values.to(behaviour.values)
+    return Ragged(kl_estimate(behaviour.values, reference, estimator="k1"), behaviour.lengths)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
+from lightning_realloc import GAE, GRPO, KL, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS
 from lightning_realloc.batch.ragged import Ragged
@@ -128,7 +128,7 @@ def test_a_failed_environment_leaves_its_response_out_of_the_group_and_the_mean(
 
 
 def test_ppo_leaves_failed_environments_out_of_the_scores_of_a_single_model() -> None:
-    module = runs.ppo(kl_coef=0.1, normalize_values=True)
+    module = runs.ppo(kl_coef=0.1, advantages=GAE(normalize_values=True))
     failed = ppo_rollout([1.0, 8.0, -1.0]).with_columns(finish_reason=torch.tensor([0, ENVIRONMENT_FAILED, 0]))
     columns, expected = module.estimate_advantages(failed), module.estimate_advantages(ppo_rollout([1.0, NAN, -1.0]))
     for name in ("advantages", "returns"):
@@ -145,7 +145,7 @@ def ppo_rollout(scores: list[float]) -> Samples:
 
 
 def test_ppo_estimates_and_losses_are_those_of_the_scored_responses() -> None:
-    module = runs.ppo(kl_coef=0.1, normalize_values=True)
+    module = runs.ppo(kl_coef=0.1, advantages=GAE(normalize_values=True))
     whole = ppo_rollout([1.0, NAN, -1.0])
     columns, without = (module.estimate_advantages(s) for s in (whole, ppo_rollout([1.0, 0.0, -1.0]).select([0, 2])))
     for name in ("advantages", "returns"):
@@ -167,7 +167,7 @@ def test_ppo_estimates_and_losses_are_those_of_the_scored_responses() -> None:
 
 
 def test_a_nan_from_the_critic_is_not_a_missing_score() -> None:
-    module, whole = runs.ppo(kl_coef=0.1, normalize_values=True), ppo_rollout([1.0, NAN, -1.0])
+    module, whole = runs.ppo(kl_coef=0.1, advantages=GAE(normalize_values=True)), ppo_rollout([1.0, NAN, -1.0])
     values = whole.ragged("values")
     values.values[0] = NAN
     whole = whole.with_columns(**module.estimate_advantages(whole.with_columns(values=values)))
@@ -180,7 +180,7 @@ def test_a_nan_from_the_critic_is_not_a_missing_score() -> None:
 
 
 def test_ppo_survives_an_iteration_without_any_score() -> None:
-    module = runs.ppo(kl_coef=0.1, kl_target=1.0, normalize_values=True)
+    module = runs.ppo(kl=KL(0.1, target=1.0), advantages=GAE(normalize_values=True))
     nothing = ppo_rollout([NAN, NAN, NAN])
     columns = module.estimate_advantages(nothing)
     assert columns["advantages"].values.isnan().all() and columns["returns"].lengths.tolist() == [2, 4, 1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_realloc import GAE
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, response_summary, rollout_of
 from lightning_realloc.algorithms.rollout.environments import import_environment, make_environment
 from lightning_realloc.batch.model_input import ModelInput
@@ -145,14 +147,15 @@ def test_advantages_skip_the_tokens_of_the_environment() -> None:
             "scores": torch.tensor([2.0]),
         },
     )
-    settings: dict[str, Any] = {"kl_coef": 0.0, "discount": 0.5, "gae_lambda": 1.0, "environment": silent}
-    module = runs.ppo(**settings, normalize_advantages=False, normalize_values=True)
+    settings: dict[str, Any] = {"kl_coef": 0.0, "environment": silent}
+    rule = GAE(discount=0.5, gae_lambda=1.0)
+    module = runs.ppo(**settings, advantages=replace(rule, normalize_advantages=False, normalize_values=True))
     made = estimated(module, samples)
     assert made["advantages"] == pytest.approx([0.6, 0.0, 0.0, 1.0])
     # Returns are 0.6 + 0.4 and 1 + 1, with mean 1.5 and deviation 0.5.
     assert made["returns"] == pytest.approx([-1.0, 0.0, 0.0, 1.0])
     assert made["return_sums"] == [3.0]
-    whitened = estimated(runs.ppo(**settings), samples)
+    whitened = estimated(runs.ppo(**settings, advantages=rule), samples)
     assert whitened["advantages"] == pytest.approx([-1.0, 0.0, 0.0, 1.0])
 
 

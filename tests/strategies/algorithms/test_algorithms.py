@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 from lightning_realloc import (
     GRPO,
+    KL,
     RLOO,
     BestOfN,
     Cispo,
@@ -60,14 +61,14 @@ def ends_early(completion_ids: Sequence[Sequence[int]], **columns: object) -> li
 
 Case = tuple[type[MultiModelModule], Mapping[str, Any]]
 CASES: Mapping[str, Case] = {
-    "dr_grpo": (GRPO, {"normalize_by_std": False, "loss_average": "constant", "kl_coef": 0.0}),
+    "dr_grpo": (GRPO, {"advantages": "group_mean", "loss_average": "constant", "kl_coef": 0.0}),
     "dapo": (GRPO, DAPO),
     "refilled": (GRPO, {"reward": ends_early, "dynamic_sampling": DynamicSampling(max_refills=2), "kl_coef": 0.1}),
     "gspo": (GRPO, {"ratio_level": "sequence", "train_options": SEVERAL}),
     "cispo": (GRPO, {"policy_loss": Cispo(high=4.0), "kl_coef": 0.04, "entropy_coef": 0.01}),
     "corrected": (
         GRPO, {"ratio_to": "proximal", "engine_correction": EngineCorrection(), "train_options": SEVERAL,
-               "kl_place": "reward", "kl_coef": 0.04},
+               "kl": KL(0.04, place="reward")},
     ),
     "rloo": (RLOO, {"train_options": SEVERAL}),
     "reinforce": (ReinforcePlusPlus, {}),

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 from torch.optim import SGD
 
+from lightning_realloc import GAE, KL
 from lightning_realloc.strategies import ReallocStrategy
 from tests.matrices import matrix
 from tests.models import tiny_scorer
@@ -20,12 +21,12 @@ from tests.workers import WorkerPool
 # Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 DESCENT = partial(SGD, lr=0.2)
 EVERYTHING = {
-    "kl_target": 0.5, "normalize_values": True, "entropy_coef": 0.01, "reward_scale": 2.0, "reward_clip": 1.5,
+    "advantages": GAE(normalize_values=True, reward_scale=2.0, reward_clip=1.5), "entropy_coef": 0.01,
     "critic_train_options": runs.options(num_epochs=2, num_minibatches=3), "critic_learning_rate": 0.1,
 }  # fmt: skip
 CASES: Sequence[Mapping[str, Any]] = (
     {"optimizer": DESCENT},
-    {"optimizer": DESCENT, "kl_place": "loss", "kl_coef": 0.3, "loss_average": "sequence", **EVERYTHING},
+    {"optimizer": DESCENT, "kl": KL(0.3, place="loss", target=0.5), "loss_average": "sequence", **EVERYTHING},
 )
 PLANS = (
     calls(
@@ -118,7 +119,7 @@ def test_only_the_critic_trains_during_its_warm_up(workers: WorkerPool) -> None:
 
 def learn_low_tokens() -> list[float]:
     """Return the mean score of every iteration on a task that any policy gradient learns."""
-    module = runs.ppo(learning_rate=3e-3, kl_coef=0.01, normalize_values=True,
+    module = runs.ppo(learning_rate=3e-3, kl_coef=0.01, advantages=GAE(normalize_values=True),
                       train_options=runs.options(num_epochs=2))  # fmt: skip
     outcome = runs.train(module, "heuristic", 1, Batches(15, size=16))
     return [logged["score"] for logged in outcome.logged]

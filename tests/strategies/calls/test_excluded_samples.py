@@ -49,7 +49,7 @@ def losses(layout: str) -> tuple[float, float]:
     model = runs.tiny_model("llama")
     module = Kept(
         model, some_fail, sampling=runs.SAMPLING, tokenizer=runs.byte_tokenizer(), kl_coef=0.0, learning_rate=1e-2,
-        learn_truncated=False, loss_average="token", normalize_by_std=False,
+        learn_truncated=False, loss_average="token", advantages="group_mean",
     )  # fmt: skip
     plan = runs.calls(actor_generate="dp2", actor_train=layout)
     outcome = runs.train(module, plan, 2, runs.Batches(1), max_steps=1)

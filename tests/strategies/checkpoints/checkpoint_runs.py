@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
+from lightning_realloc import GAE, KL
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.loader import BatchLoader
@@ -81,7 +82,7 @@ def make_module(part: Part) -> Any:
     settings["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if part.algorithm == "ppo":
         # At the checkpoint the actor has not stepped yet, but the KL coefficient and the moments have.
-        return runs.ppo(**settings, critic_warmup=3, kl_target=1.0, normalize_values=True)
+        return runs.ppo(**settings, critic_warmup=3, kl=KL(target=1.0), advantages=GAE(normalize_values=True))
     return runs.grpo(**settings) if part.algorithm == "grpo" else runs.sft(**settings)
 
 

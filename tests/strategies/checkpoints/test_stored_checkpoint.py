@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_realloc import EMA, ReallocStrategy
+from lightning_realloc import EMA, GAE, KL, ReallocStrategy
 from lightning_realloc.data.loader import BatchLoader
 from tests.devices import CPU_ALONE
 from tests.models import tiny_model
@@ -31,8 +31,8 @@ SIZES = {
 def fit(folder: Path, max_steps: int, resume: Path | None) -> list[dict[str, float]]:
     """Train from a checkpoint, write one to ``folder``, and return the logged metrics."""
     module = runs.ppo(
-        actor=tiny_model("llama", **SIZES), reference=tiny_model("llama", seed=1, **SIZES), kl_target=1.0,
-        normalize_values=True, seed=0, optimizer=make_optimizer("adam"),
+        actor=tiny_model("llama", **SIZES), reference=tiny_model("llama", seed=1, **SIZES), kl=KL(target=1.0),
+        advantages=GAE(normalize_values=True), seed=0, optimizer=make_optimizer("adam"),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9),
     )  # fmt: skip
     record = runs.Record()

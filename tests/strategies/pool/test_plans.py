@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD
 
+from lightning_realloc import GAE, KL
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.strategies import ReallocStrategy
 from tests.matrices import matrix
@@ -29,8 +30,8 @@ DEADLINE_S = 120.0
 SETTINGS = {
     "optimizer": partial(SGD, lr=0.2),
     "train_options": runs.options(num_minibatches=2),
-    "kl_target": 0.5,
-    "normalize_values": True,
+    "kl": KL(target=0.5),
+    "advantages": GAE(normalize_values=True),
 }
 
 
