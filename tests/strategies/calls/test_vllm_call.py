@@ -109,7 +109,7 @@ def test_ratios_are_proximal_and_corrected_unless_given_otherwise() -> None:
     assert settings(engine="vllm") == ("proximal", EngineCorrection())
     assert settings(engine="vllm", ratio_to="behaviour") == ("behaviour", None)
     assert settings(engine="vllm", engine_correction=EngineCorrection(cap=3.0))[1] == EngineCorrection(cap=3.0)
-    assert settings(engine="vllm", loss="vespo") == ("behaviour", None)
+    assert settings(engine="vllm", policy_loss="vespo") == ("behaviour", None)
 
 
 @pytest.mark.parametrize(
