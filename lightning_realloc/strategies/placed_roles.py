@@ -91,13 +91,7 @@ class PlacementOptions:
 
 
 class PlacedRoles:
-    """Owns the pool of models of one LightningModule, its call runner and its offloader.
-
-    Args:
-        optimizers: Lightning's side of training calls.
-        stop: Request to end the run.
-        options: Settings of the run.
-    """
+    """Owns the pool of models of one LightningModule, its call runner and its offloader."""
 
     def __init__(self, optimizers: LightningOptimizers, stop: StopRequest, options: PlacementOptions) -> None:
         self._optimizers = optimizers

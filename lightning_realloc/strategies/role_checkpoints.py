@@ -64,13 +64,7 @@ class CheckpointOptions:
 
 
 class RoleCheckpoints:
-    """Saves, resumes and exports the models of a pool.
-
-    Args:
-        placed: The models, and this rank.
-        optimizers: The optimizers of all roles.
-        options: Settings.
-    """
+    """Saves, resumes and exports the models of a pool."""
 
     def __init__(self, placed: PlacedRoles, optimizers: LightningOptimizers, options: CheckpointOptions) -> None:
         self._placed = placed

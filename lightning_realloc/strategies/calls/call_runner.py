@@ -55,10 +55,6 @@ class CallRunner:
     """Runs the calls of one algorithm.
 
     Args:
-        context: The algorithm, its models, and this rank.
-        placed: The replicas of each call.
-        hooks: Lightning's optimizers and hooks, for training calls.
-        options: Which calls run at the same time.
         stop: Whether the run should end; travels with the ranks' reports.
     """
 

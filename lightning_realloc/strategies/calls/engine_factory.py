@@ -64,11 +64,7 @@ class ReplicaEngine:
 
 
 class EngineFactory(ABC):
-    """Builds the engines of one kind for replicas on this rank.
-
-    Args:
-        context: The algorithm with its settings of engines, speculation and caches, and this rank.
-    """
+    """Builds the engines of one kind for replicas on this rank."""
 
     def __init__(self, context: CallContext) -> None:
         self._context, self._algorithm = context, context.algorithm

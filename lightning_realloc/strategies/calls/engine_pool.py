@@ -34,11 +34,7 @@ FACTORIES: Mapping[str, type[EngineFactory]] = {"native": NativeEngines, "hf": H
 
 
 class EnginePool:
-    """Builds engines for replicas, and exchanges responses between their drafters.
-
-    Args:
-        context: The algorithm with its settings of engines, speculation and caches, and this rank.
-    """
+    """Builds engines for replicas, and exchanges responses between their drafters."""
 
     def __init__(self, context: CallContext) -> None:
         self._context = context
@@ -54,10 +50,6 @@ class EnginePool:
 
     def engine_for(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
         """Return a replica's engine; its drafter has received the peers' responses.
-
-        Args:
-            call: The generating call.
-            replica: Its replica.
 
         Raises:
             GenerationError: for a layout that cannot generate, or cannot draft as the algorithm asks.

@@ -42,7 +42,6 @@ class SmallerBatches:
     """Halves the micro-batches of a call for the rest of the run whenever the device's memory runs out.
 
     Args:
-        context: The algorithm, and its models on this rank.
         caches: What engines keep, which is freed first.
     """
 

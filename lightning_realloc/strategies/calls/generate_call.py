@@ -19,13 +19,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 
 class GenerateCalls:
-    """Runs generating calls.
-
-    Args:
-        context: The algorithm and its models on this rank.
-        engines: Engines of the models' replicas.
-        idle: Clock of this rank's waiting.
-    """
+    """Runs generating calls."""
 
     def __init__(self, context: CallContext, engines: EnginePool, idle: IdleClock) -> None:
         self._context, self._engines, self._idle = context, engines, idle

@@ -26,12 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class InferCalls:
-    """Runs inference calls.
-
-    Args:
-        context: The algorithm and its models on this rank.
-        caches: See `SmallerBatches`.
-    """
+    """Runs inference calls."""
 
     def __init__(self, context: CallContext, caches: KeptCaches) -> None:
         self._context = context

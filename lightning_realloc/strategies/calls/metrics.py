@@ -100,7 +100,6 @@ class RunMetrics:
     """This rank's metrics of calls and iterations.
 
     Args:
-        context: This rank, its messages, and its models, which report the seconds and bytes of moved weights.
         may_be_late: Whether metrics of a training call on some ranks may be those of the iteration before, so that no
             rank waits for them.
     """
@@ -141,9 +140,7 @@ class RunMetrics:
         """Return an iteration's metrics, and late ones that the same names have in addition; the same on all ranks.
 
         Args:
-            data: The iteration's data.
             reported: Merged metrics of all ranks' reports.
-            known: The iteration's samples.
             wait: Whether metrics of training calls may not be late.
         """
         metrics = with_rates(self._of_next | dict(reported), num_tokens=self._num_tokens)

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class NativeEngines(EngineFactory):
-    """Builds engines of continuous batching.
-
-    Args:
-        context: The algorithm with its settings of speculation and caches, and this rank.
-    """
+    """Builds engines of continuous batching."""
 
     def __init__(self, context: CallContext) -> None:
         super().__init__(context)

@@ -65,13 +65,7 @@ class _Job:
 
 
 class TrainCalls:
-    """Runs training calls on the home replicas of their roles.
-
-    Args:
-        context: The algorithm, whose methods compute the losses, and its models on this rank.
-        hooks: Lightning's optimizers and hooks.
-        caches: See `SmallerBatches`.
-    """
+    """Runs training calls on the home replicas of their roles."""
 
     def __init__(self, context: CallContext, hooks: LightningOptimizers, caches: KeptCaches) -> None:
         self._context, self._hooks, self._record = context, hooks, context.mailbox.record

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class VLLMEngines(EngineFactory):
-    """Builds engines on one vLLM per role.
-
-    Args:
-        context: The algorithm with the options of vLLM, and this rank.
-    """
+    """Builds engines on one vLLM per role."""
 
     def __init__(self, context: CallContext) -> None:
         super().__init__(context)

@@ -47,7 +47,6 @@ class VersionLog:
     """Reads and writes the versions of one rank.
 
     Args:
-        rank: This process.
         replayed: Folder of an earlier run, whose versions are taken again; None: versions are taken as they arrive.
 
     Raises:
@@ -95,12 +94,8 @@ class WeightUpdates:
     """Gives one generating call of this rank newer weights between two steps.
 
     Args:
-        streams: The streams of all calls.
-        call: The generating call.
         group: Ranks that generate the same tokens together; None: this rank decides alone.
         device: A device that the group can communicate from.
-        log: Records what was taken.
-        record: Gets the waits for weights.
     """
 
     def __init__(

@@ -59,10 +59,8 @@ def write_adapters(
     """Write adapters, and a classifier's head, in the format that ``PeftModel.from_pretrained`` reads.
 
     Args:
-        model_class: Class of the model.
         description: Folder with the configs of model and adapters. A tokenizer in it is copied.
         weights: Weights by the model's parameter names; must contain those of the adapters.
-        folder: Folder to write to.
         dtype: Dtype of the written weights; None keeps their dtypes.
     """
     names = saved_names(_with_adapters(model_class, description))
@@ -99,7 +97,6 @@ def merged_weights(
     """Return the weights of an equivalent model without adapters.
 
     Args:
-        model_class: Class of the model.
         description: Folder with the configs of model and adapters.
         weights: Weights of the adapters, and optionally of the base; base weights may be overwritten.
         base: Path or name of the base model, loaded if ``weights`` lack the base. None uses the name in the adapters'

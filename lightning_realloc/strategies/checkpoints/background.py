@@ -59,10 +59,7 @@ class BackgroundSave:
         """Begin to write. `finish` has to be called before.
 
         Args:
-            save: This rank's part.
             token: Name of this save in the store, the same on all ranks and never used before.
-            rank: This rank.
-            world_size: Number of ranks.
         """
         assert self._thread is None, "only one checkpoint is written at a time"
         self._closed_at, self._is_writing = None, True

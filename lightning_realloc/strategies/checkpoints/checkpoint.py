@@ -120,8 +120,6 @@ def read_checkpoint(
     """Read a checkpoint into models and optimizers in place, and return Lightning's part. Collective.
 
     Args:
-        folder: Path of the checkpoint.
-        models: Models and optimizers to fill.
         weights_only: Refuse a ``meta.pt`` that holds more than plain data.
         resuming: Whether to read optimizers and random states, too.
         averages_of: Roles that are filled with the averages that an ``EMA`` kept, if the checkpoint has any.

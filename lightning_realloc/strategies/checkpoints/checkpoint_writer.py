@@ -68,9 +68,7 @@ def write_checkpoint(
     An earlier checkpoint at ``folder`` is replaced only once the new one is complete.
 
     Args:
-        folder: Path of the checkpoint.
         meta: Lightning's part, written to ``meta.pt``.
-        models: Models and optimizers to write.
         include_frozen: Whether to write roles that are never trained.
         background: Writes copies of the tensors after this function has returned. None writes them here.
 
@@ -154,14 +152,7 @@ def _target(folder: AnyPath, token: str, writer: str) -> LocalTarget | RemoteTar
 
 
 class _Save:
-    """One rank's part of a checkpoint that is being written.
-
-    Args:
-        folder: Path of the checkpoint.
-        target: Writer of the checkpoint's files.
-        rank: This rank.
-        state: This rank's shards.
-    """
+    """One rank's part of a checkpoint that is being written."""
 
     def __init__(self, folder: AnyPath, target: LocalTarget | RemoteTarget, rank: int, state: State) -> None:
         self._folder = folder

@@ -144,7 +144,6 @@ class LocalTarget:
     """Destination of one save in a local folder, or one that all nodes share.
 
     Args:
-        folder: Path of the checkpoint.
         writer: `writer_name` of the first rank.
     """
 
@@ -348,7 +347,6 @@ def name_write_errors(folder: AnyPath, *, needed_bytes: int) -> Iterator[None]:
     """Convert errors from writing a checkpoint into a CheckpointError that names the cause and the disk.
 
     Args:
-        folder: Path of the checkpoint.
         needed_bytes: Bytes of all tensors of the checkpoint.
 
     Raises:

@@ -31,12 +31,7 @@ def gather_weights(
     """Return name -> full tensor in host memory on rank 0, {} elsewhere, tied names included. Collective.
 
     Args:
-        replica: Replica whose weights are gathered.
-        rank: This rank.
-        world_size: Number of ranks.
-        device: This rank's device.
         names: Parameters to gather, the same on all ranks; None gathers all.
-        window_elements: See `WINDOW_ELEMENTS`.
     """
     spec = replica.model_layout.model
     if names is not None:

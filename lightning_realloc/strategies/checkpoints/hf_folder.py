@@ -52,8 +52,6 @@ def import_model_class(path: str, role: str, *, trust_model_class: bool = False)
     """Return the class that `class_path` named.
 
     Args:
-        path: Module and name of the class.
-        role: Role of the model, for messages.
         trust_model_class: Whether any module may be imported, which runs its code; otherwise only modules of
             transformers, and modules that are imported already.
 
@@ -144,12 +142,9 @@ def write_model(
     A model with adapters is written as the folder that PEFT reads or, with ``merge``, as a model without adapters.
 
     Args:
-        model_class: Class of the model.
         description: Folder that `write_configs` wrote.
         weights: All parameters by name, tied ones under each of their names. The base of adapters may be missing.
-        folder: Folder to write to.
         dtype: Dtype of the written floating-point weights; None keeps their dtypes.
-        merge: Whether adapters are merged into the weights.
         base: Path or name of the base, used if ``weights`` lack it; None uses the one it was loaded from.
 
     Raises:

@@ -38,13 +38,7 @@ def optimizer_key(role: str, name: str, key: str, *, kind: str = "optimizer") ->
 
 
 def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) -> dict[str, ShardedTensor]:
-    """Return this rank's shards of a role's weights, to write or to fill in place.
-
-    Args:
-        replica: The role's model in one layout.
-        rank: This rank.
-        names: Parameters to return; None returns all.
-    """
+    """Return this rank's shards of a role's weights, or of those in ``names``, to write or to fill in place."""
     locals_ = local_tensors(replica.model) if rank in replica.layout else {}
     return {
         weight_key(replica.role, param.name): ShardedTensor(

@@ -258,8 +258,6 @@ class ShardWriter(FileSystemWriter):
     Does not force the files to the disk.
 
     Args:
-        state: This rank's shards.
-        folder: Folder to write to.
         files: Files of an object store; None for a local folder.
     """
 

@@ -95,7 +95,6 @@ def require_listed(content: AnyPath, files: Collection[str]) -> None:
     """Require that every file with a region is in the list of files of a checkpoint, whose contents are verified.
 
     Args:
-        content: Folder of the tensors.
         files: Names of the listed files, without their folders.
 
     Raises:

@@ -39,7 +39,6 @@ def verify_checkpoints(paths: Sequence[AnyPath], write: Callable[[str], object])
 
     Args:
         paths: Checkpoints, or folders with checkpoints, such as those of runs.
-        write: Receives the lines.
     """
     are_intact = True
     for path in [found for given in paths for found in _checkpoints_at(given)]:

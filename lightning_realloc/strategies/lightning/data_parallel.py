@@ -64,12 +64,7 @@ Value = TypeVar("Value")
 class DataParallelStrategy(ModelParallelStrategy):
     """Lightning's model-parallel strategy, without its assumption of one model on one mesh.
 
-    Args:
-        cluster: Nodes, devices and memory; None detects those of this machine.
-        launch: How to start processes that no external launcher started.
-        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
-        process_group_backend: Backend of ``torch.distributed``; None uses nccl on CUDA, gloo elsewhere.
-        timeout: Timeout of every collective.
+    `ReallocStrategy` documents the settings.
     """
 
     is_distributed = True  # without it, Lightning silently skips samplers and sync_dist for classes not its own

@@ -40,12 +40,7 @@ class CheckpointHooks(Protocol):
 
 
 class FileCheckpoints:
-    """Saves and resumes a module without calls, in one file.
-
-    Args:
-        strategy: The running strategy.
-        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
-    """
+    """Saves and resumes a module without calls, in one file."""
 
     def __init__(self, strategy: ParallelStrategy, *, load_weights_only: bool) -> None:
         self._strategy = strategy

@@ -30,7 +30,6 @@ def check_optimizers(optimizers: Mapping[str, optim.Optimizer], layouts: Mapping
     """Check the optimizers of roles before their first step.
 
     Args:
-        optimizers: Role -> optimizer.
         layouts: Role -> its parameters in the layout that it is trained in.
 
     Raises:

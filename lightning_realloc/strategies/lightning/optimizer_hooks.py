@@ -17,11 +17,7 @@ from lightning_realloc.strategies.checkpoints.optimizer_settings import record_g
 
 
 class LightningOptimizers:
-    """The optimizers of all roles, for training calls.
-
-    Args:
-        strategy: The running strategy, which holds the optimizers and Lightning's hooks.
-    """
+    """The optimizers of all roles, for training calls."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy

@@ -28,7 +28,6 @@ def check_started_processes(num_devices: int, num_nodes: int) -> None:
 
     Args:
         num_devices: Devices of each node.
-        num_nodes: Nodes of the run.
     """
     started = int(os.environ.get("WORLD_SIZE", num_devices * num_nodes))
     if started != num_devices * num_nodes:

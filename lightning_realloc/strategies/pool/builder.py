@@ -249,7 +249,6 @@ class PoolBuilder:
         """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks.
 
         Args:
-            plan: The plan in use.
             workload: The largest one that memory must have room for; None if it is unknown.
         """
         wanted = self.module.generation_options.free_cache

@@ -47,7 +47,6 @@ def describe_roles(
     """Return role -> its description for memory forecasts. Loads nothing but configurations.
 
     Args:
-        roles: The algorithm's ``roles()``.
         tp_plans: Role -> tensor-parallel styles, for models without a plan of their own.
         max_tp: Largest tensor-parallel degree of any layout: a run's number of ranks.
     """

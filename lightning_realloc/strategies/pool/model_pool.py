@@ -44,14 +44,7 @@ from lightning_realloc.strategies.pool.weight_streams import WeightStreams
 
 
 class ModelPool:
-    """All replicas of all roles under one execution plan.
-
-    Args:
-        dataflow: The calls of an iteration.
-        plan: The layout of every call.
-        meshes: Process groups of the layouts.
-        options: Settings that do not depend on a role.
-    """
+    """All replicas of all roles under one execution plan."""
 
     def __init__(self, dataflow: Dataflow, plan: ExecutionPlan, meshes: MeshRegistry, options: PoolOptions) -> None:
         self.dataflow = dataflow
@@ -81,9 +74,7 @@ class ModelPool:
         after the other, so that a device holds no whole model.
 
         Args:
-            role: The role's name.
             model: The model, with full weights in host memory, in mapped files, or as recipes.
-            spec: Its description.
 
         Raises:
             LayoutError: when a layout of one of the role's calls does not fit the model.

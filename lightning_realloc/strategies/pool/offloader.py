@@ -24,11 +24,6 @@ class Offloader:
 
     After `bring_back`, all weights may be read until the next call begins. That call offloads the parts that it does
     not need.
-
-    Args:
-        pool: The models.
-        schedule: Which parts each call needs on the device.
-        device: This rank's device.
     """
 
     def __init__(self, pool: ModelPool, schedule: OffloadSchedule, device: torch.device) -> None:

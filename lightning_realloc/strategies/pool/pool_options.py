@@ -70,7 +70,6 @@ class PoolOptions:
         Weights that nothing changes need no more precision than other replicas. Buffers (rotary frequencies) do.
 
         Args:
-            model: The model.
             unchanged: Names of parameters that nothing changes; None: of all.
         """
         kept = (name for name, _ in model.named_parameters())

@@ -151,10 +151,7 @@ def connect_copy(
     Collective over all ranks.
 
     Args:
-        home: The home replica.
-        target: The other one.
         frozen: Parameters that training leaves unchanged.
-        options: Settings of the pool.
         is_shared: Whether ranks of a node may read the same memory.
     """
     inside = options.facts.rank in target.layout.ranks
@@ -179,7 +176,6 @@ def undivided_like(blank: nn.Module, old: Replica) -> nn.Module:
     """Return an undivided model on the meta device. Collective if ``old`` is a pipeline.
 
     Args:
-        blank: The same model without weights.
         old: The replica whose frozen parameters and training mode are taken over.
     """
     model = weightless_copy(blank)

@@ -24,10 +24,8 @@ class ReplicaStream:
     """The versions of one replica's weights, from the home replica on other ranks. Made by all ranks together.
 
     Args:
-        home: The home replica.
         target: The replica, which holds the same weights now, filled by its own `WeightCopy`.
         version: Version of these weights: iterations of training.
-        options: Settings of the pool.
         group: All ranks, over gloo.
         tag: Even number that no other stream of the group has.
     """
@@ -107,11 +105,7 @@ class ReplicaStream:
 
 
 class WeightStreams:
-    """All streams of a pool, by generating call.
-
-    Args:
-        options: Settings of the pool.
-    """
+    """All streams of a pool, by generating call."""
 
     def __init__(self, options: PoolOptions) -> None:
         self._options = options
@@ -128,7 +122,6 @@ class WeightStreams:
         Forgets streams that a failed run left open.
 
         Args:
-            dataflow: The calls.
             plan: Their layouts; None: fill no replica so.
             frees_copies: Whether replicas leave memory between their calls.
         """

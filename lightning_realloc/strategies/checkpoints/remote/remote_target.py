@@ -36,7 +36,6 @@ class RemoteTarget:
     """Destination of one save in an object store.
 
     Args:
-        folder: Path of the checkpoint.
         token: Hexadecimal digits that no other save has, the same on all ranks.
     """
 
@@ -74,12 +73,7 @@ class RemoteTarget:
         return dict(self.files.records)
 
     def complete(self, description: Mapping[str, Any], records: Mapping[str, Any]) -> None:
-        """Make this save the checkpoint, and remove earlier ones at its path. For the first rank.
-
-        Args:
-            description: Content of ``realloc.json``.
-            records: Name -> size and checksum of the shards of all ranks.
-        """
+        """Make this save the checkpoint, and remove earlier ones at its path. For the first rank."""
         inside = self.content.name
         metadata = {METADATA_FILE: self.files.records[METADATA_FILE]}
         files = {f"{inside}/{name}": record for name, record in {**records, **self._small_files, **metadata}.items()}
