@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pydoc import locate
 from typing import Any, get_args
 
@@ -17,6 +17,7 @@ import yaml
 
 import lightning_realloc
 import lightning_realloc.rewards
+from lightning_realloc.algorithms.losses.advantages import ADVANTAGES
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLossName, RatioLevel
 from lightning_realloc.commands.short_run import COMMANDS, short_parser, split_arguments
@@ -118,9 +119,13 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "names"), [("policy_loss", PolicyLossName), ("ratio_level", RatioLevel), ("loss_average", LossAverage)]
-)
-def test_the_tables_of_the_policy_loss_have_a_row_for_every_name(setting: str, names: Any) -> None:
-    text = (ROOT / "docs/policy-loss.md").read_text()
+    ("page", "setting", "names"),
+    [
+        ("policy-loss", "policy_loss", get_args(PolicyLossName)), ("policy-loss", "ratio_level", get_args(RatioLevel)),
+        ("policy-loss", "loss_average", get_args(LossAverage)), ("online-algorithms", "advantages", ADVANTAGES),
+    ],
+)  # fmt: skip
+def test_the_tables_of_settings_have_a_row_for_every_name(page: str, setting: str, names: Iterable[str]) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text()
     (table,) = re.findall(rf"^\| `{setting}` \|.*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
-    assert set(re.findall(r'^\| `"(\w+)"` \|', table, flags=re.MULTILINE)) == set(get_args(names))
+    assert set(re.findall(r'^\| `"(\w+)"` \|', table, flags=re.MULTILINE)) == set(names)

@@ -90,9 +90,9 @@ class PolicyGradient(RewardedModule):
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Sampling of the rollout; ``n`` is the size of a group. None: that of ``defaults``, as for all settings
             without a value of their own here.
-        advantages: From rewards to advantages: ``"group"``: rewards less the group's mean, over its standard deviation;
-            ``"group_mean"``: without the deviation; ``"leave_one_out"``: less the mean of the others. Or a function
-            ``f(samples)`` that returns (B,) numbers, or one per response token as ``Ragged``; or its import path.
+        advantages: From rewards to advantages: a name, such as ``"group"``, from the table in
+            docs/online-algorithms.md; or a function ``f(samples)`` that returns (B,) numbers, or one per response token
+            as ``Ragged``; or its import path.
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out.
         kl: Divergence from the reference: weight, estimator, and whether the loss or the rewards have it.
         policy_loss: Loss of tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or the name of one with its default

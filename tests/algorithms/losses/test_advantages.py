@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.algorithms.losses.advantages import group_advantages, leave_one_out_advantages
+from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, group_advantages, leave_one_out_advantages
 from lightning_realloc.algorithms.losses.functional import whiten
 
 REWARDS = st.floats(-5, 5, width=32)
@@ -84,3 +84,15 @@ def test_leave_one_out_by_hand() -> None:
     found = leave_one_out_advantages(rewards, groups)
     assert found[[0, 1, 2, 3, 5]].tolist() == pytest.approx([-3.0, -1.5, 4.5, 0.0, 0.0])
     assert found[4].isnan()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_rule_compares_within_groups_and_leaves_missing_rewards_out(name: str) -> None:
+    rule, rewards = ADVANTAGES[name], torch.tensor([1.0, 4.0, 2.0, math.nan, 2.0, 2.0, 9.0])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    found = rule(rewards, groups)
+    assert found.dtype == rewards.dtype and found.isnan().tolist() == [False] * 3 + [True] + [False] * 3
+    assert found[1] > found[2] > found[0], "better responses have larger advantages"
+    assert found[4:].tolist() == [0.0, 0.0, 0.0], "equal rewards, and a group of one"
+    assert torch.equal(rule(rewards[[0, 1, 2]], groups[[0, 1, 2]]), found[[0, 1, 2]]), "as without the missing one"
+    assert torch.allclose(rule(rewards + 3.0, groups), found, equal_nan=True), "rewards have no origin"
