@@ -24,7 +24,6 @@ from lightning_realloc.tuning.estimate.hardware import Group, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.shapes.decoding import DecodeSegment, count_step_shapes, plan_decoding
-from lightning_realloc.tuning.shapes.weights import Weights
 
 
 class Placement(NamedTuple):
@@ -40,17 +39,18 @@ class Placement(NamedTuple):
     def from_layout(cls, layout: Layout, cluster: ClusterSpec) -> Placement:
         """Return the placement of a layout on a cluster."""
         nodes = (np.array(layout.ranks) // cluster.devices_per_node).reshape(layout.dims.degrees)
-        groups = {axis: _widest(nodes, index) for index, axis in enumerate(AXES)}
-        share = layout.dims.pp == 1 or not np.diff(nodes, axis=0).any()
-        return cls(groups["tp"], groups["fsdp"], groups["dp"], bool(share))
+        tensors, shards, replicas, stages = (
+            _widest(nodes, axes)
+            for axes in (layout.tensor_axes, layout.shard_axes, layout.replica_axes, layout.stage_axes)
+        )
+        return cls(tensors, shards, replicas, stages.nodes == 1)
 
 
-def _widest(nodes: np.ndarray, axis: int) -> Group:
-    size = nodes.shape[axis]
-    if size == 1:
-        return Group(1, 1)
-    changes = np.diff(np.sort(nodes, axis=axis), axis=axis) != 0
-    return Group(size, int(1 + changes.sum(axis=axis).max()))
+def _widest(nodes: np.ndarray, axes: Sequence[str]) -> Group:
+    last = range(-len(axes), 0)
+    grouped = np.moveaxis(nodes, [AXES.index(axis) for axis in axes], last)
+    groups = np.sort(grouped.reshape(-1, math.prod(grouped.shape[last.start :])), axis=1)
+    return Group(groups.shape[1], int(1 + (np.diff(groups, axis=1) != 0).sum(axis=1).max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,12 @@ class MeanMicroBatch:
 class CallCost:
     """Cost model of one role's calls under one layout."""
 
-    weights: Weights
-    trained: Weights
-    """The weights that have gradients."""
+    num_sharded: int
+    """Elements of the fullest rank, with the padding of FSDP's shards."""
+    num_trained_sharded: int
+    """Trained elements of the rank that holds most of them, with padding."""
+    trained_share: float
+    """Fraction of the model's elements that have gradients."""
     dims: ParallelDims
     place: Placement
     kernels: Kernels
@@ -188,7 +191,7 @@ class CallCost:
         return self._slowest_stage(block, head)
 
     def _backward_stage(self, micro: MeanMicroBatch, checkpointing: bool) -> Pass:
-        share = self.trained.total / self.weights.total
+        share = self.trained_share
         launch, exchange = self.links.efficiency.layer_launch_s, self._exchange(micro.tokens)
         context = self.tokens.context
         block = self._launched(self.kernels.backward(micro.tokens, context, trained_share=share), exchange, launch)
@@ -287,12 +290,12 @@ class CallCost:
         """Return the time of FSDP's gather of a stage that the pass does not hide; the first block is never hidden."""
         if self.dims.fsdp == 1:
             return 0.0
-        size = self.weights.stage_elements(self.dims) * self.settings.gathered_bytes
+        size = self.num_sharded * self.dims.fsdp * self.settings.gathered_bytes
         return self._exposed(self.links.gather(size, self.place.fsdp), overlapped)
 
     def _reduce(self, overlapped: Pass) -> CallSeconds:
         """Return the time of reducing gradients that the last backward pass does not hide; its last block never is."""
-        size = self.trained.stage_elements(self.dims) * self.settings.gathered_bytes
+        size = self.num_trained_sharded * self.dims.fsdp * self.settings.gathered_bytes
         scatter = self.links.gather(size, self.place.fsdp)
         replicas = self.links.all_reduce(size / self.dims.fsdp, self.place.dp)
         if scatter + replicas == 0:
@@ -312,6 +315,5 @@ class CallCost:
         Gradients are read for their norm, read and written to scale them, and read by the optimizer, which reads and
         writes weights and optimizer state.
         """
-        elements = self.trained.stage_elements(self.dims) / self.dims.fsdp
         size = 4 * self.settings.master_bytes + 2 * (self.settings.master_bytes + self.settings.optimizer_bytes)
-        return CallSeconds(optimizer=self.kernels.device.stream(elements * size))
+        return CallSeconds(optimizer=self.kernels.device.stream(self.num_trained_sharded * size))

@@ -19,7 +19,6 @@ from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator, busiest_node
 from lightning_realloc.tuning.shapes.decoding import plan_decoding
-from lightning_realloc.tuning.shapes.weights import traffic
 
 _KINDS: Mapping[CallKind, tuple[PassKind, ...]] = {
     "generate": ("infer", "decode"),
@@ -59,8 +58,7 @@ class MeasuredCost(CallCost):
         usual, last = (stage.repeated(self._contention_of(micro.count)) for stage in (usual, last))
         parts = self._pipelined(usual, 0.0, micro.count, 2 * self._send(micro.tokens))
         reduction = max(0.0, last.total - usual.total)
-        elements = self.trained.stage_elements(self.dims) / self.dims.fsdp
-        step = self.optimizer(elements) * self.contention(1.0)
+        step = self.optimizer(self.num_trained_sharded) * self.contention(1.0)
         return (parts + CallSeconds(sharding=reduction, optimizer=step)).scaled(
             minibatches * self.tokens.workload.num_epochs
         )
@@ -191,10 +189,10 @@ class MeasuredEstimator:
         return curve(self._busiest(role, source, target))
 
     def _busiest_bytes(self, role: str, source: Layout, target: Layout) -> float:
-        size, weights = self.roofline.settings.copy_bytes, self.roofline.moved_weights(role)
+        size = self.roofline.settings.copy_bytes
         if target.dims.fsdp == 1 and "push" in self.table.moves:
-            return size * weights.total / len(source.ranks)
-        moved = traffic(weights, source, target, self.cluster)
+            return size * self.roofline.num_moved(role) / len(source.ranks)
+        moved = self.roofline.moved(role, source, target)
         return size * max(moved.received, moved.sent_inside)
 
     def offload_seconds(self, num_bytes: float) -> float:

@@ -13,7 +13,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.cost import CallCost, Placement, Tokens
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Links
@@ -21,9 +21,9 @@ from lightning_realloc.tuning.estimate.kernels import Kernels
 from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
+from lightning_realloc.tuning.shapes.role_elements import elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.shapes.weights import Weights, traffic
+from lightning_realloc.tuning.shapes.traffic import Traffic, traffic
 
 MAX_CACHED_LAYOUTS = 4096
 """Entries of a cache with layouts as keys, which hold all their ranks."""
@@ -63,16 +63,12 @@ class RooflineEstimator:
         self.tokens = Tokens(workload, responses or (workload.response_tokens,))
         self.efficiency = efficiency or Efficiency()
         self._cores = cores_per_node
-        self._weights = {name: Weights.from_model(role.model) for name, role in roles.items()}
-        self._trained = {name: Weights.from_model(role.model, role.frozen_params) for name, role in roles.items()}
-        counted = {role: RoleElements(role) for role in roles.values()}
-        self._elements = {name: counted[role] for name, role in roles.items()}
+        self._elements = {name: elements_of(role) for name, role in roles.items()}
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
         self._active: dict[tuple[object, ...], int] = {}
         self._place = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(partial(Placement.from_layout, cluster=cluster))
         self._move = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(self._estimate_move)
         self._kernels = cache(self._make_kernels)
-        self._ends = cache(self._count_ends)
 
     def owner(self, role: str) -> str:
         """Return the role whose replicas a role's calls use."""
@@ -95,10 +91,12 @@ class RooflineEstimator:
 
     def cost(self, role: str, plan: CallPlan, place: Placement | None = None) -> CallCost:
         """Return the cost model of a role's calls under a plan."""
-        dims = plan.layout.dims
+        dims, elements = plan.layout.dims, self._elements[role]
+        ends = elements.on_stages(dims)
         return CallCost(
-            weights=self._weights[role],
-            trained=self._trained[role],
+            num_sharded=max(sizes.num_sharded for sizes in ends),
+            num_trained_sharded=max(sizes.num_trained_sharded for sizes in ends),
+            trained_share=elements.num_trained / elements.num_elements,
             dims=dims,
             place=place or self._place(plan.layout),
             kernels=self._kernels(role, dims.tp),
@@ -107,12 +105,18 @@ class RooflineEstimator:
             tokens=self.tokens,
         )
 
-    def moved_weights(self, role: str) -> Weights:
-        """Return the elements of a role that move to a replica in every iteration.
+    def num_moved(self, role: str) -> int:
+        """Return the elements of a role that a replica needs anew in every iteration.
 
         These are the trained ones, since a replica keeps the others; a replica that is freed after each call needs all.
         """
-        return self._weights[role] if self.settings.frees_copies else self._trained[role]
+        elements = self._elements[role]
+        return elements.num_elements if self.settings.frees_copies else elements.num_trained
+
+    def moved(self, role: str, source: Layout, target: Layout) -> Traffic:
+        """Return the traffic of `num_moved` elements."""
+        trained_only = not self.settings.frees_copies
+        return traffic(self._elements[role], source, target, self.cluster, trained_only=trained_only)
 
     def _make_kernels(self, role: str, tp: int) -> Kernels:
         shape = self.roles[role].shape
@@ -129,7 +133,7 @@ class RooflineEstimator:
         return 0.0 if source == target else self._move(role, source, target)
 
     def _estimate_move(self, role: str, source: Layout, target: Layout) -> float:
-        moved, size = traffic(self.moved_weights(role), source, target, self.cluster), self.settings.copy_bytes
+        moved, size = self.moved(role, source, target), self.settings.copy_bytes
         links, device = Links(self.cluster, self.efficiency), Device(self.cluster, self.efficiency)
         written = device.stream(moved.needed * (self.settings.master_bytes + size))
         if moved.total_received == 0:
@@ -150,7 +154,7 @@ class RooflineEstimator:
 
         The home of a trained role keeps its optimizer state as well.
         """
-        settings, ends = self.settings, self._ends(role, layout.dims)
+        settings, ends = self.settings, self._elements[role].on_stages(layout.dims)
         if not is_home:
             return max(sizes.num_sharded for sizes in ends) * settings.copy_bytes
         trains = role in self.dataflow.trained_roles
@@ -193,7 +197,7 @@ class RooflineEstimator:
             .peak(chosen.kind)
             .total
             + (sizes.num_adapted * self.settings.copy_bytes if merges else 0)
-            for sizes in self._ends(role, plan.layout.dims)
+            for sizes in self._elements[role].on_stages(plan.layout.dims)
         )
 
     def _draft_bytes(self, call: ModelFunctionCall, *, is_home: bool) -> int:
@@ -207,11 +211,6 @@ class RooflineEstimator:
     def slowdown(self, busy: int) -> float:
         """Return the number of busy ranks for each core, at least 1; 1 without ``cores_per_node``."""
         return 1.0 if self._cores is None else max(1.0, busy / self._cores)
-
-    def _count_ends(self, role: str, dims: ParallelDims) -> list[RankElements]:
-        """Return the counts of the first and the last stage; no rank in between holds more than the first stage's."""
-        elements = self._elements[role]
-        return [elements.at_coordinate(dims, Coordinate(pp=stage)) for stage in sorted({0, dims.pp - 1})]
 
 
 def busiest_node(layout: Layout, cluster: ClusterSpec) -> int:

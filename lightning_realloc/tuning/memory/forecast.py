@@ -21,7 +21,7 @@ from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_elements import RoleElements, elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 
 SET_UP = "set-up"
@@ -105,7 +105,7 @@ def forecast_memory(
     """
     if missing := [role for role in dataflow.roles if role not in roles]:
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
-    elements = {name: RoleElements(role) for name, role in roles.items()}
+    elements = {name: elements_of(role) for name, role in roles.items()}
     forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
     positions = {rank: forecaster.position(rank) for rank in ranks}
     rank_at = {position: rank for rank, position in positions.items()}
@@ -371,7 +371,7 @@ def transition_bytes(
         old, new = before.call(call), after.call(call)
         if (old.layout, old.gradient_checkpointing) == (new.layout, new.gradient_checkpointing):
             continue
-        elements, trains = RoleElements(roles[name]), name in dataflow.trained_roles
+        elements, trains = elements_of(roles[name]), name in dataflow.trained_roles
         freed = _shard_bytes(elements, old.layout, rank, settings, is_trained=trains)
         weights, state = _shard_bytes(elements, new.layout, rank, settings, is_trained=trains)
         most = max(most, held + weights + state)

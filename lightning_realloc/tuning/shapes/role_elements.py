@@ -1,18 +1,29 @@
-"""Count the elements of one role's tensors on one rank of a layout. Equal blocks are counted once."""
+"""Count the elements of one role's tensors on the ranks of a layout, as `ModelLayout` cuts them.
+
+Parameters of equal shape and cuts form a family, of which one is cut for all. Families are counted by *place*: the
+input is place 0, block b is place b + 1, and the output is the last place. A pipeline stage has a range of places.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_realloc.layout.cuts import Cut
-from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims, Share
+from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
-from lightning_realloc.layout.sharding import LocalShard, local_shard
+from lightning_realloc.layout.sharding import LocalShard
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, is_adapted
+
+IntArray = NDArray[np.int64]
+CUTTING_AXES = tuple(axis for axis in AXES if axis not in (*Layout.stage_axes, *Layout.replica_axes))
+"""Axes along which ranks of one stage hold other elements. A rank's *position* is its index among ranks along them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +57,59 @@ class RankElements:
     """Unsharded elements of the weights that have adapters."""
 
 
+class Shards(NamedTuple):
+    """Shards of a family at all positions within a pipeline stage and a replica."""
+
+    number: IntArray
+    """Number of the shard at each position; equal shards have the same number."""
+    bounds: IntArray
+    """First and last index plus one of each piece of each shard: (shards, pieces, dims, 2); unused pieces are empty."""
+    sizes: IntArray
+    """Elements of each shard."""
+
+    @classmethod
+    def from_positions(cls, shards: Sequence[LocalShard]) -> Shards:
+        """Number the shards, and turn their pieces into arrays."""
+        numbers: dict[LocalShard, int] = {}
+        number = np.array([numbers.setdefault(shard, len(numbers)) for shard in shards])
+        num_pieces, num_dims = max(len(shard.pieces) for shard in numbers), len(shards[0].shape)
+        bounds = np.zeros((len(numbers), num_pieces, num_dims, 2), dtype=np.int64)
+        for row, shard in zip(bounds, numbers, strict=True):
+            for place, piece in zip(row, shard.pieces, strict=False):
+                place[:, 0], place[:, 1] = piece.region.starts, piece.region.stops
+        return cls(number, bounds, np.array([math.prod(shard.shape) for shard in numbers]))
+
+
 class RoleElements:
     """Counts the elements of a role on the ranks of layouts, and caches the counts."""
 
     def __init__(self, role: RoleMemory) -> None:
         self.role = role
-        self.largest = max((param.numel for param in role.model.params), default=0)
-        outside: dict[str, list[_Param]] = {"input": [], "output": []}
-        blocks: list[list[_Param]] = [[] for _ in range(role.model.num_blocks)]
-        for param in role.model.params:
-            place = outside[param.section] if param.block is None else blocks[param.block]
-            place.append(_Param.from_spec(param, role))
-        kinds: dict[tuple[_Param, ...], int] = {}
-        self._input, self._output, *self._blocks = (
-            kinds.setdefault(tuple(params), len(kinds)) for params in (*outside.values(), *blocks)
-        )
-        self._kinds = tuple(kinds)
-        self._require_fit = cache(self._check_fit)
-        self._count = cache(self._count_kind)
-        self._stage = cache(self._count_stage)
-        self._num_in_tensors = cache(self._count_tensors)
+        model = role.model
+        self.num_elements = model.num_elements
+        """Elements of the whole model."""
+        self.num_trained = self.num_elements - role.num_frozen
+        """Trained elements of the whole model."""
+        self.largest = max((param.numel for param in model.params), default=0)
+        """Elements of the largest parameter."""
+        families: dict[tuple[tuple[int, ...], tuple[Cut, ...]], int] = {}
+        numbers = [families.setdefault((param.shape, param.cuts), len(families)) for param in model.params]
+        table = np.zeros((3, model.num_blocks + 2, len(families)), dtype=np.int64)
+        for param, number in zip(model.params, numbers, strict=True):
+            is_trained = param.name not in role.frozen_params
+            table[:, _place(param, model.num_blocks), number] += (True, is_trained, is_adapted(param))
+        self.counts, self.trained_counts, self.adapted_counts = table
+        """For each place and family, the number of parameters: all, trained ones, and weights with adapters."""
+        first = [model.params[numbers.index(number)] for number in range(len(families))]
+        owners = (model.param(owner) for _, owner in model.aliases)
+        self._names = [param.name for param in first]
+        self._model = replace(model, params=tuple(dict.fromkeys((*first, *owners))))
+        """The model with one parameter of each family, and those with tied names."""
+        self._laid = cache(self._lay_out)
+        self._count = cache(self._count_rank)
+        self._shards_at = cache(self._cut_at)
+        self.shards = cache(self._cut_everywhere)
+        """Degrees -> the shards of each family."""
 
     def on_rank(self, layout: Layout, rank: int) -> RankElements:
         """Return the counts of a rank.
@@ -73,15 +117,16 @@ class RoleElements:
         Raises:
             LayoutError: for a layout that does not fit the model, and for a rank outside of the layout.
         """
-        return self.at_coordinate(layout.dims, layout.coordinate(rank))
+        stage, position = _place_in(layout, rank)
+        return self._count(layout.dims, stage, position)
 
-    def at_coordinate(self, dims: ParallelDims, at: Coordinate) -> RankElements:
-        """Return the counts at a coordinate of a layout. Raises LayoutError as :meth:`on_rank` does."""
-        self._require_fit(dims)
-        return RankElements(dims=dims, stage=at.pp, **self._stage(dims.tp, at.tp, dims.fsdp, dims.pp, at.pp))
+    def on_stages(self, dims: ParallelDims) -> list[RankElements]:
+        """Return the counts of the first ranks of the first and of the last stage; no rank in between holds more.
 
-    def _check_fit(self, dims: ParallelDims) -> None:
-        ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))
+        Raises:
+            LayoutError: for degrees that do not fit the model.
+        """
+        return [self._count(dims, stage, 0) for stage in sorted({0, dims.pp - 1})]
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
         """Return the elements of a rank's tensors, without padding.
@@ -90,106 +135,87 @@ class RoleElements:
             unlike: Count only tensors that the rank does not hold in the same form under this layout.
             trained_too: Whether a trained tensor can be the same under both layouts.
         """
-        at, there = _Position.from_rank(layout, rank), None
-        same: dict[int | str, int] = {}
+        places, shards = self._held(layout, rank)
+        sizes = _sizes(shards)
+        total = self.counts[places].sum(axis=0) @ sizes
         if unlike is not None and rank in unlike:
-            there = _Position.from_rank(unlike, rank)
-            same = self._places(unlike.dims.pp, unlike.coordinate(rank).pp)
-        places = self._places(layout.dims.pp, layout.coordinate(rank).pp)
-        return sum(
-            self._num_in_tensors(kind, at, there if place in same else None, trained_too)
-            for place, kind in places.items()
+            other_places, others = self._held(unlike, rank)
+            common = slice(max(places.start, other_places.start), min(places.stop, other_places.stop))
+            equal = self.counts if trained_too else self.counts - self.trained_counts
+            is_same = np.array([one == other for one, other in zip(shards, others, strict=True)])
+            total -= equal[common].sum(axis=0) @ (sizes * is_same)
+        return int(total)
+
+    def places(self, pp: int, stage: int) -> slice:
+        """Return the places of a pipeline stage."""
+        run = stage_blocks(self.role.model.num_blocks, pp)[stage]
+        return slice(run.start + (stage > 0), run.stop + 1 + (stage == pp - 1))
+
+    def _held(self, layout: Layout, rank: int) -> tuple[slice, tuple[LocalShard, ...]]:
+        stage, position = _place_in(layout, rank)
+        return self.places(layout.dims.pp, stage), self._shards_at(inside(layout.dims), position)
+
+    def _lay_out(self, dims: ParallelDims) -> ModelLayout:
+        return ModelLayout(self._model, Layout(dims, tuple(range(dims.size))))
+
+    def _cut_at(self, dims: ParallelDims, position: int, is_gathered: bool = False) -> tuple[LocalShard, ...]:
+        laid = self._laid(dims)
+        cut = laid.gathered_shard if is_gathered else laid.shard
+        return tuple(shard for name in self._names if (shard := cut(name, position)) is not None)
+
+    def _cut_everywhere(self, dims: ParallelDims) -> list[Shards]:
+        return [
+            Shards.from_positions(shards)
+            for shards in zip(*(self._cut_at(dims, i) for i in range(dims.size)), strict=True)
+        ]
+
+    def _count_rank(self, dims: ParallelDims, stage: int, position: int) -> RankElements:
+        within = inside(dims)
+        self._laid(ParallelDims(pp=dims.pp))  # refuses more stages than blocks
+        longest = self._laid(within).layout.group(position, *Layout.shard_axes)[0]
+        sharded = _sizes(self._shards_at(within, longest))  # other shards are padded to it
+        whole = _sizes(self._shards_at(within, longest, True))
+        places = self.places(dims.pp, stage)
+        is_block = np.ones(len(self.counts), dtype=np.bool_)
+        is_block[[0, -1]] = False
+        is_block = is_block[places]
+        held, trained = self.counts[places] @ whole, self.trained_counts[places] @ whole
+        return RankElements(
+            dims=dims,
+            stage=stage,
+            num_sharded=int((self.counts[places] @ sharded).sum()),
+            num_trained_sharded=int((self.trained_counts[places] @ sharded).sum()),
+            num_trained=int(trained.sum()),
+            root=int(held[~is_block].sum()),
+            trained_root=int(trained[~is_block].sum()),
+            num_blocks=int((held[is_block] > 0).sum()),
+            largest_block=int(held[is_block].max(initial=0)),
+            trained_block=int(trained[is_block].max(initial=0)),
+            num_adapted=int((self.adapted_counts[places] @ whole).sum()),
         )
 
-    def _count_tensors(self, kind: int, at: _Position, unlike: _Position | None, trained_too: bool) -> int:
-        size = 0
-        for param in self._kinds[kind]:
-            shard = param.shard(*at)
-            other = None if unlike is None or (param.is_trained and not trained_too) else param.shard(*unlike)
-            if shard != other:
-                size += math.prod(shard.shape)
-        return size
 
-    def _places(self, pp: int, stage: int) -> dict[int | str, int]:
-        """Return the kinds of a stage's blocks, by block number, and of its parameters before and after the blocks."""
-        run = stage_blocks(self.role.model.num_blocks, pp)[stage]
-        places: dict[int | str, int] = {block: self._blocks[block] for block in run}
-        if stage == 0:
-            places["input"] = self._input
-        if stage == pp - 1:
-            places["output"] = self._output
-        return places
-
-    def _count_stage(self, tp: int, tp_index: int, fsdp: int, pp: int, stage: int) -> dict[str, int]:
-        places = self._places(pp, stage)
-        blocks = [self._count(kind, tp, tp_index, fsdp) for place, kind in places.items() if isinstance(place, int)]
-        outside = [self._count(kind, tp, tp_index, fsdp) for place, kind in places.items() if isinstance(place, str)]
-        everything = blocks + outside
-        return {
-            "num_sharded": sum(count.sharded for count in everything),
-            "num_trained_sharded": sum(count.trained_sharded for count in everything),
-            "num_trained": sum(count.trained for count in everything),
-            "root": sum(count.whole for count in outside),
-            "trained_root": sum(count.trained for count in outside),
-            "num_blocks": sum(count.whole > 0 for count in blocks),
-            "largest_block": max((count.whole for count in blocks), default=0),
-            "trained_block": max((count.trained for count in blocks), default=0),
-            "num_adapted": sum(count.adapted for count in everything),
-        }
-
-    def _count_kind(self, kind: int, tp: int, tp_index: int, fsdp: int) -> _Count:
-        return _Count.from_params(self._kinds[kind], tp, tp_index, fsdp)
+@lru_cache(maxsize=64)
+def elements_of(role: RoleMemory) -> RoleElements:
+    """Return the counts of a role, which estimates of seconds and of bytes share."""
+    return RoleElements(role)
 
 
-class _Position(NamedTuple):
-    """Index of a rank along the axes that cut tensors."""
-
-    tp: int
-    tp_index: int
-    fsdp: int
-    fsdp_index: int
-
-    @classmethod
-    def from_rank(cls, layout: Layout, rank: int) -> _Position:
-        at = layout.coordinate(rank)
-        return cls(layout.dims.tp, at.tp, layout.dims.fsdp, at.fsdp)
+def inside(dims: ParallelDims) -> ParallelDims:
+    """Return the degrees of one pipeline stage and one replica."""
+    return replace(dims, **dict.fromkeys((*Layout.stage_axes, *Layout.replica_axes), 1))
 
 
-class _Param(NamedTuple):
-    """Properties of a parameter that its size on a rank depends on."""
-
-    shape: tuple[int, ...]
-    cuts: tuple[Cut, ...]
-    is_trained: bool
-    is_adapted: bool
-
-    @classmethod
-    def from_spec(cls, param: ParamSpec, role: RoleMemory) -> _Param:
-        return cls(param.shape, param.cuts, param.name not in role.frozen_params, is_adapted(param))
-
-    def shard(self, tp: int, tp_index: int, fsdp: int, fsdp_index: int) -> LocalShard:
-        """Return the shard at a position."""
-        shares = (Share(fsdp, fsdp_index) if cut.is_gathered else Share(tp, tp_index) for cut in self.cuts)
-        return local_shard(self.shape, self.cuts, tuple(shares))
+def _place_in(layout: Layout, rank: int) -> tuple[int, int]:
+    """Return a rank's stage and position."""
+    return layout.share(rank, *layout.stage_axes).position, layout.share(rank, *CUTTING_AXES).position
 
 
-class _Count(NamedTuple):
-    """Elements of some parameters on one rank."""
+def _place(param: ParamSpec, num_blocks: int) -> int:
+    if param.block is not None:
+        return param.block + 1
+    return 0 if param.section == "input" else num_blocks + 1
 
-    whole: int
-    trained: int
-    sharded: int
-    trained_sharded: int
-    adapted: int
 
-    @classmethod
-    def from_params(cls, params: Iterable[_Param], tp: int, tp_index: int, fsdp: int) -> _Count:
-        sums = [0, 0, 0, 0, 0]
-        for param in params:
-            shape = param.shard(tp, tp_index, 1, 0).shape
-            whole = math.prod(shape)
-            padded = -(-shape[0] // fsdp) * math.prod(shape[1:]) if shape else 1
-            trained, adapted = param.is_trained, param.is_adapted
-            for at, size in enumerate((whole, whole * trained, padded, padded * trained, whole * adapted)):
-                sums[at] += size
-        return cls(*sums)
+def _sizes(shards: Sequence[LocalShard]) -> IntArray:
+    return np.array([math.prod(shard.shape) for shard in shards], dtype=np.int64)

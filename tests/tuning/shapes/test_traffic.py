@@ -1,0 +1,108 @@
+"""Elements that layouts hold, in closed form for sizes that divide, and elements that the planner moves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelLayout, stage_blocks
+from lightning_realloc.realloc.planner import plan_reallocation
+from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.traffic import traffic
+from tests.tuning.examples import SMALL, role_of, with_adapters
+
+CLUSTER = ClusterSpec.parse("h100:4x4")
+DECODER = role_of(SMALL)
+UNEVEN = role_of(SMALL.replace("heads=8,kv_heads=2", "heads=9,kv_heads=3,head_dim=8"))
+"""Heads that no degree divides."""
+BIASED = role_of(SMALL + ",qkv_bias")
+ADAPTED = with_adapters(role_of(SMALL), rank=6)
+"""FSDP over four and eight ranks pads its adapters' six rows."""
+MIXTURE = role_of(SMALL.replace("intermediate=128", "intermediate=32") + ",experts=6,experts_per_token=2")
+"""FSDP chunks its experts: of four ranks the last one has none, of eight the last two."""
+ROLES = st.sampled_from((DECODER, UNEVEN, BIASED, ADAPTED, MIXTURE))
+DEGREES = (1, 2, 4, 8)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, most_tp: int = 8) -> Layout:
+    """Draw layouts of up to 16 ranks, aligned or shifted, in order or permuted."""
+    pp, fsdp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from(DEGREES))
+    tp = draw(st.sampled_from([degree for degree in DEGREES if degree <= most_tp]))
+    while pp * fsdp * tp > 16:
+        pp, fsdp, tp = (pp, fsdp // 2, tp) if fsdp > 1 else (pp // 2, fsdp, tp)
+    dp = draw(st.sampled_from([n for n in DEGREES if pp * fsdp * tp * n <= 16]))
+    dims = ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
+    first = draw(st.integers(0, 16 - dims.size))
+    ranks = range(first, first + dims.size)
+    return Layout(dims, tuple(draw(st.permutations(ranks)) if draw(st.booleans()) else ranks))
+
+
+def fitting(role: RoleMemory, layout: Layout) -> Layout:
+    """Return the layout with dp in place of tp if the model refuses tp."""
+    dims = layout.dims
+    if role.model.tp_refusal is None:
+        return layout
+    return Layout(ParallelDims(pp=dims.pp, dp=dims.dp * dims.tp, fsdp=dims.fsdp), layout.ranks)
+
+
+@given(role=ROLES, source=layouts(), target=layouts())
+@settings(max_examples=200, deadline=None)
+def test_traffic_equals_the_elements_that_the_planner_moves(role: RoleMemory, source: Layout, target: Layout) -> None:
+    before, after = (ModelLayout(role.model, fitting(role, layout)) for layout in (source, target))
+    plan = plan_reallocation(before, after, CLUSTER, element_bytes=1)
+    moved = traffic(RoleElements(role), before.layout, after.layout, CLUSTER)
+    assert moved.total_received == plan.bytes_minimum
+    assert moved.total_between == plan.inter_node_bytes_minimum
+    assert moved.received == max(row.received_bytes for row in plan.bytes_by_rank().values())
+    assert moved.needed == max(after.num_local_elements(rank) for rank in after.layout.ranks)
+
+
+def test_a_source_sends_the_elements_that_the_planner_assigns_to_it() -> None:
+    """Balanced cases from the planner: shards to replicas on one node, then across two."""
+    for source, target in (("fsdp4@0-3", "dp4@0-3"), ("fsdp4@0-3", "tp4@4-7"), ("dp2.tp2@0-3", "fsdp4@4-7")):
+        before, after = Layout.parse(source), Layout.parse(target)
+        plan = plan_reallocation(
+            ModelLayout(DECODER.model, before), ModelLayout(DECODER.model, after), CLUSTER, element_bytes=1
+        )
+        moved = traffic(RoleElements(DECODER), before, after, CLUSTER)
+        sent = max(plan.bytes_by_rank()[rank].sent_bytes for rank in before.ranks)
+        assert max(moved.sent_inside, moved.sent_between) == pytest.approx(sent, rel=0.05)
+
+
+def test_only_trained_parameters_move_if_replicas_keep_the_others() -> None:
+    elements, source, target = RoleElements(ADAPTED), Layout.parse("fsdp4"), Layout.parse("dp4")
+    trained = 4 * 2 * 6 * 64  # two adapters of six ranks in each of four blocks
+    assert elements.num_trained == trained
+    assert traffic(elements, source, target, CLUSTER, trained_only=True).needed == trained
+    assert traffic(elements, source, target, CLUSTER).needed == elements.num_elements
+
+
+@given(role=st.sampled_from((DECODER, BIASED)), layout=layouts())
+@settings(max_examples=80, deadline=None)
+def test_where_degrees_divide_all_sizes_the_fullest_rank_has_even_shares(role: RoleMemory, layout: Layout) -> None:
+    dims, model = layout.dims, role.model
+    runs = stage_blocks(model.num_blocks, dims.pp)
+    stages = [0.0] * dims.pp
+    for param in model.params:
+        stage = next((i for i, run in enumerate(runs) if param.block in run), 0 if param.section == "input" else -1)
+        # Under tp=4 and tp=8, two and four ranks hold each of the two key-value heads.
+        degree = 1 if param.tensor_cut is None else min(dims.tp, 2) if param.tensor_cut.replicate_units else dims.tp
+        stages[stage] += param.numel / degree / dims.fsdp
+    elements = RoleElements(role)
+    assert [elements.on_rank(layout, rank).num_sharded for rank in layout.stage_group(layout.ranks[0])] == stages
+
+
+@given(role=ROLES, layout=layouts())
+@settings(max_examples=80, deadline=None)
+def test_the_first_rank_of_the_first_or_the_last_stage_holds_the_most(role: RoleMemory, layout: Layout) -> None:
+    layout = fitting(role, layout)
+    held, elements = ModelLayout(role.model, layout), RoleElements(role)
+    fullest = max(held.num_local_elements(rank) for rank in layout.ranks)
+    assert max(sizes.num_sharded for sizes in elements.on_stages(layout.dims)) == fullest
+    for rank in layout.ranks:
+        assert held.num_local_elements(rank) <= elements.on_rank(layout, rank).num_sharded <= fullest
