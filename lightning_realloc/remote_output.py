@@ -75,7 +75,7 @@ def _upload(source: Path, target: RemotePath, *, last: str, replaces: str) -> No
 
 
 @contextmanager
-def local_copy(folder: AnyPath, *, wanted: Callable[[str], bool]) -> Iterator[Path]:
+def local_copy(folder: AnyPath, *, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Path]:
     """Give a folder on this machine: ``folder`` itself or, for an address, a copy of its files with ``wanted`` names.
 
     Files keep the time of their last change.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,6 @@ from lightning_realloc.strategies.checkpoints.model_card import CARD_FILE, make_
 from lightning_realloc.trainers import trainer_callbacks
 
 _DEFAULT_ROLE = "actor"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubRepository:
-    """Repository on the Hugging Face hub."""
-
-    name: str
-    """``user/model``, or ``model`` in the account of the logged-in user."""
-    private: bool = True
-    """Whether a new repository is private; an existing one keeps its visibility."""
-
-    def make(self) -> None:
-        """Create the repository unless it exists; raises if it cannot be written."""
-        huggingface_hub.HfApi().create_repo(self.name, private=self.private, exist_ok=True)
-
-    def upload(self, folder: Path, files: Sequence[str], *, message: str) -> None:
-        """Upload some files of a folder as one commit."""
-        huggingface_hub.HfApi().upload_folder(
-            repo_id=self.name, folder_path=folder, allow_patterns=list(files), commit_message=message
-        )
 
 
 class SaveHuggingFace(Callback):
@@ -101,7 +80,8 @@ class SaveHuggingFace(Callback):
         self.merge = merge
         self.averaged = averaged
         self.model_card = model_card
-        self.hub = None if push_to_hub is None else HubRepository(name=push_to_hub, private=hub_private)
+        self.push_to_hub = push_to_hub
+        self.hub_private = hub_private
 
     @property
     def state_key(self) -> str:
@@ -125,9 +105,13 @@ class SaveHuggingFace(Callback):
         problem = trainer.strategy.broadcast(folder_problem(self.dirpath) if trainer.is_global_zero else None)
         if problem is not None:
             raise CheckpointError(f"SaveHuggingFace: {problem}")
-        if self.hub is not None:
-            way_out = "name it 'user/model' and log in with `hf auth login`, or leave push_to_hub out"
-            _run_on_rank_zero(trainer, self.hub.make, f"cannot write to {self.hub.name!r} on the hub; {way_out}")
+        if (hub := self.push_to_hub) is not None:
+            _run_on_rank_zero(
+                trainer,
+                lambda: huggingface_hub.HfApi().create_repo(hub, private=self.hub_private, exist_ok=True),
+                f"cannot write to {hub!r} on the hub; name it 'user/model' and log in with `hf auth login`, or leave "
+                f"push_to_hub out",
+            )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Write after every ``every_n_steps`` iterations."""
@@ -143,16 +127,21 @@ class SaveHuggingFace(Callback):
         """Write the final weights, and upload them if a repository is given."""
         if not self.at_end:
             return
-        hub, folder = self.hub, self.dirpath
-        if hub is None or not isinstance(folder, Path):
-            self._write(trainer, pl_module, folder)
-            return
-        before = file_stamps(folder)
+        hub, folder = self.push_to_hub, self.dirpath
+        before = file_stamps(folder) if isinstance(folder, Path) else {}
         self._write(trainer, pl_module, folder)
+        if hub is None or not isinstance(folder, Path):
+            return
+
+        def upload() -> None:
+            changed = {name for name, stamp in file_stamps(folder).items() if before.get(name) != stamp}
+            files, message = sorted(changed | {CARD_FILE}), f"Step {trainer.global_step}"
+            huggingface_hub.HfApi().upload_folder(
+                repo_id=hub, folder_path=folder, allow_patterns=files, commit_message=message
+            )
+
         _run_on_rank_zero(
-            trainer,
-            lambda: hub.upload(folder, _own_files(folder, before), message=f"Step {trainer.global_step}"),
-            f"the model is in {folder}, but not on the hub; try `hf upload {hub.name} {folder}`",
+            trainer, upload, f"the model is in {folder}, but not on the hub; try `hf upload {hub} {folder}`"
         )
 
     def _role_of(self, trainer: Trainer) -> str:
@@ -206,7 +195,7 @@ class SaveHuggingFace(Callback):
         make_model_card(trainer, module, self._role_of(trainer), title=title, is_adapter=is_adapter).write(folder)
 
 
-def _run_on_rank_zero(trainer: Trainer, action: Callable[[], None], problem: str) -> None:
+def _run_on_rank_zero(trainer: Trainer, action: Callable[[], object], problem: str) -> None:
     """Run an action on rank 0 while the others wait; if it fails, all ranks raise. Collective."""
     error: Exception | None = None
     if trainer.is_global_zero:
@@ -218,12 +207,6 @@ def _run_on_rank_zero(trainer: Trainer, action: Callable[[], None], problem: str
     message = trainer.strategy.broadcast(message)
     if message is not None:
         raise CheckpointError(message) from error
-
-
-def _own_files(folder: Path, before: dict[str, tuple[int, int]]) -> list[str]:
-    """Return the card and the files that changed since ``before``; other files in the folder are not uploaded."""
-    now = file_stamps(folder)
-    return sorted(name for name, mark in now.items() if before.get(name) != mark or name == CARD_FILE)
 
 
 def file_stamps(folder: Path) -> dict[str, tuple[int, int]]:

@@ -39,12 +39,6 @@ class Table:
         """Cells as text, row by row."""
         return [[cell_text(row[name]) for name in self.columns] for row in self.rows]
 
-    def to_csv(self) -> str:
-        """Return a CSV file with a header."""
-        file = io.StringIO(newline="")
-        csv.writer(file).writerows([self.columns, *self.cells])
-        return file.getvalue()
-
     def append_to(self, path: AnyPath) -> None:
         """Append the rows to a CSV file; columns that its header lacks are dropped.
 
@@ -56,7 +50,7 @@ class Table:
         appends = path.is_file() and not self.begins_run
         if isinstance(path, RemotePath):
             earlier = path.read_text("utf-8") if appends else ""
-            path.write_bytes((earlier + self._to_csv_below(_header(io.StringIO(earlier)))).encode())
+            path.write_bytes((earlier + self.to_csv(_header(io.StringIO(earlier)))).encode())
             return
         header = []
         if appends:
@@ -64,10 +58,10 @@ class Table:
                 header = _header(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if appends else "w", newline="", encoding="utf-8") as file:
-            file.write(self._to_csv_below(header))
+            file.write(self.to_csv(header))
 
-    def _to_csv_below(self, header: Sequence[str]) -> str:
-        """Return the rows as lines of a CSV file with a header; with a header of their own if that is empty."""
+    def to_csv(self, header: Sequence[str] = ()) -> str:
+        """Return the rows as lines below the header of a CSV file; with a header of their own if that is empty."""
         file = io.StringIO(newline="")
         writer = csv.DictWriter(file, header or self.columns, extrasaction="ignore")
         if not header:

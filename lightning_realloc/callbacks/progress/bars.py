@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -16,19 +16,6 @@ from rich.text import Text
 
 _BARS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 """Name of a Trainer's function -> name of its bar."""
-
-
-class TextInBar(Protocol):
-    """A bar whose line has additional text."""
-
-    def refresh(self) -> None:
-        """Draw the line again; do nothing if the bar is closed."""
-
-    def is_in(self, bar: object) -> bool:
-        """Return whether this is the text of ``bar``, as `find_bar` returned it."""
-
-    def remove(self) -> None:
-        """Leave the bar as it was."""
 
 
 def has_bars(trainer: Trainer) -> bool:
@@ -52,11 +39,6 @@ def find_bar(trainer: Trainer) -> Any:
     return None
 
 
-def add_text(bar: Any, text: Callable[[], str]) -> TextInBar:
-    """Show ``text()`` in a bar that `find_bar` returned, in front of its metrics."""
-    return _TextInRich(bar[0], bar[1], text) if isinstance(bar, tuple) else _TextInTqdm(bar, text)
-
-
 class _TextInTqdm:
     """Replaces the function of one bar that formats its line."""
 
@@ -73,13 +55,16 @@ class _TextInTqdm:
         bar.format_meter = format_with_text
 
     def refresh(self) -> None:
+        """Draw the line again; do nothing if the bar is closed."""
         with self._bar.get_lock():  # or the bar could be closed after tqdm looks whether it is
             self._bar.refresh(nolock=True)
 
     def is_in(self, bar: object) -> bool:
+        """Return whether this is the text of ``bar``, as `find_bar` returned it."""
         return bar is self._bar
 
     def remove(self) -> None:
+        """Leave the bar as it was."""
         vars(self._bar).pop("format_meter", None)
 
 
@@ -113,3 +98,11 @@ class _TextAndMetrics(ProgressColumn):
     def render(self, task: Task) -> Text:
         metrics, shown = self._metrics(task), self._text() if task.id == self._task else ""
         return Text.assemble(shown, " " if shown else "", metrics if isinstance(metrics, Text) else "")
+
+
+TextInBar = _TextInTqdm | _TextInRich
+
+
+def add_text(bar: Any, text: Callable[[], str]) -> TextInBar:
+    """Show ``text()`` in a bar that `find_bar` returned, in front of its metrics."""
+    return _TextInRich(bar[0], bar[1], text) if isinstance(bar, tuple) else _TextInTqdm(bar, text)

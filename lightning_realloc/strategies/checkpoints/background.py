@@ -136,11 +136,7 @@ class BackgroundSave:
             raise
 
     def _receive(self, key: str) -> Any:
-        """Return another rank's part, or its error.
-
-        Raises:
-            CheckpointError: if the run has failed and the rank reports nothing.
-        """
+        """Return another rank's part, or its error. Gives up on a rank that reports nothing after the run failed."""
         since, store = time.monotonic(), _store()
         rank = key.rpartition("/")[2]
         while not store.check([key]):  # `get` would block this process's other uses of the store

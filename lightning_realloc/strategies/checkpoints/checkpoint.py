@@ -24,6 +24,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,19 +94,18 @@ class TrainedModels:
         Raises:
             CheckpointError: on every rank, if the action raises.
         """
-        problem: Exception | None = None
+        problem: CheckpointError | None = None
         if self.facts.rank == 0:
             try:
                 action()
-            except Exception as error:
+            except CheckpointError as error:
                 problem = error
-        message = None
+            except Exception as error:
+                problem = CheckpointError(f"the first rank failed with {type(error).__name__}: {error}")
+                problem.__cause__ = error
+        problem = broadcast_object(problem, 0)
         if problem is not None:
-            is_known = isinstance(problem, CheckpointError)
-            message = f"{'' if is_known else f'the first rank failed with {type(problem).__name__}: '}{problem}"
-        message = broadcast_object(message, 0)
-        if message is not None:
-            raise CheckpointError(message) from problem
+            raise problem
 
 
 # ---- reading
@@ -128,13 +128,15 @@ def read_checkpoint(
         CheckpointError: on every rank. If the checkpoint is of other models, names the first difference. If it is
             damaged, names the file and the newest intact checkpoint next to it.
     """
-    _require_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size)
-    with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
+    ranks: dict[str, int] = {"rank": models.facts.rank, "world_size": models.facts.world_size}
+    together = partial(raise_on_all_ranks, folder, **ranks)
+    _require_on_all_ranks(folder, **ranks)
+    with together():
         description = read_description(folder)
         check_roles(description, models, folder, resuming=resuming)
-        check_files(folder, description, rank=models.facts.rank, world_size=models.facts.world_size)
+        check_files(folder, description, **ranks)
     content = content_folder(folder, description)
-    with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
+    with together():
         meta = read_meta(content, weights_only=weights_only)
         if has_checksums(description):
             require_listed(content, {name.rpartition("/")[2] for name in description["files"]})
@@ -148,15 +150,12 @@ def read_checkpoint(
             state |= weights if role not in averages_of else _weights_from_averages(role, weights, stored, folder)
             models.pool.weights_changed(role)
     if resuming:
-        with (
-            raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size),
-            name_read_errors(content / META_FILE),
-        ):
+        with together(), name_read_errors(content / META_FILE):
             settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
             restore_settings(optimizer, settings[role]["param_groups"], role)
             state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.facts.rank)
-    with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
+    with together():
         sharded_tensors.load(state, content)
     for role in models.pool.roles:
         reshard(models.pool.home(role).model)

@@ -148,11 +148,7 @@ def read_description(folder: AnyPath) -> dict[str, Any]:
 
 
 def _require_content(file: AnyPath, description: Mapping[str, Any]) -> None:
-    """Require all entries that reading a checkpoint uses, in their types.
-
-    Raises:
-        CheckpointError: naming the first entry that is not as expected.
-    """
+    """Require all entries that reading a checkpoint uses, in their types; an error names the first other one."""
     roles, files = description.get("roles"), description.get(_FILES, {})
     if not isinstance(description.get("algorithm"), str) or not isinstance(roles, dict) or not isinstance(files, dict):
         raise DamagedCheckpoint(f"{file} lacks the algorithm, its roles or the list of files")
@@ -248,11 +244,7 @@ def check_files(folder: AnyPath, description: Mapping[str, Any], *, rank: int = 
 
 
 def _check_other_files(folder: AnyPath, records: Mapping[str, object], *, content: str) -> None:
-    """Warn about files that were not written with a checkpoint.
-
-    Raises:
-        CheckpointError: for one among the files of models, which an export would read or copy.
-    """
+    """Warn about files that were not written with a checkpoint; refuse those that an export would read or copy."""
     with name_read_errors(folder):
         found = files_below(folder)
     names = [name for name, path in found.items() if name not in records and not path.name.startswith(".")]
@@ -266,11 +258,7 @@ def _check_other_files(folder: AnyPath, records: Mapping[str, object], *, conten
 
 
 def _check_size(file: AnyPath, record: Mapping[str, Any]) -> None:
-    """Require a regular file of the recorded size.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
+    """Require a regular file of the recorded size."""
     with name_read_errors(file):
         if not file.is_file():
             raise DamagedCheckpoint(f"{file} is {_kind(file)}")
@@ -304,12 +292,6 @@ def is_complete(path: AnyPath) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def newer_checkpoints(folder: Path) -> list[AnyPath]:
-    """Return the checkpoints next to ``folder`` that are at least as new, complete or not."""
-    age = age_s(folder / ROLES_FILE) or 0.0
-    return [path for path in siblings(folder) if (age_s(path / ROLES_FILE) or 0.0) >= age]
 
 
 def newest_intact(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -> AnyPath | None:

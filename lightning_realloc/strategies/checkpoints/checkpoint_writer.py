@@ -237,11 +237,7 @@ def _describe_role(models: TrainedModels, role: str, *, saved: bool) -> dict[str
 
 
 def _wait_for_file(folder: AnyPath, name: str, rank: int) -> None:
-    """Wait until a file that another rank has written can be seen.
-
-    Raises:
-        CheckpointError: if it cannot be seen within `VISIBLE_WITHIN_S`.
-    """
+    """Wait at most `VISIBLE_WITHIN_S` until a file that another rank has written can be seen."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while not (folder / name).exists():
         if time.monotonic() > deadline:

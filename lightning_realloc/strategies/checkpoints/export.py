@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,14 @@ from torch import Tensor
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import PARTIAL
-from lightning_realloc.remote_output import folder_problem
-from lightning_realloc.remote_path import AnyPath, RemotePath, as_path, files_below
+from lightning_realloc.remote_output import folder_problem, local_copy
+from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     MODELS_FOLDER,
     check_files,
     content_folder,
-    name_read_errors,
     raise_on_all_ranks,
     read_description,
 )
@@ -73,7 +69,7 @@ def export_checkpoint(
         check_files(source, description)
         weights = _read_weights(content, role, entry, averaged=averaged)
         with (
-            _local_copy(content / MODELS_FOLDER / role) as configs,
+            local_copy(content / MODELS_FOLDER / role) as configs,
             hf_folder.uploaded_model(target, configs, merge=merge) as local_target,
         ):
             hf_folder.write_model(model_class, configs, weights, local_target, dtype=kind, merge=merge, base=base)
@@ -88,20 +84,6 @@ def _write_card(entry: dict[str, Any], folder: Path, *, title: str) -> None:
     if entry.get("model_card") is not None:  # earlier versions stored none
         is_adapter = (folder / ADAPTER_CONFIG_FILE).is_file()
         ModelCard(**{**entry["model_card"], "title": title, "is_adapter": is_adapter}).write(folder)
-
-
-@contextmanager
-def _local_copy(folder: AnyPath) -> Iterator[Path]:
-    """Give a folder of small files on this machine; of a remote one a copy."""
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as name:
-        for file, path in files_below(folder).items():
-            with name_read_errors(path):
-                (Path(name) / file).parent.mkdir(parents=True, exist_ok=True)
-                (Path(name) / file).write_bytes(path.open("rb").read())
-        yield Path(name)
 
 
 def check_output(folder: AnyPath) -> None:

@@ -32,7 +32,6 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     file_records,
     is_checkpoint,
     is_complete,
-    newer_checkpoints,
     siblings,
     write_description,
 )
@@ -298,7 +297,8 @@ def remove_checkpoint(path: AnyPath) -> None:
         if os.path.lexists(path):
             log.warning("%s is not a checkpoint of several models, and is not removed", path)
         return
-    newer = newer_checkpoints(path)
+    age = age_s(path / ROLES_FILE) or 0.0
+    newer = [other for other in siblings(path) if (age_s(other / ROLES_FILE) or 0.0) >= age]
     if newer and is_complete(path) and not any(map(is_complete, newer)):
         log.warning("%s is not removed, since %s is newer but incomplete", path, newer[0])
         return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.runtime.transfer.executor import Reallocation
@@ -65,15 +65,11 @@ def _agree_on_dtypes(replica: Replica) -> dict[str, torch.dtype]:
 def _make_windows(spec: ModelSpec, max_elements: int, dtypes: Mapping[str, torch.dtype]) -> Iterator[ModelSpec]:
     """Cut a model into windows of one dtype, each of at most ``max_elements`` or of a single parameter."""
     for dtype in dict.fromkeys(dtypes[param.name] for param in spec.params):
-        alike = tuple(param for param in spec.params if dtypes[param.name] == dtype)
-        yield from _windows_of_one_dtype(replace(spec, params=alike, aliases=()), max_elements)
-
-
-def _windows_of_one_dtype(spec: ModelSpec, max_elements: int) -> Iterator[ModelSpec]:
-    begin, elements = 0, 0
-    for index, param in enumerate(spec.params):
-        if index > begin and elements + param.numel > max_elements:
-            yield replace(spec, params=spec.params[begin:index], aliases=())
-            begin, elements = index, 0
-        elements += param.numel
-    yield replace(spec, params=spec.params[begin:], aliases=())
+        window, elements = list[ParamSpec](), 0
+        for param in (param for param in spec.params if dtypes[param.name] == dtype):
+            if window and elements + param.numel > max_elements:
+                yield replace(spec, params=tuple(window), aliases=())
+                window, elements = [], 0
+            window.append(param)
+            elements += param.numel
+        yield replace(spec, params=tuple(window), aliases=())

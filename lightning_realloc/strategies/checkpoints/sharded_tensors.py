@@ -280,7 +280,7 @@ class ShardWriter(FileSystemWriter):
 
         Torch's own `save` would do so by collectives that unpickle what they receive.
         """
-        rank, world_size = _rank_and_world_size()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with raise_on_all_ranks(self._folder, rank=rank, world_size=world_size), _name_failures(self._folder):
             self.set_up_storage_writer(rank == 0, rank=rank)
             self.prepare_local_plan(SavePlan([]))
@@ -319,10 +319,6 @@ def _write_result(region: WrittenRegion) -> WriteResult:
     return WriteResult(index, region.num_bytes, _StorageInfo(region.file, region.offset, region.length))
 
 
-def _rank_and_world_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def files_of(folder: Path, rank: int) -> list[Path]:
     """Return the files that a rank wrote to a local folder."""
     return sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))
@@ -349,24 +345,17 @@ def _name_failures(folder: AnyPath) -> Iterator[None]:
         raise CheckpointError(f"{folder} cannot be used: {type(error).__name__}: {error}") from error
 
 
-def load(state: State, folder: AnyPath, *, alone: bool = False) -> None:
-    """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``.
+def load(state: State, folder: AnyPath) -> None:
+    """Fill every local tensor from ``folder``.
 
     Every rank reads its regions by itself; torch's collectives would unpickle what they receive.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot read a file.
+        CheckpointError: if a file cannot be read.
     """
-    rank, world_size = (0, 1) if alone else _rank_and_world_size()
-    with raise_on_all_ranks(folder, rank=rank, world_size=world_size):
-        reader = _Reader(folder)
-    with (
-        raise_on_all_ranks(folder, rank=rank, world_size=world_size),
-        _name_failures(folder),
-        warnings.catch_warnings(),
-    ):
+    with _name_failures(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-        load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=True)
+        load_state({}, storage_reader=_Reader(folder), planner=_LoadPlanner(state, folder), no_dist=True)
 
 
 def read_whole(folder: AnyPath, names: Iterable[str]) -> dict[str, Tensor]:
@@ -383,5 +372,5 @@ def read_whole(folder: AnyPath, names: Iterable[str]) -> dict[str, Tensor]:
         shape, dtype = stored[name]
         whole = Piece(Region((0,) * len(shape), shape), (0,) * len(shape))
         state[name] = ShardedTensor(shape, dtype, (whole,), torch.empty(shape, dtype=dtype))
-    load(state, folder, alone=True)
+    load(state, folder)
     return {name: tensor.local for name, tensor in state.items() if tensor.local is not None}

@@ -143,11 +143,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that the format needs.
-
-        Raises:
-            CheckpointError: for any other name.
-        """
         dtype = getattr(torch, name, None) if module == "torch" else None
         found = dtype if isinstance(dtype, torch.dtype) else _ALLOWED.get((module, name))
         if found is None:
