@@ -93,8 +93,8 @@ def test_where_degrees_divide_all_sizes_the_fullest_rank_has_even_shares(role: R
         # Under tp=4 and tp=8, two and four ranks hold each of the two key-value heads.
         degree = 1 if param.tensor_cut is None else min(dims.tp, 2) if param.tensor_cut.replicate_units else dims.tp
         stages[stage] += param.numel / degree / dims.fsdp
-    elements = RoleElements(role)
-    assert [elements.on_rank(layout, rank).num_sharded for rank in layout.stage_group(layout.ranks[0])] == stages
+    elements, firsts = RoleElements(role), layout.group(layout.ranks[0], *layout.stage_axes)
+    assert [elements.on_rank(layout, rank).num_sharded for rank in firsts] == stages
 
 
 @given(role=ROLES, layout=layouts())
