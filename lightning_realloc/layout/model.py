@@ -60,10 +60,6 @@ class ParamSpec:
             if not cut.is_gathered and any(other.is_gathered for other in earlier):
                 raise LayoutError(f"{cut} follows one that FSDP gathers; let FSDP's cut be the last")
 
-    def is_cut_along(self, *axes: str) -> bool:
-        """Return whether ranks along any of ``axes`` divide the parameter."""
-        return any(axis in cut.axes for cut in self.cuts for axis in axes)
-
     @property
     def tensor_cut(self) -> TensorParallelCut | None:
         """The cut by tensor parallelism; None if every tensor-parallel rank holds all of the parameter."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import AXES, Layout, ModelLayout
+from lightning_realloc.layout import AXES, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.shards import local_tensor
 
@@ -107,7 +107,7 @@ def uneven_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshReg
     whole = {
         model_layout.model.param(name).name: _exact_norms([local_tensor(parameter.grad)])[0].double()
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not model_layout.model.param(name).is_cut_along(*Layout.tensor_axes)
+        if parameter.grad is not None and _is_whole(model_layout, name, meshes.rank)
     }
     if group is not None and whole:
         norms = torch.stack(list(whole.values()))
@@ -121,6 +121,12 @@ def uneven_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshReg
     if everyone is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=everyone)
     return names[int(found)] if int(found) < len(names) else None
+
+
+def _is_whole(model_layout: ModelLayout, name: str, rank: int) -> bool:
+    """Return whether modules on ``rank`` compute with a whole parameter."""
+    shard = model_layout.gathered_shard(name, rank)
+    return shard is not None and shard.shape == model_layout.model.param(name).shape
 
 
 def _exact_norms(gradients: list[Tensor]) -> list[Tensor]:
