@@ -7,7 +7,7 @@ loader's position in its checkpoints, so a resumed run continues with the next b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,6 @@ class BatchLoader:
         group_size: Number of adjacent samples that form one row; a batch holds whole rows.
         bucket_batches: Number of batches of the shuffled order that are sorted by length together, so that a batch
             holds rows of similar length; the batches are then shuffled. None does not group by length.
-        epoch_batches: Batches after which the trainer begins the next epoch, if that is before all are used
-            (``limit_train_batches``).
 
     Raises:
         DataError: if there is no batch.
@@ -48,7 +46,6 @@ class BatchLoader:
         drop_last: bool = False,
         group_size: int = 1,
         bucket_batches: int | None = None,
-        epoch_batches: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size} must be at least 1")
@@ -71,7 +68,8 @@ class BatchLoader:
         self.group_size = group_size
         self.bucket_batches = bucket_batches
         self._lengths = [] if bucket_batches is None else _row_lengths(table, group_size)
-        self.epoch_batches = len(self) if epoch_batches is None else min(epoch_batches, len(self))
+        self.epoch_batches = len(self)
+        """Batches after which the trainer begins the next epoch, fewer than all under ``limit_train_batches``."""
         self.epoch = 0
         self._position = 0
         self._resuming = False
@@ -121,12 +119,7 @@ class BatchLoader:
         Raises:
             CheckpointError: if the data or its order differ from the checkpoint's.
         """
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise CheckpointError(
-                    f"resuming needs the same data in the same order; the checkpoint has {name}={state.get(name)} "
-                    f"and this run {name}={value}, set it back or start from the weights alone"
-                )
+        refuse_other_order("data", self._identity(), state)
         self.epoch, self._position, self._resuming = state["epoch"], state["position"], True
 
     def _order(self) -> list[int]:
@@ -174,6 +167,16 @@ class EvaluationLoader:
         step = self.batch_size * self.group_size
         for begin in range(0, len(self.table), step):
             yield self.table.select(range(begin, min(begin + step, len(self.table))))
+
+
+def refuse_other_order(what: str, settings: Mapping[str, object], stored: Mapping[str, object]) -> None:
+    """Raise CheckpointError if a loader's settings differ from those in a checkpoint; ``what``: what it reads."""
+    for name, value in settings.items():
+        if stored.get(name) != value:
+            raise CheckpointError(
+                f"resuming needs the same {what} in the same order; the checkpoint has {name}={stored.get(name)} "
+                f"and this run {name}={value}, set it back or start from the weights alone"
+            )
 
 
 def bucketed(

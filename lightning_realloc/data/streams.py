@@ -18,13 +18,12 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.data.loader import refuse_other_order
 from lightning_realloc.data.row_streams import Mark, RowStream
 from lightning_realloc.data.rows import NoUsableRowsError, Row
 from lightning_realloc.data.stream_blocks import BlockReader
 from lightning_realloc.errors import CheckpointError, DataError
 
-_EARLIER = {"num_parts": 1}
-"""Settings of checkpoints that do not name them, since earlier versions had no others."""
 _MAX_CHECKED_ROWS = 1000
 """Rows after which a stream without a usable row is refused before training; more delay this error."""
 Tabulate = Callable[[Sequence[Row]], Samples]
@@ -69,8 +68,6 @@ class StreamLoader:
             divided into parts, which would be read in turn.
         drop_last: Whether to drop a last batch that is smaller than the others.
         group_size: Number of adjacent samples made from one row; a batch holds whole rows.
-        epoch_batches: Batches after which an iteration over the loader ends; the next one continues from there. None
-            never ends.
         reads_ahead: Whether a thread reads the rows of the next block in advance; the batches are the same.
         rank: This rank.
         num_ranks: Ranks that divide the parts of the stream among them, and iterate in step.
@@ -90,7 +87,6 @@ class StreamLoader:
         shuffle_buffer: int = 1000,
         drop_last: bool = False,
         group_size: int = 1,
-        epoch_batches: int | None = None,
         reads_ahead: bool = True,
         rank: int = 0,
         num_ranks: int = 1,
@@ -105,7 +101,8 @@ class StreamLoader:
         self.block_rows = shuffle_buffer if shuffle else batch_size
         self.drop_last = drop_last
         self.group_size = group_size
-        self.epoch_batches = sys.maxsize if epoch_batches is None else epoch_batches
+        self.epoch_batches = sys.maxsize
+        """Batches after which an iteration over the loader ends; the next one continues from there."""
         self.num_parts = stream.num_parts if shuffle else 1
         self._reader = BlockReader(
             stream,
@@ -159,7 +156,7 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the run and the settings that it depends on."""
-        return {"place": asdict(self._place), **self._identity()}
+        return {"place": asdict(self._place), "num_parts": self.num_parts, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch that was handed out last.
@@ -167,19 +164,13 @@ class StreamLoader:
         Raises:
             CheckpointError: if the checkpoint was written with another order.
         """
-        for name, value in self._identity().items():
-            theirs = state.get(name, _EARLIER.get(name))
-            if theirs != value and name == "num_parts":
-                raise CheckpointError(
-                    f"resuming needs a stream that is divided as before; the checkpoint was written with {theirs} "
-                    f"parts, and the stream now has {value}: give the same shards, skip() and take() as before, or "
-                    f"start from the weights alone"
-                )
-            if theirs != value:
-                raise CheckpointError(
-                    f"resuming needs the same stream in the same order; the checkpoint has {name}={theirs} "
-                    f"and this run {name}={value}, set it back or start from the weights alone"
-                )
+        refuse_other_order("stream", self._identity(), state)
+        if (theirs := state.get("num_parts", 1)) != self.num_parts:  # earlier versions had one part
+            raise CheckpointError(
+                f"resuming needs a stream that is divided as before; the checkpoint was written with {theirs} parts, "
+                f"and the stream now has {self.num_parts}: give the same shards, skip() and take() as before, or start "
+                f"from the weights alone"
+            )
         self.close()
         self._place = StreamPosition.from_state(state["place"])
 
@@ -190,7 +181,6 @@ class StreamLoader:
             "shuffle": self.shuffle,
             "block_rows": self.block_rows,
             "drop_last": self.drop_last,
-            "num_parts": self.num_parts,
         }
 
     def _batches_from(self, place: StreamPosition) -> Generator[tuple[Samples, StreamPosition], None, None]:

@@ -133,7 +133,8 @@ def _fit(max_steps: int, *, resume: Path | None = None, save: Path | None = None
         **{"max_epochs": -1, "enable_checkpointing": False, **settings},
     )  # fmt: skip
     limit = settings.get("limit_train_batches")
-    loader = BatchLoader(_table(10), batch_size=2, seed=7, drop_last=True, epoch_batches=limit)
+    loader = BatchLoader(_table(10), batch_size=2, seed=7, drop_last=True)
+    loader.epoch_batches = limit or len(loader)
     trainer.fit(module, loader, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)

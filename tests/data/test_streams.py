@@ -82,7 +82,8 @@ def test_a_resumed_stream_continues_after_the_last_batch(
     num_rows: int, order: dict[str, Any], stop: int, epoch_batches: int
 ) -> None:
     whole = drawn(islice(loader(num_rows, **order), NUM_DRAWN))
-    begun = loader(num_rows, **order, epoch_batches=epoch_batches)
+    begun = loader(num_rows, **order)
+    begun.epoch_batches = epoch_batches
     epochs: Iterator[Samples] = chain.from_iterable(iter(begun) for _ in range(NUM_DRAWN))
     assert drawn(islice(epochs, stop)) == whole[:stop]
     state = json.loads(json.dumps(begun.state_dict()))
