@@ -63,13 +63,12 @@ class Cost:
     """Energy of the whole run's devices; None where it was not measured."""
 
 
-def forecast_seconds(durations: Sequence[float], num_remaining: int, *, seed: int = 0) -> Interval | None:
+def forecast_seconds(durations: Sequence[float], num_remaining: int) -> Interval | None:
     """Return the seconds of the remaining iterations; None if too few were measured.
 
     Args:
         durations: Seconds of the iterations so far, in order, with everything between two of them.
         num_remaining: Iterations to come.
-        seed: Seed of the bootstrap.
     """
     measured = list(durations[WARM_UP_ITERATIONS:])
     if len(measured) < MIN_ITERATIONS:
@@ -77,7 +76,7 @@ def forecast_seconds(durations: Sequence[float], num_remaining: int, *, seed: in
     recent = measured[-max(MIN_RECENT, round(RECENT_SHARE * len(measured))) :]
     mean, half = fmean(recent), len(measured) // 2
     drift = abs(fmean(measured[half:]) - fmean(measured[:half]))
-    means = sorted(_resampled_means(recent, num_remaining, random.Random(seed)))
+    means = sorted(_resampled_means(recent, num_remaining, random.Random(0)))
     tail = round((1 - COVERAGE) / 2 * len(means))
     low, high = means[tail], means[-1 - tail]
     return Interval(mean, max(min(measured), low - drift), high + drift).scaled(num_remaining)

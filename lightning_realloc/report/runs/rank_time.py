@@ -36,11 +36,6 @@ class RankTime:
     peak_bytes: Mapping[str, Values] = field(repr=False)
     """Call -> largest peak of each rank; shape [R], NaN where it is unknown."""
 
-    @classmethod
-    def from_record(cls, record: RunRecord) -> RankTime:
-        """Return the arrays of a record."""
-        return RankTimeBuilder().update(record)
-
     @property
     def settled(self) -> slice:
         """Iterations after the warm-up; all of a run of a few iterations."""

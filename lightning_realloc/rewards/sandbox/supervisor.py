@@ -247,8 +247,3 @@ def _limit(limits: Limits, *, counts_processes: bool) -> None:
     for kind, (soft, hard) in bounds.items():
         with contextlib.suppress(ValueError, OSError):  # a lower limit is in force already
             resource.setrlimit(kind, (soft, hard))
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    supervise()

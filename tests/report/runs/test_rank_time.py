@@ -64,14 +64,14 @@ def test_arrays_of_a_growing_record_are_those_of_the_whole(seed: int, num_ranks:
         written = {rank: int(rng.integers(written[rank], len(made[rank]), endpoint=True)) for rank in made}
         record = a_record({rank: ones[: written[rank]] for rank, ones in made.items() if written[rank]})
 
-        assert_same(builder.update(record), RankTime.from_record(record))
+        assert_same(builder.update(record), RankTimeBuilder().update(record))
 
 
 def test_arrays_have_the_values_of_their_iterations() -> None:
     rng = np.random.default_rng(0)
     made = {rank: [an_iteration(step, rng) for step in range(1, 31)] for rank in (0, 2)}
 
-    time = RankTime.from_record(a_record(made))
+    time = RankTimeBuilder().update(a_record(made))
 
     assert time.ranks == (0, 2)
     assert time.steps.tolist() == list(range(1, 31))
@@ -89,7 +89,7 @@ def test_a_resumed_run_leaves_out_the_iterations_that_it_repeats() -> None:
     builder.update(a_record({0: first}))
     resumed = a_record({0: first[:5]}, {0: second})
 
-    assert_same(builder.update(resumed), RankTime.from_record(resumed))
+    assert_same(builder.update(resumed), RankTimeBuilder().update(resumed))
 
 
 def test_another_run_in_the_same_folder_begins_anew() -> None:
@@ -98,7 +98,7 @@ def test_another_run_in_the_same_folder_begins_anew() -> None:
     builder = RankTimeBuilder()
     builder.update(a_record({0: before, 1: before}))
 
-    assert_same(builder.update(a_record({0: after})), RankTime.from_record(a_record({0: after})))
+    assert_same(builder.update(a_record({0: after})), RankTimeBuilder().update(a_record({0: after})))
 
 
 def test_later_iterations_leave_earlier_arrays_alone() -> None:
@@ -109,7 +109,7 @@ def test_later_iterations_leave_earlier_arrays_alone() -> None:
 
     builder.update(a_record({0: made, 1: made}))
 
-    assert_same(earlier, RankTime.from_record(a_record({0: made, 1: made[:3]})))
+    assert_same(earlier, RankTimeBuilder().update(a_record({0: made, 1: made[:3]})))
 
 
 def test_an_iteration_that_cannot_be_added_spoils_no_later_one() -> None:
@@ -122,7 +122,7 @@ def test_an_iteration_that_cannot_be_added_spoils_no_later_one() -> None:
 
     repaired = a_record({0: [*made[:1], an_iteration(2, rng)]})
 
-    assert_same(builder.update(repaired), RankTime.from_record(repaired))
+    assert_same(builder.update(repaired), RankTimeBuilder().update(repaired))
 
 
 def test_an_update_adds_only_the_lines_that_a_run_has_written_since(tmp_path: Path) -> None:
@@ -136,4 +136,4 @@ def test_an_update_adds_only_the_lines_that_a_run_has_written_since(tmp_path: Pa
     grown = builder.update(reader.read())
 
     assert grown.steps.tolist() == [1, 2, 3, 4, 5, 6]
-    assert_same(grown, RankTime.from_record(RunReader(tmp_path).read()))
+    assert_same(grown, RankTimeBuilder().update(RunReader(tmp_path).read()))

@@ -12,7 +12,7 @@ from lightning_realloc.recording.pieces import WAITING, TimePiece
 from lightning_realloc.recording.reader import RunRecord, Session
 from lightning_realloc.report.runs.charts import Json, quantity
 from lightning_realloc.report.runs.page import page_data
-from lightning_realloc.report.runs.rank_time import RankTime
+from lightning_realloc.report.runs.rank_time import RankTimeBuilder
 from lightning_realloc.report.runs.sections.time_use import time_section
 from tests.recording.records import PREDICTION, started, write_events, write_session
 from tests.report.runs.folders import (
@@ -143,7 +143,7 @@ def test_advice_on_waiting_depends_on_whether_a_tuner_looked_for_layouts() -> No
     pieces = [TimePiece("actor.train", "call", 0.0, 0.5), TimePiece(WAITING, "wait", 0.5, 0.5)]
     made = tuple(IterationRecord.from_pieces(step, tuple(pieces), is_detailed=False) for step in range(1, 9))
     record = RunRecord(Path("record"), (Session(started=started(), ranks={0: made, 1: made}),))
-    untuned = replace(run_with(reward=[0.1] * 8), record=record, time=RankTime.from_record(record))
+    untuned = replace(run_with(reward=[0.1] * 8), record=record, time=RankTimeBuilder().update(record))
     tuned = replace(untuned, metrics=run_with(tuner__trials=[0.0, 1.0]).metrics)
 
     assert "let AutoTuner or lightning-realloc plan choose layouts" in time_section(untuned)["sentences"][1]
@@ -158,7 +158,7 @@ def test_advice_holds_on_the_devices_and_for_the_models_of_the_run() -> None:
         )
         begun = replace(started(ranks=num_ranks), devices=(device,) * num_ranks, roles={"actor": weights})
         record = RunRecord(Path("record"), (Session(started=begun, ranks=dict.fromkeys(range(num_ranks), made)),))
-        run = replace(run_with(reward=[0.1] * 8), record=record, time=RankTime.from_record(record))
+        run = replace(run_with(reward=[0.1] * 8), record=record, time=RankTimeBuilder().update(record))
         sentence: str = time_section(run)["sentences"][1]
         return sentence.partition(": try ")[2]
 
