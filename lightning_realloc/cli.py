@@ -16,6 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from itertools import chain
 from pkgutil import resolve_name
 from pydoc import locate
@@ -33,7 +34,6 @@ from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_text
-from lightning_realloc.rewards import __all__ as _REWARDS
 from lightning_realloc.setting_hints import CLASS_HINTS, describe_unknown_settings, hint_for, setting_defaults
 from lightning_realloc.strategies.lightning.failures import (
     CALLER_ERRORS,
@@ -124,8 +124,8 @@ class Parser(LightningArgumentParser):
 
 def _class_hint(name: str) -> str:
     """Return a hint with the known classes whose names are similar to an unknown one."""
-    known = {reward: f"lightning_realloc.rewards.{reward}" for reward in _REWARDS}
-    known |= {public: f"lightning_realloc.{public}" for public in lightning_realloc.__all__}
+    packages = ("lightning_realloc.rewards", "lightning_realloc")
+    known = {public: f"{package}.{public}" for package in packages for public in import_module(package).__all__}
     known |= {short.__name__: short.__name__ for short in SHORT_NAMES}
     wanted = name.rpartition(".")[2]
     near = [known[similar] for similar in difflib.get_close_matches(CLASS_HINTS.get(wanted, wanted), known, n=3)]

@@ -23,20 +23,4 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks.rollout_table import RolloutTable as RolloutTable
     from lightning_realloc.callbacks.timeline import Timeline as Timeline
 
-# Public name -> its module in this package; the imports above repeat it for type checkers.
-_HOMES = {
-    "AutoTuner": "auto_tuner",
-    "EMA": "ema",
-    "MemoryMonitor": "memory_monitor",
-    "MetricAlarm": "metric_alarm",
-    "ParameterReallocation": "reallocation",
-    "PhaseCallback": "phase",
-    "PredictionWriter": "predictions",
-    "RolloutTable": "rollout_table",
-    "SaveHuggingFace": "huggingface",
-    "Timeline": "timeline",
-    "TrackioLogger": "loggers",
-}
-
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
     from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 
-_HOMES = {"Speculation": "speculative.config", "VLLMEngine": "vllm.vllm_engine", "VLLMOptions": "vllm.vllm_options"}
-"""Name that is imported on first use -> its module in this package: plain decoding needs nothing of theirs."""
-
 __all__ = [
     "Completion",
     "Conversation",
@@ -43,4 +40,4 @@ __all__ = [
     "VLLMEngine",
     "VLLMOptions",
 ]
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -28,25 +28,4 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
     from lightning_realloc.rewards.workers.pooled import PooledReward as PooledReward
 
-# Public name -> its module in this package; the imports above repeat it for type checkers.
-_HOMES = {
-    "CodeTests": "code_tests",
-    "Failed": "failure_rule",
-    "RewardFunction": "functions",
-    "RewardFunctions": "functions",
-    "Rewards": "functions",
-    "PooledReward": "workers.pooled",
-    "RayReward": "ray_reward",
-    "RemoteReward": "remote",
-    "Retries": "retries",
-    "OverlongPenalty": "shaping",
-    "Shaped": "shaping",
-    "Format": "verifiers",
-    "Length": "verifiers",
-    "NumericAnswer": "verifiers",
-    "Regex": "verifiers",
-    "exact_match": "verifiers",
-}
-
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -14,8 +14,8 @@ import lightning_realloc
 from lightning_realloc import MultiModelModule
 from lightning_realloc.setting_hints import settings_of
 
-PUBLIC = [getattr(lightning_realloc, name) for name in lightning_realloc.__all__]
-ALGORITHMS = [cls for cls in PUBLIC if isinstance(cls, type) and issubclass(cls, MultiModelModule)]
+PUBLIC = {name: getattr(lightning_realloc, name) for name in lightning_realloc.__all__}
+ALGORITHMS = [cls for cls in PUBLIC.values() if isinstance(cls, type) and issubclass(cls, MultiModelModule)]
 
 
 def typed_settings(cls: type) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def typed_settings(cls: type) -> dict[str, Any]:
     if annotation is None:
         return {}
     name = annotation.removeprefix("Unpack[").removesuffix("]")
-    return get_type_hints(vars(sys.modules[defining(cls).__module__])[name])
+    return get_type_hints(vars(sys.modules[defining(cls).__module__])[name], localns=PUBLIC)
 
 
 def defining(cls: type) -> type:
@@ -35,7 +35,7 @@ def defining(cls: type) -> type:
 def own_settings(cls: type) -> dict[str, Any]:
     """Return the settings that the signature of a class's constructor names, with their types."""
     constructor = vars(defining(cls))["__init__"]
-    parameters, hints = inspect.signature(constructor).parameters, get_type_hints(constructor)
+    parameters, hints = inspect.signature(constructor).parameters, get_type_hints(constructor, localns=PUBLIC)
     return {name: hints[name] for name, p in parameters.items() if name in hints and p.kind is not p.VAR_KEYWORD}
 
 
