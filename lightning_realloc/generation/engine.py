@@ -26,7 +26,6 @@ from lightning_realloc.generation.core.sample import Sample, Tokenizer
 from lightning_realloc.generation.engine_parts import CudaGraphs, Runners, build_decoding, build_rebalancer, check_parts
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.batch_invariant import check_invariant
-from lightning_realloc.generation.forward.model_executor import ModelExecutor
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment, check_environment
@@ -197,7 +196,7 @@ class GenerationEngine(Engine):
         if self._rebalancer is not None:
             max_pause_s = self._rebalancer.max_pause_s
         run = GenerationRun(
-            ModelExecutor(runner),
+            runner,
             scheduler,
             samples,
             asked.params,

@@ -11,15 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import KVCache, LayerShape, Places
-from lightning_realloc.generation.core.step import DecodeRow, PrefillChunk
+from lightning_realloc.generation.core.keyed_sampler import KeyedSampler
+from lightning_realloc.generation.core.params import SamplingParams
+from lightning_realloc.generation.core.step import (
+    DecodeRow,
+    DrawRule,
+    Emitted,
+    ForwardStep,
+    PrefillChunk,
+    StepExecutor,
+)
 from lightning_realloc.generation.forward.attention import run_packed
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
 from lightning_realloc.generation.forward.packed_step import PackedStep, segments_of
 
 
-class ModelRunner:
+class ModelRunner(StepExecutor):
     """Runs a model over slots 0, 1, 2 …, whose keys and values it keeps.
 
+    The ranks of a tensor-parallel group have the same logits and random numbers, so each draws the same tokens.
     Rejected tokens need no rollback: positions after a sample's last token are masked, and overwritten later.
 
     Args:
@@ -40,21 +50,35 @@ class ModelRunner:
         self._longest = longest
         self._graphs = graphs if graphs is not None and graphs.begin() else None
         self._captured: CapturedForwards[Any] | None = self._graphs
+        self._rule: DrawRule | None = None
+        self._submitted: tuple[ForwardStep, Tensor] | None = None
 
     @property
     def replays_steps(self) -> bool:
-        """Whether most steps that read no prompts are CUDA graphs."""
         return self._captured is not None and self._captured.is_active
 
     @property
     def capture_s(self) -> float:
-        """Seconds of capturing steps as CUDA graphs in this generation."""
         return 0.0 if self._captured is None else self._captured.capture_s
 
     @property
     def was_usual(self) -> bool:
-        """Whether the last forward took as long as later ones of its size: no graph was captured or is due."""
         return self._captured is None or self._captured.was_usual
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.num_bytes
+
+    def begin(self, params: SamplingParams, rule: DrawRule | None) -> None:
+        self._rule = rule or KeyedSampler(params)
+
+    def submit(self, step: ForwardStep) -> None:
+        self._submitted = step, self.forward(step.prefills, step.rows())
+
+    def collect(self) -> list[Emitted]:
+        assert self._submitted is not None and self._rule is not None, "a step is submitted before it is collected"
+        (step, logits), self._submitted = self._submitted, None
+        return self._rule.emit(logits, step.running, step.drafts, step.forbidden) if step.running else []
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, row by row; row i belongs to slot i.
@@ -107,11 +131,19 @@ class ModelRunner:
         self._longest = max(longest, self._longest)
 
     def make_room(self, length: int, num_slots: int = 0) -> None:
-        """Reserve at least ``length`` positions in each slot, and at least ``num_slots`` slots."""
         if num_slots > self._num_slots:
             self._num_slots = max(num_slots, self._num_slots * 3 // 2)
         spare = int(self.replays_steps)  # a position for a graph's padding
         self.cache.make_room(self._num_slots, length + spare, longest=self._longest + spare)
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        self.cache.copy(source, targets, length)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.cache.move(source, target, length)
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        self.cache.swap(first, second, length)
 
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
         """Write keys and values that another rank computed to a slot.
