@@ -245,14 +245,14 @@ class GenerationEngine(Engine):
     ) -> Scheduler:
         cache, most = self._cache, self._max_prefill_tokens
         if isinstance(cache, SlotCache):
-            self._decoding.share_cache(cache)
+            self._decoding.follower.share_cache(cache)
             return Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=most)
         cache.forget_shapes()
         if self._lockstep is not None:
             self._lockstep(True)  # all ranks run this forward, too, unless one of them has failed
         with slot_attention(self._model):
             runner.forward([], [])  # one token, which shows the layers' shapes
-        self._decoding.share_cache(cache)
+        self._decoding.follower.share_cache(cache)
         lengths, group = [sample.max_length for sample in samples], tensor_parallel_group(self._model)
         may_grow = self._rebalancer is not None
         tables = cache.lay_out(lengths, num_slots=num_slots, may_grow=may_grow, tp_group=group)

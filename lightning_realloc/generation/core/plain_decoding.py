@@ -13,9 +13,34 @@ if TYPE_CHECKING:
     from lightning_realloc.generation.cache.kv_cache import KVCache
 
 
-class Decoding:
-    """Plain decoding. `Speculator` overrides it; the hooks about slots do nothing here."""
+class SlotFollower:
+    """Follows the target's cache and its slots, as a drafter's own cache does. This one does nothing."""
 
+    def share_cache(self, cache: KVCache) -> None:
+        """Use the cache of the target's keys and values in the next generation.
+
+        A drafter with keys and values of its own keeps them in the pages of a paged cache. In this call it describes
+        their shapes to the cache.
+        """
+
+    def admitted(self, slots: Sequence[int]) -> None:
+        """Forget the content of these slots, which hold new samples."""
+
+    def copied(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Follow a copy of the first ``length`` positions of slot ``source`` to other slots."""
+
+    def kept(self, slot: int, length: int) -> None:
+        """Keep ``length`` positions of a slot, from where another sample of the same prompt continues."""
+
+    def swapped(self, first: int, second: int) -> None:
+        """Follow an exchange of two slots' content."""
+
+
+class Decoding:
+    """Plain decoding. `Speculator` overrides it."""
+
+    follower = SlotFollower()
+    """Learns how slots change."""
     max_ahead = 0
     """Most drafted tokens that a step reads after a sample's last one."""
     adapts = False
@@ -50,18 +75,3 @@ class Decoding:
     def counts(self) -> dict[str, float]:
         """Return the fields of `GenerationStats` that this class counts."""
         return {}
-
-    def share_cache(self, cache: KVCache) -> None:
-        """Take the cache of the target's keys and values for the next generation."""
-
-    def admitted(self, slots: Sequence[int]) -> None:
-        """Take that new samples are in these slots."""
-
-    def copied(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Take that the first ``length`` positions of slot ``source`` were copied to others."""
-
-    def kept(self, slot: int, length: int) -> None:
-        """Take that another sample of the same prompt continues a slot from ``length`` on."""
-
-    def swapped(self, first: int, second: int) -> None:
-        """Take that two slots exchanged their content."""

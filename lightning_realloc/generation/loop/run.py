@@ -230,15 +230,16 @@ class GenerationRun:
     def _admit(self, admission: Admission) -> None:
         source, length = admission.source, admission.num_held
         targets = [slot for slot in admission.slots if slot != source]
-        self.decoding.admitted(targets)
+        follower = self.decoding.follower
+        follower.admitted(targets)
         if source is None:
             self._counts["shared_prefill_tokens"] += length
         else:
             length = len(self.samples[admission.samples[0]].prompt) - 1
             self._executor.copy(source, targets, length)
-            self.decoding.copied(source, targets, length)
+            follower.copied(source, targets, length)
             if source in admission.slots:
-                self.decoding.kept(source, length)
+                follower.kept(source, length)
         for index in admission.samples:
             self.samples[index].num_read = length
 
@@ -246,12 +247,12 @@ class GenerationRun:
         executor, slots = self._executor, self.scheduler.slots
         moved = self.samples[slots[move.target]]  # type: ignore[index]
         if isinstance(move, Move):
-            self.decoding.copied(move.source, [move.target], moved.num_read)
+            self.decoding.follower.copied(move.source, [move.target], moved.num_read)
             executor.move(move.source, move.target, moved.num_read)
         else:
             other = self.samples[slots[move.source]]  # type: ignore[index]
             executor.swap(move.source, move.target, max(moved.num_read, other.num_read))
-            self.decoding.swapped(move.source, move.target)
+            self.decoding.follower.swapped(move.source, move.target)
 
     # ---- after the forward
     def _take_tokens(self, emitted: Sequence[Emitted], running: Sequence[Sample]) -> None:

@@ -94,7 +94,7 @@ class SampleAccess:
             self._scheduler.add(Prompt.of(self.samples, (index,), resident))
             return
         self._runner.write(slot, spans, shapes)
-        self._run.decoding.admitted([slot])
+        self._run.decoding.follower.admitted([slot])
         self._scheduler.read(index, sample.num_read, sample.position)
 
     def queue(self, indices: Sequence[int]) -> None:

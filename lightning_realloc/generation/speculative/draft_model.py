@@ -46,8 +46,6 @@ _MOST_READ = 8192
 class _DrawingDrafter(Drafter, ABC):
     """Draws drafts from the logits of a causal language model, with the random numbers that the target draws with."""
 
-    costs_a_forward = True
-
     _cache: KVCache
     _graphs: StepGraphs | None = None
 

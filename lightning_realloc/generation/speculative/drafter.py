@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.params import is_of_kind
+from lightning_realloc.generation.core.plain_decoding import SlotFollower
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.step import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation.cache.kv_cache import KVCache
     from lightning_realloc.generation.speculative.verify import Verification
 
 Exchange = tuple[int, tuple[int, ...]]
@@ -26,14 +26,12 @@ Propose = Callable[[Sequence[Sample], Sequence[int]], Sequence[Draft]]
 """As `Drafter.propose`."""
 
 
-class Drafter:
+class Drafter(SlotFollower):
     """Base class of drafters: this one proposes nothing, others override the methods that they need."""
 
     anticipates: bool = False
     """Whether the drafter may drop tokens because of their values. Adaptive ``"reject"`` refuses such a drafter.
     A draft that ends early because no continuation is known does not count."""
-    costs_a_forward: bool = False
-    """Whether each depth of the drafts costs one forward of a model, for all samples together."""
     exchanges: bool = False
     """Whether the drafter learns from responses of other ranks."""
     has_listeners: bool = False
@@ -43,31 +41,12 @@ class Drafter:
     cuda_graphs: bool = True
     """Whether forwards of a draft model may be captured and replayed."""
 
-    def share_cache(self, cache: KVCache) -> None:
-        """Use the cache of the target's keys and values in the next generation.
-
-        A drafter with keys and values of its own keeps them in the pages of a paged cache. In this call it describes
-        their shapes to the cache.
-        """
-
     def has_seen_prompts(self, samples: Sequence[Sample]) -> bool:
         """Return whether most prompts of these samples were seen before, which makes drafts better at once."""
         return False
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         """Start a generation of these samples."""
-
-    def copied(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Follow a copy of the first ``length`` positions of slot ``source`` to other slots."""
-
-    def kept(self, slot: int, length: int) -> None:
-        """Keep ``length`` positions of a slot, from where another sample of the same prompt continues."""
-
-    def swapped(self, first: int, second: int) -> None:
-        """Follow an exchange of two slots' content."""
-
-    def admitted(self, slots: Sequence[int]) -> None:
-        """Forget the content of these slots, which hold new samples."""
 
     def prepare(self, running: Sequence[Sample]) -> None:
         """Prepare for the next drafts, such as by indexing new samples."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_realloc.errors import GenerationError
@@ -19,27 +18,10 @@ from lightning_realloc.generation.speculative.controller import DepthController,
 from lightning_realloc.generation.speculative.drafter import Drafter, checked_propose
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation.cache.kv_cache import KVCache
     from lightning_realloc.generation.speculative.config import Speculation
 
 STEPS_PER_AGREEMENT = 16
 """Steps whose seconds ranks agree on at once. Larger: fewer messages, and older costs."""
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    """Counts of one generation."""
-
-    drafted_tokens: int = 0
-    """Tokens that the drafter proposed."""
-    verified_tokens: int = 0
-    """Drafted tokens that the target read."""
-    accepted_tokens: int = 0
-    """Drafted tokens that the target accepted."""
-    drafting_s: float = 0.0
-    """Seconds of drafting."""
-    planning_s: float = 0.0
-    """Seconds of choosing depths, learning included."""
 
 
 class Speculator(Decoding):
@@ -59,8 +41,9 @@ class Speculator(Decoding):
         vocabulary: int | None = None,
     ) -> None:
         """Draft with ``drafter``; ``clock`` returns seconds; ``vocabulary`` is the target's size, None if unknown."""
-        self.drafter = drafter
-        self.stats = SpeculationStats()
+        self.drafter = self.follower = drafter
+        self._counts: defaultdict[str, float] = defaultdict(int)
+        """Values of `GenerationStats` by field."""
         self.max_ahead = speculation.most_ahead
         self.adapts = speculation.num_draft_tokens is None
         self._speculation = speculation
@@ -96,7 +79,7 @@ class Speculator(Decoding):
                 f"tokens it leaves out, and that of {type(self.drafter).__name__} may, by anticipates=True; use "
                 f"verification='match', or a fixed num_draft_tokens"
             )
-        self.stats = SpeculationStats()
+        self._counts.clear()
         self._lengths = self._lengths.decayed()
         self._record()  # before the controller turns to other prompts
         self._controller.begin(seen_prompts=self.drafter.has_seen_prompts(samples))
@@ -114,7 +97,7 @@ class Speculator(Decoding):
         if self.adapts:
             begin = self._clock()
             self._depth = self._choose_depth(running, being_read, is_tail)
-            self.stats.planning_s += self._clock() - begin
+            self._counts["planning_s"] += self._clock() - begin
         self._drafts = self._draft(running, being_read) if self._depth else [NO_DRAFT] * len(running)
         self._begin_s = self._clock()
         return self._drafts
@@ -122,8 +105,8 @@ class Speculator(Decoding):
     def verified(self, emitted: Sequence[Emitted]) -> None:
         """Count each sample's accepted tokens; one token follows them."""
         if self._num_drafted:
-            self.stats.verified_tokens += self._num_drafted
-            self.stats.accepted_tokens += sum(len(tokens) for tokens, _ in emitted) - len(emitted)
+            self._counts["verified_tokens"] += self._num_drafted
+            self._counts["accepted_tokens"] += sum(len(tokens) for tokens, _ in emitted) - len(emitted)
         if self._depth and self.adapts:  # lengths alone: distributions are too large to keep
             self._outcomes = [
                 DraftOutcome(limit, len(draft), len(tokens) - 1)
@@ -150,7 +133,7 @@ class Speculator(Decoding):
         )
         if self._agree is not None and len(self._unrecorded) >= STEPS_PER_AGREEMENT:
             self._record()
-            self.stats.planning_s += self._clock() - now
+            self._counts["planning_s"] += self._clock() - now
 
     def finished(self, sample: Sample) -> None:
         """Learn from a sample that has its last token."""
@@ -159,27 +142,7 @@ class Speculator(Decoding):
 
     def counts(self) -> dict[str, float]:
         """Return the counts of this generation."""
-        return {name: getattr(self.stats, name) for name in SpeculationStats.__slots__}
-
-    def share_cache(self, cache: KVCache) -> None:
-        """Let the drafter use the target's cache."""
-        self.drafter.share_cache(cache)
-
-    def admitted(self, slots: Sequence[int]) -> None:
-        """Pass new samples' slots to the drafter."""
-        self.drafter.admitted(slots)
-
-    def copied(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Pass a copy of slots to the drafter."""
-        self.drafter.copied(source, targets, length)
-
-    def kept(self, slot: int, length: int) -> None:
-        """Pass a slot that another sample continues to the drafter."""
-        self.drafter.kept(slot, length)
-
-    def swapped(self, first: int, second: int) -> None:
-        """Pass an exchange of slots to the drafter."""
-        self.drafter.swapped(first, second)
+        return self._counts
 
     def _choose_depth(self, running: Sequence[Sample], being_read: Collection[int], is_tail: bool) -> int:
         """Return the controller's depth. A step that reads prompts is not measured, so it belongs to no probe."""
@@ -210,8 +173,8 @@ class Speculator(Decoding):
         drafts = self._propose(running, self._limits)
         self._drafting_s = self._clock() - begin
         self._num_drafted = sum(map(len, drafts))
-        self.stats.drafting_s += self._drafting_s
-        self.stats.drafted_tokens += self._num_drafted
+        self._counts["drafting_s"] += self._drafting_s
+        self._counts["drafted_tokens"] += self._num_drafted
         return drafts
 
     def _remaining(self, sample: Sample) -> float:
