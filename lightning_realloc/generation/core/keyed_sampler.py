@@ -44,16 +44,29 @@ class HeldTokens:
         return held
 
 
-class KeyedSampler:
+class TokenSampler:
+    """Sampling parameters, and the tokens that a repetition penalty counts."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._held = HeldTokens() if params.penalizes else None
+
+    def repeated(
+        self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]], device: torch.device
+    ) -> Repeated | None:
+        """Return the tokens to penalize in each row of logits; None without a repetition penalty."""
+        return None if self._held is None else self._held.of_rows(samples, drafts, device)
+
+
+class KeyedSampler(TokenSampler):
     """Draws tokens by inverse transform sampling, with one random number per sample and position.
 
     It draws one token per sample, and takes no drafts.
     """
 
     def __init__(self, params: SamplingParams) -> None:
-        self._params = params
+        super().__init__(params)
         self._scratch = Scratch()
-        self._held = HeldTokens() if params.penalizes else None
 
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
@@ -86,9 +99,3 @@ class KeyedSampler:
         return sample_tokens(
             logits, uniforms, self._params, forbidden=forbidden, repeated=repeated, scratch=self._scratch
         )
-
-    def repeated(
-        self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]], device: torch.device
-    ) -> Repeated | None:
-        """Return the tokens to penalize in each row of logits; None without a repetition penalty."""
-        return None if self._held is None else self._held.of_rows(samples, drafts, device)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from lightning_realloc.generation.core.keyed_sampler import HeldTokens, KeyedSampler
+from lightning_realloc.generation.core.keyed_sampler import KeyedSampler, TokenSampler
 from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, stream_key, uniforms_on
-from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import (
     Repeated,
@@ -26,7 +25,7 @@ from lightning_realloc.generation.core.sampling import (
     sampling_logprobs,
     sampling_weights,
 )
-from lightning_realloc.generation.core.step import NO_DRAFT, Draft, Emitted, Forbidden
+from lightning_realloc.generation.core.step import Draft, DrawRule, Emitted, Forbidden
 
 _ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # random streams of a sample, since rejection needs several numbers for each token
 
@@ -40,20 +39,11 @@ class DrawnDrafts:
     """Probabilities (B, V) that the tokens were drawn from; None unless `Verification.needs_laws`."""
 
 
-class Verification(ABC):
+class Verification(DrawRule, ABC):
     """A rule that turns drafts, and the target's logits after them, into tokens."""
 
     needs_laws: bool = False
     """Whether drafts must carry the distribution that each token was drawn from."""
-
-    @abstractmethod
-    def emit(
-        self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
-    ) -> list[Emitted]:
-        """Return each sample's next tokens: at least one, at most one more than were drafted.
-
-        ``logits`` (N, V) has, for every sample, one row after its last token and one after each drafted token.
-        """
 
     @abstractmethod
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
@@ -120,8 +110,7 @@ class GumbelDraws(KeyedDraws):
         return tokens, sampling_logprobs(logits, tokens, self._params)
 
 
-@dataclass
-class Rejection(Verification):
+class Rejection(TokenSampler, Verification):
     """Rejection sampling: a drafted token is accepted with probability ``min(1, target / drafter)``.
 
     The token in place of the first rejected one is drawn from the positive part of ``target - drafter``. Responses
@@ -130,25 +119,20 @@ class Rejection(Verification):
     Source: Leviathan et al., arXiv:2211.17192, algorithm 1.
     """
 
-    params: SamplingParams
-    needs_laws: bool = field(default=True, init=False)
-    _held: HeldTokens | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self._held = HeldTokens() if self.params.penalizes else None
+    needs_laws = True
 
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
     ) -> list[Emitted]:
-        repeated = _repeated(self._held, samples, drafts, logits.device)
-        weights = sampling_weights(logits, self.params, forbidden=forbidden, repeated=repeated)
+        repeated = self.repeated(samples, [draft.tokens for draft in drafts], logits.device)
+        weights = sampling_weights(logits, self._params, forbidden=forbidden, repeated=repeated)
         starts = _starts(drafts)
         accepted = self._num_accepted(weights, starts, samples, drafts)
         finals = self._finals(weights, starts, samples, drafts, accepted)
         tokens = [[*draft.tokens[:n], final] for draft, n, final in zip(drafts, accepted, finals, strict=True)]
         rows = torch.tensor([start + j for start, own in zip(starts, tokens, strict=True) for j in range(len(own))])
         flat = torch.tensor([token for own in tokens for token in own], device=logits.device)
-        logprobs = iter(sampling_logprobs(logits[rows.to(logits.device)], flat, self.params).tolist())
+        logprobs = iter(sampling_logprobs(logits[rows.to(logits.device)], flat, self._params).tolist())
         return [(own, [next(logprobs) for _ in own]) for own in tokens]
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
@@ -156,8 +140,8 @@ class Rejection(Verification):
         return int(uniform * len(followers))
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
-        repeated = _repeated(self._held, samples, [NO_DRAFT] * len(samples), logits.device)
-        laws = sampling_weights(logits, self.params, repeated=repeated)
+        repeated = self.repeated(samples, [()] * len(samples), logits.device)
+        laws = sampling_weights(logits, self._params, repeated=repeated)
         places = [len(sample.token_ids) + offset for sample in samples]
         tokens = draw_weights(laws, _uniforms(samples, _DRAFT, places, laws.device))
         return DrawnDrafts(tokens.tolist(), laws)
@@ -198,12 +182,6 @@ class Rejection(Verification):
         places = [len(sample.token_ids) + n for sample, n in zip(samples, accepted, strict=True)]
         tokens: list[int] = draw_weights(left, _uniforms(samples, _FINAL, places, left.device)).tolist()
         return tokens
-
-
-def _repeated(
-    held: HeldTokens | None, samples: Sequence[Sample], drafts: Sequence[Draft], device: torch.device
-) -> Repeated | None:
-    return None if held is None else held.of_rows(samples, [draft.tokens for draft in drafts], device)
 
 
 def _while_equal(drawn: Sequence[int], logprobs: Sequence[float], drafts: Sequence[Draft]) -> list[Emitted]:
