@@ -9,7 +9,6 @@ the last place with the same three tokens before it, and to the last one with th
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -167,25 +166,37 @@ def _chain(place: int, before: Sequence[int]) -> list[int]:
     return places
 
 
-class _Lookup(Drafter, ABC):
-    """Drafts token after token by looking up the context."""
+class NgramDrafter(Drafter):
+    """Drafts token after token by look-up of the context in the sample's own prompt and response."""
 
     def __init__(self) -> None:
+        """Start without a text."""
         self._verification: Verification | None = None
+        self._own: dict[int, NgramIndex] = {}
+        """Sample id -> index of its prompt and response."""
+        self._prompts: dict[int, NgramIndex] = {}
+        """Number of a prompt that several samples share -> its index."""
+        self._shares_prompts = False
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         self._verification = verification
+        self._shares_prompts = len({sample.prompt_number for sample in samples}) < len(samples)
+
+    def prepare(self, running: Sequence[Sample]) -> None:
+        for sample in running:
+            if sample.sample_id not in self._own:
+                self._own_text(sample)
 
     def propose(self, running: Sequence[Sample], limits: Sequence[int]) -> list[Draft]:
         return [self._draft(sample, limit) if limit > 0 else NO_DRAFT
                 for sample, limit in zip(running, limits, strict=True)]  # fmt: skip
 
-    @abstractmethod
-    def _find(self, sample: Sample, context: list[int]) -> Branch | None:
-        """Return the places after earlier occurrences of ``context``; None if there are none.
+    def finished(self, sample: Sample) -> None:
+        self._own.pop(sample.sample_id, None)
 
-        ``context`` ends with the sample's last tokens, followed by those that the draft holds already.
-        """
+    def end(self, *, has_failed: bool = False) -> None:
+        self._own.clear()
+        self._prompts.clear()
 
     def _draft(self, sample: Sample, limit: int) -> Draft:
         assert self._verification is not None, "propose() before begin()"
@@ -208,36 +219,11 @@ class _Lookup(Drafter, ABC):
                 branch = self._find(sample, [*context, *tokens][-ORDERS[0] :])
         return Draft(tokens, laws=laws) if tokens else NO_DRAFT
 
-
-class NgramDrafter(_Lookup):
-    """Drafts by look-up in the sample's own prompt and response."""
-
-    def __init__(self) -> None:
-        """Start without a text."""
-        super().__init__()
-        self._own: dict[int, NgramIndex] = {}
-        """Sample id -> index of its prompt and response."""
-        self._prompts: dict[int, NgramIndex] = {}
-        """Number of a prompt that several samples share -> its index."""
-        self._shares_prompts = False
-
-    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
-        super().begin(samples, verification, num_slots)
-        self._shares_prompts = len({sample.prompt_number for sample in samples}) < len(samples)
-
-    def prepare(self, running: Sequence[Sample]) -> None:
-        for sample in running:
-            if sample.sample_id not in self._own:
-                self._own_text(sample)
-
-    def finished(self, sample: Sample) -> None:
-        self._own.pop(sample.sample_id, None)
-
-    def end(self, *, has_failed: bool = False) -> None:
-        self._own.clear()
-        self._prompts.clear()
-
     def _find(self, sample: Sample, context: list[int]) -> Branch | None:
+        """Return the places after earlier occurrences of ``context``; None if there are none.
+
+        ``context`` ends with the sample's last tokens, followed by those that the draft holds already.
+        """
         return self._own_text(sample).find(context)[1]
 
     def _own_text(self, sample: Sample) -> NgramIndex:
