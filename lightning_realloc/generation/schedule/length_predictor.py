@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import exp
 
 _PRIOR_OF_SPAN = 1.0
@@ -24,14 +24,9 @@ _NO_END = 0.5
 """Number of ends assumed where every response was cut off at its limit."""
 
 
-def _edges(first: int = 8, ratio: float = 1.25, longest: int = 1 << 22) -> tuple[int, ...]:
-    edges = [0, first]
-    while edges[-1] < longest:
-        edges.append(int(edges[-1] * ratio) + 1)
-    return tuple(edges)
-
-
-_EDGES = _edges()
+_EDGES = [0, 8]
+while _EDGES[-1] < 1 << 22:
+    _EDGES.append(int(_EDGES[-1] * 1.25) + 1)
 _SPANS = tuple(pairwise(_EDGES))
 
 
@@ -43,8 +38,8 @@ class LengthPredictor:
         is_shared: Whether other ranks report evidence; one rank's own is then not enough.
     """
 
-    def __init__(self, history: Mapping[int, Iterable[int]] | None = None, *, is_shared: bool = False) -> None:
-        self._history = {prompt: _Lengths(lengths) for prompt, lengths in (history or {}).items()}
+    def __init__(self, history: Mapping[int, Sequence[int]] | None = None, *, is_shared: bool = False) -> None:
+        self._history = history or {}
         self._events = [0.0] * len(_SPANS)
         """Responses that ended in each span."""
         self._exposure = [0.0] * len(_SPANS)
@@ -102,10 +97,8 @@ class LengthPredictor:
         """
         self._settle()
         left = max(max_new_tokens - num_tokens, 0)
-        earlier = self._history.get(prompt)
-        mean = earlier.mean_above(num_tokens) if earlier is not None else None
-        if mean is not None:
-            return min(mean - num_tokens, left)
+        if longer := [length for length in self._history.get(prompt, ()) if length > num_tokens]:
+            return min(sum(longer) / len(longer) - num_tokens, left)
         if self._common_rate is None and (self._is_shared or not any(self._exposure)):
             return left / 2
         return min(self._expected_of_all(num_tokens), left)
@@ -162,19 +155,3 @@ def _expose(exposure: list[float], num_tokens: int, count: int = 1) -> None:
         if num_tokens <= begin:
             return
         exposure[span] += count * (min(num_tokens, end) - begin)
-
-
-class _Lengths:
-    """A multiset of lengths with fast means of its upper part."""
-
-    def __init__(self, lengths: Iterable[int]) -> None:
-        self._sorted = sorted(lengths)
-        self._sums = list(accumulate(self._sorted, initial=0))
-        """Sums of the first lengths, by their number."""
-
-    def mean_above(self, floor: int) -> float | None:
-        """Return the mean of all lengths above ``floor``; None if there are none."""
-        begin = bisect_right(self._sorted, floor)
-        if begin == len(self._sorted):
-            return None
-        return (self._sums[-1] - self._sums[begin]) / (len(self._sorted) - begin)
