@@ -14,7 +14,7 @@ from lightning_realloc.runtime.model.batching_limits import experts_obstacle, ge
 if TYPE_CHECKING:
     from lightning_realloc.generation.core.params import SamplingParams
 
-_OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which calls the model's own generate()"
+OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which calls the model's own generate()"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PENALTIES: dict[str, object] = {
     "repetition_penalty": 1.0,
@@ -102,7 +102,7 @@ def check_loaded(model: nn.Module) -> None:
         _refuse(model, reason, "load it by from_pretrained, with nothing offloaded")
 
 
-def _refuse(model: nn.Module, reason: str, way_out: str = _OTHER_ENGINE) -> None:
+def _refuse(model: nn.Module, reason: str, way_out: str = OTHER_ENGINE) -> None:
     raise GenerationError(f"{type(model).__name__} cannot be generated from in process: {reason}; {way_out}")
 
 

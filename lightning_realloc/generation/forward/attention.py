@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import StepPlaces
+from lightning_realloc.generation.core.model_config import OTHER_ENGINE
 from lightning_realloc.generation.forward.packed_step import PackedStep, is_visible
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
 
@@ -27,7 +28,6 @@ _QUERY_BLOCK = 1024
 """Queries of one segment that share a mask; bounds the mask's memory."""
 _SCORED_QUERY_BLOCK = 128
 """The same for layers without fused attention, where every head's scores take memory too."""
-_OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which calls the model's own generate()"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +183,7 @@ def attend_slots(
             f"{type(module).__name__} was run without what an engine passes to attention. Either something else ran "
             "its model (an environment, on_finished, a hook), or another one with the same config object, while an "
             "engine generates: run it before or after generate(), or a copy. Or its model does not pass keyword "
-            f"arguments on to its attention function, which in-process generation needs: {_OTHER_ENGINE}"
+            f"arguments on to its attention function, which in-process generation needs: {OTHER_ENGINE}"
         )
     step = realloc_step.step
     window = _checked_window(module, step, sliding_window)
@@ -266,18 +266,13 @@ def run_packed(
         input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept,
         **{STEP_ARGUMENT: StepArgument(step)}, **(extras or {}),
     )  # fmt: skip
-    _check_attended(model, step)
-    logits: Tensor = output.logits[0]
-    return logits
-
-
-def _check_attended(model: nn.Module, step: PackedStep | Tile) -> None:
-    """Raise GenerationError if no layer attended through the slots: the forward mixed samples."""
-    if not step.attended:
+    if not step.attended:  # the forward mixed samples
         raise GenerationError(
             f"{type(model).__name__} cannot be generated from in process: its layers do not look their attention up in "
-            f"its forward; {_OTHER_ENGINE}"
+            f"its forward; {OTHER_ENGINE}"
         )
+    logits: Tensor = output.logits[0]
+    return logits
 
 
 def check_idle(model: nn.Module) -> None:
@@ -292,7 +287,7 @@ def check_idle(model: nn.Module) -> None:
 
 def _refuse_attention(module: nn.Module, extra: str) -> None:
     raise GenerationError(
-        f"{type(module).__name__} attends with {extra}, which in-process generation does not implement; {_OTHER_ENGINE}"
+        f"{type(module).__name__} attends with {extra}, which in-process generation does not implement; {OTHER_ENGINE}"
     )
 
 
