@@ -23,9 +23,15 @@ from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.core.model_config import check_loaded, check_supported, vocabulary_of
 from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.sample import Sample, Tokenizer
-from lightning_realloc.generation.engine_parts import CudaGraphs, Runners, build_decoding, build_rebalancer, check_parts
+from lightning_realloc.generation.engine_parts import (
+    CudaGraphs,
+    build_decoding,
+    build_graphs,
+    build_rebalancer,
+    check_parts,
+)
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
-from lightning_realloc.generation.forward.batch_invariant import check_invariant
+from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, check_invariant
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment, check_environment
@@ -139,7 +145,7 @@ class GenerationEngine(Engine):
         self._wall_clock = wall_clock
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         graphs = cuda_graphs if lockstep is None else False
-        self._runners = Runners(model, self._cache, graphs=graphs, compile=compile, is_invariant=batch_invariant)
+        self._graphs = build_graphs(model, self._cache, graphs=graphs, compile=compile, is_invariant=batch_invariant)
         self._batch_invariant = batch_invariant
         self._pack_weights = pack_weights and not batch_invariant
         self._decoding = build_decoding(model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=bool(graphs))
@@ -155,7 +161,8 @@ class GenerationEngine(Engine):
     def release(self) -> None:
         """Free the storage of cache and CUDA graphs; the next call allocates it again."""
         self._cache.release()
-        self._runners.release()
+        if self._graphs is not None:
+            self._graphs.release()
 
     def _announced(self) -> AbstractContextManager[None]:
         return nullcontext() if self._rebalancer is None else self._rebalancer.announced()
@@ -190,7 +197,8 @@ class GenerationEngine(Engine):
         check_supported(self._model, max_length=longest)
         num_own = max(1, len(samples))
         num_slots = min(self._max_slots, num_own) if self._rebalancer is None else self._max_slots
-        runner = self._runners.make(num_slots=min(num_slots, num_own), longest=longest)
+        kind = BatchInvariantRunner if self._batch_invariant else ModelRunner
+        runner = kind(self._model, self._cache, num_slots=min(num_slots, num_own), longest=longest, graphs=self._graphs)
         scheduler = self._scheduler(waiting, samples, runner, num_slots)
         max_pause_s = 0.0 if self._lockstep is not None else math.inf
         if self._rebalancer is not None:
@@ -217,7 +225,7 @@ class GenerationEngine(Engine):
                     self._rebalancer.run_to_end(
                         run, SampleAccess(run, runner), hints, max_new_tokens=most, on_step=call.notifier.follow
                     )
-                while self._anybody_has_work(run.has_work):
+                while self._lockstep(run.has_work) if self._lockstep is not None else run.has_work:
                     self._take_newer_weights(run, pack)
                     run.step()
                     call.notifier.follow(run.ended)
@@ -260,9 +268,6 @@ class GenerationEngine(Engine):
             waiting, samples=samples, tables=tables, num_slots=num_slots, num_ahead=self._decoding.max_ahead,
             max_prefill_tokens=most,
         )  # fmt: skip
-
-    def _anybody_has_work(self, has_work: bool) -> bool:
-        return has_work if self._lockstep is None else self._lockstep(has_work)
 
     def _budget(self, tokens: int | None, seconds: float | None, may_stop: Callable[[], bool]) -> Budget:
         agree, clock = self._agree, self._wall_clock

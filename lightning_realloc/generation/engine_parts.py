@@ -1,4 +1,4 @@
-"""Parts of an engine: its runners, speculative decoding and rebalancing, and a check that they go together.
+"""Parts of an engine: its CUDA graphs, speculative decoding and rebalancing, and a check that they go together.
 
 Speculation and rebalancing are imported where a call needs them: plain generation needs neither.
 """
@@ -6,17 +6,16 @@ Speculation and rebalancing are imported where a call needs them: plain generati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import CapturableCache, KVCache, SlotCache
+from lightning_realloc.generation.cache.kv_cache import CapturableCache, SlotCache
 from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.core.plain_decoding import Decoding
-from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, TileGraphs
-from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.generation.forward.runner import ModelRunner
+from lightning_realloc.generation.forward.batch_invariant import TileGraphs
+from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
@@ -28,43 +27,16 @@ CudaGraphs = bool | Literal["collective"]
 """Steps that are captured: False, none; True, those of one rank; ``"collective"``, those of tensor parallelism, too."""
 
 
-class Runners:
-    """Makes the runner of each call, and keeps CUDA graphs between calls.
-
-    Args:
-        model: Model to run.
-        cache: Its keys and values.
-        graphs: Whether forwards may be captured; ``"collective"``: those of tensor-parallel models, too.
-        compile: Backend of ``torch.compile`` for the blocks of captured steps; None: none.
-        is_invariant: Whether results must have the same bits in any batch.
-    """
-
-    def __init__(
-        self, model: nn.Module, cache: KVCache, *, graphs: CudaGraphs, compile: str | None, is_invariant: bool
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._is_invariant = is_invariant
-        self.step_graphs: StepGraphs | None = None
-        self.tile_graphs: TileGraphs | None = None
-        collective = graphs == "collective"
-        if graphs and is_invariant and isinstance(cache, SlotCache):  # tiles read pages that their tokens name
-            self.tile_graphs = TileGraphs(model, cache, collective=collective)
-        elif graphs and not is_invariant and isinstance(cache, CapturableCache):
-            self.step_graphs = StepGraphs(model, cache, compile=compile, collective=collective)
-
-    def make(self, *, num_slots: int, longest: int) -> ModelRunner:
-        """Return a runner for this many slots of at most ``longest`` positions."""
-        model, cache = self._model, self._cache
-        if self._is_invariant:
-            return BatchInvariantRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self.tile_graphs)
-        return ModelRunner(model, cache, num_slots=num_slots, longest=longest, graphs=self.step_graphs)
-
-    def release(self) -> None:
-        """Free all graphs and their memory."""
-        for graphs in (self.step_graphs, self.tile_graphs):
-            if graphs is not None:
-                graphs.release()
+def build_graphs(
+    model: nn.Module, cache: CapturableCache, *, graphs: CudaGraphs, compile: str | None, is_invariant: bool
+) -> CapturedForwards[Any] | None:
+    """Return captured forwards, which are kept between calls: of tiles where ``is_invariant``; None: none may be."""
+    collective = graphs == "collective"
+    if not graphs or (is_invariant and not isinstance(cache, SlotCache)):  # tiles read pages that their tokens name
+        return None
+    if is_invariant:
+        return TileGraphs(model, cache, collective=collective)
+    return StepGraphs(model, cache, compile=compile, collective=collective)
 
 
 def build_decoding(

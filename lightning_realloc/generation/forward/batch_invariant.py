@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,20 +79,11 @@ class BatchInvariantRunner(ModelRunner):
 
     It does not suit collective forwards, as ranks have different numbers of tiles. `forward` raises GenerationError if
     a token gets other bits in another place of a tile.
-
-    Args:
-        model: Model to run.
-        cache: Its keys and values.
-        num_slots: Number of slots.
-        longest: Most positions that a slot will ever need.
-        graphs: Replay tiles; None: never.
     """
 
-    def __init__(
-        self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int, graphs: TileGraphs | None = None
-    ) -> None:
-        super().__init__(model, cache, num_slots=num_slots, longest=longest)
-        self._captured = self._tile_graphs = graphs if graphs is not None and graphs.begin() else None
+    def __init__(self, model: nn.Module, cache: KVCache, **options: Any) -> None:
+        """Take the arguments of `ModelRunner`; ``graphs`` are `TileGraphs`."""
+        super().__init__(model, cache, **options)
         self._size = INVARIANT_TILE.get(self._device.type, INVARIANT_TILE["default"])
         self._is_tried = False
         self._threads = torch.get_num_threads()
@@ -124,9 +115,9 @@ class BatchInvariantRunner(ModelRunner):
         filled = [*tokens, *[tokens[-1]] * (self._size - len(tokens))]
         tile = torch.tensor(filled).T.contiguous()  # (3, T)
         longest = 1 + max(token.position for token in tokens)
-        if self._tile_graphs is not None:
+        if self._graphs is not None:
             shape = TileShape(self._rounded(longest), kept)
-            replayed = self._tile_graphs.forward(tile, shape, lambda placed: self._forward(placed, *shape))
+            replayed: Tensor | None = self._graphs.forward(tile, shape, lambda placed: self._forward(placed, *shape))
             if replayed is not None:
                 return replayed
         return self._forward(tile.to(self._device), longest, kept)

@@ -22,7 +22,7 @@ from lightning_realloc.generation.core.step import (
     StepExecutor,
 )
 from lightning_realloc.generation.forward.attention import run_packed
-from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
+from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
 from lightning_realloc.generation.forward.packed_step import PackedStep, segments_of
 
 
@@ -33,37 +33,39 @@ class ModelRunner(StepExecutor):
     Rejected tokens need no rollback: positions after a sample's last token are masked, and overwritten later.
 
     Args:
-        model: Model to run.
-        cache: Its keys and values.
-        num_slots: Number of slots.
         longest: Most positions that a slot will ever need.
-        graphs: Replay steps that read no prompts; None: never.
+        graphs: Replays steps that read no prompts, or tiles; None: nothing is replayed.
     """
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int, graphs: StepGraphs | None = None
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        *,
+        num_slots: int,
+        longest: int,
+        graphs: CapturedForwards[Any] | None = None,
     ) -> None:
         self.cache = cache
         self._model = model
         self._device = next(model.parameters()).device
         self._num_slots = num_slots
         self._longest = longest
-        self._graphs = graphs if graphs is not None and graphs.begin() else None
-        self._captured: CapturedForwards[Any] | None = self._graphs
+        self._graphs: Any = graphs if graphs is not None and graphs.begin() else None
         self._rule: DrawRule | None = None
         self._submitted: tuple[ForwardStep, Tensor] | None = None
 
     @property
     def replays_steps(self) -> bool:
-        return self._captured is not None and self._captured.is_active
+        return self._graphs is not None and bool(self._graphs.is_active)
 
     @property
     def capture_s(self) -> float:
-        return 0.0 if self._captured is None else self._captured.capture_s
+        return 0.0 if self._graphs is None else float(self._graphs.capture_s)
 
     @property
     def was_usual(self) -> bool:
-        return self._captured is None or self._captured.was_usual
+        return self._graphs is None or bool(self._graphs.was_usual)
 
     @property
     def cache_bytes(self) -> int:
@@ -90,7 +92,7 @@ class ModelRunner(StepExecutor):
         max_length = max([1, *row_lengths, *(segment.end for segment in segments)])
         self.make_room(max_length, max(len(rows), *(max(p.slots, default=-1) + 1 for p in prefills), 0))
         if self._graphs is not None:
-            replayed = self._graphs.forward([] if prefills else rows, max_length)
+            replayed: Tensor | None = self._graphs.forward([] if prefills else rows, max_length)
             if replayed is not None:
                 return replayed
         num_prefill = segments[-1].stop if segments else 0
@@ -146,13 +148,7 @@ class ModelRunner(StepExecutor):
         self.cache.swap(first, second, length)
 
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
-        """Write keys and values that another rank computed to a slot.
-
-        Args:
-            slot: Slot to write to.
-            parts: (begin, end, content) of positions.
-            shapes: Layer shapes of that rank's cache.
-        """
+        """Write (begin, end, content) of positions that a rank with layers of these shapes computed to a slot."""
         self.make_room(max(end for _, end, _ in parts), slot + 1)
         self.cache.prepare(shapes, self._device)
         for begin, end, content in parts:

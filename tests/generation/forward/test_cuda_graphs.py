@@ -145,11 +145,11 @@ def test_replayed_steps_read_pages_that_change(
         assert tokens_of(generate(engine)) == tokens_of(plain("llama"))
         assert engine.stats.cache_bytes <= max_cache_bytes
     assert recorder.num_replayed > engine.stats.num_steps
-    assert engine._runners.step_graphs is not None
-    kept = dict(engine._runners.step_graphs._graphs)
+    assert engine._graphs is not None
+    kept = dict(engine._graphs._graphs)
     generate(engine)
     # Pages and table stay where they are.
-    assert all(engine._runners.step_graphs._graphs[shape] is graph for shape, graph in kept.items())
+    assert all(engine._graphs._graphs[shape] is graph for shape, graph in kept.items())
 
 
 @pytest.mark.parametrize(
@@ -383,8 +383,8 @@ def test_cuda_graphs_draw_the_same_tokens_and_follow_the_weights(
         uncaptured = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
         for _ in range(2):
             assert tokens_of(generate(engine)) == tokens_of(uncaptured), change
-    assert engine._runners.step_graphs is not None
-    assert engine._runners.step_graphs._graphs
+    assert engine._graphs is not None
+    assert engine._graphs._graphs
 
 
 @pytest.mark.gpu
@@ -394,8 +394,8 @@ def test_a_model_that_looks_for_padding_is_captured(caplog: pytest.LogCaptureFix
     engine = GenerationEngine(model)
     for _ in range(2):
         generate(engine)
-    assert engine._runners.step_graphs is not None
-    assert engine._runners.step_graphs._graphs
+    assert engine._graphs is not None
+    assert engine._graphs._graphs
     assert not caplog.records
     assert model.config.pad_token_id == 5
 

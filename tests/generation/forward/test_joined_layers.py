@@ -148,7 +148,7 @@ def test_captured_steps_with_fused_layers_draw_the_same_tokens(
     engine = GenerationEngine(model, compile=backend)
     for _ in range(3):
         assert tokens_of(engine.generate(draw_prompts(5), params)) == tokens_of(plain)
-    graphs = engine._runners.step_graphs
+    graphs = engine._graphs
     assert isinstance(graphs, FusedGraphs)
     assert graphs.num_replayed > 20
     assert graphs.joined == {5 * model.config.num_hidden_layers}  # type: ignore[union-attr]

@@ -94,8 +94,8 @@ class Held(Callback):
         """Read the strategy and the engine."""
         self.keeps = trainer.strategy.runner.engines.keeps_caches  # type: ignore[attr-defined]
         (engine,) = ENGINES
-        assert engine._runners.step_graphs is not None
-        self.graphs.append(list(map(id, engine._runners.step_graphs._graphs.values())))
+        assert engine._graphs is not None
+        self.graphs.append(list(map(id, engine._graphs._graphs.values())))
         self.cache_bytes.append(engine._cache.num_bytes)
         self.capture_s.append(float(trainer.callback_metrics["capture_s/actor.generate"]))
 
