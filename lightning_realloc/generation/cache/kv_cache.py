@@ -13,6 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -83,15 +84,8 @@ class StepPlaces(Protocol):
         """Return keys and values (end, heads, head size) of a slot's first positions, valid until the next call."""
 
     @abstractmethod
-    def num_blocks(self) -> int:
-        """Return the number of blocks in which the rows are read."""
-
-    @abstractmethod
-    def block(self, stored: Any, index: int) -> tuple[slice, Tensor, Tensor]:
-        """Return a block of rows, and their keys and values (rows, length, heads, head size).
-
-        Valid until the next call.
-        """
+    def blocks(self, stored: Any) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield blocks of rows, and their keys and values (rows, length, heads, head size), valid until the next."""
 
 
 class KVCache:
@@ -125,16 +119,41 @@ class KVCache:
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchange the first ``length`` positions of two slots."""
 
+    def begin_forward(self) -> None:
+        """Bring what a forward reads up to date."""
+
+    def own_layers(self) -> list[tuple[int, tuple[Tensor, Tensor]]]:
+        """Return (number, keys and values) of all layers, in order, without a draft model's.
+
+        Keys and values are (slots, capacity, heads, head size), or (pages, page size, heads, head size).
+        """
+        return []
+
     def read(self, slot: int, begin: int, end: int) -> Tensor:
         """Return the keys and values of all layers at these positions, as one (bytes,) uint8 tensor on the host."""
-        return torch.empty(0, dtype=torch.uint8)
+        parts = [tensor.index_select(0, places).view(-1).view(torch.uint8)
+                 for tensor, places in self._tensors_at(slot, begin, end)]  # fmt: skip
+        return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
 
     def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
         """Write the content that `read` returned, perhaps on another rank."""
+        found = self._tensors_at(slot, begin, end)
+        parts = model_parts(content, end - begin, [tensor for tensor, _ in found])
+        for (tensor, places), part in zip(found, parts, strict=True):
+            tensor.index_copy_(0, places, part)
 
     def describe(self) -> list[LayerShape]:
         """Return the shapes of all layers, for `prepare`."""
-        return []
+        return [cache_shape(index, *layer) for index, layer in self.own_layers()]
+
+    def _tensors_at(self, slot: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's keys and values (N, heads, head size), and the indices of a slot's positions in them."""
+        self.begin_forward()
+        tensors = [tensor.flatten(0, 1) for _, layer in self.own_layers() for tensor in layer]
+        if not tensors:
+            return []
+        places = self.indices(slot, torch.arange(begin, end, device=tensors[0].device))
+        return [(tensor, places) for tensor in tensors]
 
     def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
         """Allocate layers of these shapes before a forward does."""
@@ -176,10 +195,7 @@ def cache_shape(layer: int, key: Tensor, value: Tensor) -> LayerShape:
 def model_parts(content: Tensor, num_positions: int, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield each tensor's part (positions, heads, head size) of ``content``, as `KVCache.read` returns it.
 
-    Args:
-        content: (bytes,) uint8.
-        num_positions: Number of positions that it holds.
-        tensors: (…, heads, head size), in the order in which they were read.
+    ``tensors`` (…, heads, head size) are in the order in which they were read.
     """
     place = 0
     for tensor in tensors:
@@ -200,9 +216,6 @@ class CapturableCache(KVCache):
         """Positions that one slot can hold."""
         self.num_allocations = 0
         """Grows whenever storage is allocated or freed."""
-
-    def begin_forward(self) -> None:
-        """Bring what a replay reads up to date."""
 
     @abstractmethod
     def captured_places(self, indices: Tensor, *, num_rows: int, attended_length: int) -> StepPlaces:
@@ -229,7 +242,6 @@ class SlotCache(CapturableCache):
         return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
     def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
-        """Let slots hold ``length`` positions; room grows by copying, at most to ``longest``."""
         if length > self.capacity or num_slots > self.num_slots:
             grown = _rounded(length) if length <= self.capacity else max(_rounded(length), 2 * self.capacity)
             self.reserve(num_slots, max(length, min(grown, longest)))
@@ -296,26 +308,12 @@ class SlotCache(CapturableCache):
                 tensor[first, :length] = tensor[second, :length]
                 tensor[second, :length] = kept
 
-    def read(self, slot: int, begin: int, end: int) -> Tensor:
-        parts = [
-            tensor[slot, begin:end].reshape(-1).view(torch.uint8) for layer in self._in_order() for tensor in layer
-        ]
-        return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
-
-    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
-        tensors = [tensor for layer in self._in_order() for tensor in layer]
-        for tensor, part in zip(tensors, model_parts(content, end - begin, tensors), strict=True):
-            tensor[slot, begin:end] = part
-
-    def describe(self) -> list[LayerShape]:
-        return [cache_shape(index, *layer) for index, layer in sorted(self._layers.items())]
+    def own_layers(self) -> list[tuple[int, tuple[Tensor, Tensor]]]:
+        return sorted(self._layers.items(), key=itemgetter(0))
 
     def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
         for shape in shapes:
             self.layer(shape.layer, *shape.empty(device))
-
-    def _in_order(self) -> list[tuple[Tensor, Tensor]]:
-        return [layer for _, layer in sorted(self._layers.items())]
 
     def _allocate(self, like: Tensor) -> Tensor:
         self.num_allocations += 1
@@ -326,15 +324,9 @@ class SlotCache(CapturableCache):
 
 
 class SlotPlaces(StepPlaces):
-    """One forward's places in a `SlotCache`.
+    """One forward's places in a `SlotCache`; for the arguments see `Places`.
 
-    Args:
-        cache: The cache.
-        indices: (N,) indices of the rows' tokens in the storage seen as (slots * capacity, …).
-        num_rows: See `Places`.
-        attended_length: See `StepPlaces`.
-        segments: See `Places`.
-        num_prefill: See `Places`.
+    ``indices`` (N,) are those of the rows' tokens in the storage seen as (slots * capacity, …).
     """
 
     def __init__(
@@ -382,12 +374,9 @@ class SlotPlaces(StepPlaces):
     def sequence(self, stored: tuple[Tensor, Tensor], slot: int, end: int) -> tuple[Tensor, Tensor]:
         return stored[0][slot, :end], stored[1][slot, :end]
 
-    def num_blocks(self) -> int:
-        return 1
-
-    def block(self, stored: tuple[Tensor, Tensor], index: int) -> tuple[slice, Tensor, Tensor]:
+    def blocks(self, stored: tuple[Tensor, Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         rows, length = self._num_rows, self.attended_length
-        return slice(rows), stored[0][:rows, :length], stored[1][:rows, :length]
+        yield slice(rows), stored[0][:rows, :length], stored[1][:rows, :length]
 
 
 def _rounded(length: int) -> int:

@@ -6,7 +6,7 @@ a buffer that all layers and forwards share. Pages and buffer together stay with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,10 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import (
     CapturableCache,
     KVCache,
-    LayerShape,
     Places,
     Segment,
     StepPlaces,
-    cache_shape,
     fits,
-    model_parts,
 )
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.limits import BUFFER_SHARE, PAGE_SIZE
@@ -38,13 +35,9 @@ Stored = tuple[Tensor, Tensor]
 
 
 class PagedCache(CapturableCache):
-    """Keys and values of every layer in pages, at most ``max_bytes``, and one position more for padding.
+    """Keys and values of every layer in pages, with the buffer at most ``max_bytes``, and a position more for padding.
 
     Contents are valid within one generation only; afterwards the storage is reused.
-
-    Args:
-        max_bytes: Bound on pages and buffer.
-        page_size: Positions of a page.
     """
 
     def __init__(self, max_bytes: int, *, page_size: int = PAGE_SIZE) -> None:
@@ -86,10 +79,6 @@ class PagedCache(CapturableCache):
         """Let the next forward of each model set its layers' shapes, and store nothing; then call :meth:`lay_out`."""
         self._shapes = {}
 
-    def for_drafts(self) -> DraftCache:
-        """Return a cache for a draft model, in the same pages."""
-        return DraftCache(self)
-
     def lay_out(
         self,
         lengths: Sequence[int],
@@ -102,7 +91,6 @@ class PagedCache(CapturableCache):
 
         Args:
             lengths: Most positions of each sample.
-            num_slots: Number of slots.
             may_grow: Whether samples of any length that fits may arrive later.
             tp_group: Ranks that schedule alike, and so need as many pages as the one with the largest; None: no others.
 
@@ -194,31 +182,10 @@ class PagedCache(CapturableCache):
     def swap(self, first: int, second: int, length: int) -> None:
         self.tables.swap(first, second)
 
-    def read(self, slot: int, begin: int, end: int) -> Tensor:
-        """Return the content of these positions as (bytes,) uint8 on the host, without a draft model's."""
-        self._renew_table()
-        places = self.span(slot, begin, end)
-        parts = [tensor.flatten(0, 1).index_select(0, places).view(-1).view(torch.uint8)
-                 for layer in self._own_layers() for tensor in layer]  # fmt: skip
-        return torch.cat(parts).cpu()
-
-    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
-        self.begin_forward()
-        places = self.span(slot, begin, end)
-        tensors = [tensor for layer in self._own_layers() for tensor in layer]
-        for tensor, part in zip(tensors, model_parts(content, end - begin, tensors), strict=True):
-            tensor.flatten(0, 1).index_copy_(0, places, part)
-
-    def describe(self) -> list[LayerShape]:
-        """Return the shapes of all layers, without a draft model's."""
+    def own_layers(self) -> list[tuple[int, Stored]]:
         return [
-            cache_shape(index, *shape)
-            for (model, index), shape in sorted(self._shapes.items(), key=itemgetter(0))
-            if model == 0
+            (index, stored) for (model, index), stored in sorted(self._layers.items(), key=itemgetter(0)) if not model
         ]
-
-    def _own_layers(self) -> list[Stored]:
-        return [stored for (model, _), stored in sorted(self._layers.items(), key=itemgetter(0)) if model == 0]
 
     # ---- within one forward
     def places(self, places: Places) -> PagedPlaces:
@@ -256,8 +223,7 @@ class PagedCache(CapturableCache):
 
     def span(self, slot: int, begin: int, end: int) -> Tensor:
         """Return the indices of a slot's positions from ``begin`` to ``end``."""
-        positions = torch.arange(begin, end, device=self.table.device)
-        return self.indices(slot, positions)
+        return self.indices(slot, torch.arange(begin, end, device=self.table.device))
 
     def gather(self, stored: Stored, pages: Tensor) -> Stored:
         """Copy pages (P) of a layer to the buffer; return their positions (P * page size, heads, head size)."""
@@ -346,14 +312,11 @@ class PagedPlaces(StepPlaces):
         keys, values = self._cache.gather(stored, pages)
         return keys[:end], values[:end]
 
-    def num_blocks(self) -> int:
-        return len(self._blocks)
-
-    def block(self, stored: Stored, index: int) -> tuple[slice, Tensor, Tensor]:
-        rows, pages = self._blocks[index]
-        count = rows.stop - rows.start
-        keys, values = self._cache.gather(stored, pages)
-        return rows, keys.view(count, -1, *keys.shape[1:]), values.view(count, -1, *values.shape[1:])
+    def blocks(self, stored: Stored) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for rows, pages in self._blocks:
+            keys, values = self._cache.gather(stored, pages)
+            count = rows.stop - rows.start
+            yield rows, keys.view(count, -1, *keys.shape[1:]), values.view(count, -1, *values.shape[1:])
 
 
 class CapturedPages(PagedPlaces):

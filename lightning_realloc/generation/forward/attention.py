@@ -252,15 +252,9 @@ def run_packed(
     kept: int | Tensor,
     extras: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return the logits (K, V) of the last ``kept`` tokens, or of those at these indices.
+    """Return the logits (K, V) of the last ``kept`` tokens, or of those at these indices (K,).
 
-    Args:
-        model: Model to run.
-        ids: (1, N) tokens.
-        positions: (1, N) positions for rotary embeddings.
-        step: Layout of the forward.
-        kept: Number of last tokens, or indices (K,).
-        extras: Further inputs of the model by keyword.
+    ``ids`` and ``positions`` are (1, N). ``extras`` are further inputs of the model by keyword.
     """
     output = model(
         input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept,
@@ -315,8 +309,7 @@ def _decode_grid(grid: Tensor, stored: Any, step: PackedStep, scores: Scores, wi
     """Attend from a grid of tokens (rows, width, H, D) to their slots; return (rows * width, H, D_v)."""
     rows, width, heads = grid.shape[:3]
     blocks = []
-    for index in range(step.cached.num_blocks()):
-        own, keys, values = step.cached.block(stored, index)
+    for own, keys, values in step.cached.blocks(stored):
         count, length, groups = keys.shape[:3]
         # Query heads that share a key-value head become query positions, so keys are read once.
         by_group = grid[own].reshape(count, width, groups, heads // groups, -1).permute(0, 2, 3, 1, 4)

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import KVCache, SlotCache
-from lightning_realloc.generation.cache.paged_cache import PagedCache
+from lightning_realloc.generation.cache.paged_cache import DraftCache, PagedCache
 from lightning_realloc.generation.core.model_config import check_supported, text_config_of, vocabulary_of
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.step import NO_DRAFT, DecodeRow, Draft, PrefillChunk
@@ -155,7 +155,7 @@ class ModelDrafter(_DrawingDrafter):
 
     def share_cache(self, cache: KVCache) -> None:
         if isinstance(cache, PagedCache):
-            self._cache, self._graphs = cache.for_drafts(), None
+            self._cache, self._graphs = DraftCache(cache), None
             with slot_attention(self.model):
                 ModelRunner(self.model, self._cache, num_slots=1, longest=1).forward([], [])
 
