@@ -70,12 +70,12 @@ class _DrawingDrafter(Drafter, ABC):
         for offset in range(max(room)):
             if offset:
                 logits = self._read_drafted(running, drafts)
-            drawn = self._verification.draw_drafts(logits, running, offset)
+            tokens, drawn_from = self._verification.draw_drafts(logits, running, offset)
             for slot, draft in enumerate(drafts):
                 if offset < room[slot]:
-                    draft.append(drawn.tokens[slot])
-                    if drawn.laws is not None:
-                        laws[slot].append(drawn.laws[slot])
+                    draft.append(tokens[slot])
+                    if drawn_from is not None:
+                        laws[slot].append(drawn_from[slot])
         return [Draft(draft, laws=own) for draft, own in zip(drafts, laws, strict=True)]
 
     @abstractmethod

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -30,15 +29,6 @@ from lightning_realloc.generation.core.step import Draft, DrawRule, Emitted, For
 _ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # random streams of a sample, since rejection needs several numbers for each token
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnDrafts:
-    """One drafted token per row, drawn from a drafter's logits."""
-
-    tokens: list[int]
-    laws: Tensor | None = None
-    """Probabilities (B, V) that the tokens were drawn from; None unless `Verification.needs_laws`."""
-
-
 class Verification(DrawRule, ABC):
     """A rule that turns drafts, and the target's logits after them, into tokens."""
 
@@ -53,8 +43,11 @@ class Verification(DrawRule, ABC):
         """
 
     @abstractmethod
-    def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
-        """Return a token per row of a drafter's logits (B, V) to draft ``offset`` tokens ahead.
+    def draw_drafts(
+        self, logits: Tensor, samples: Sequence[Sample], offset: int
+    ) -> tuple[list[int], Sequence[Tensor] | None]:
+        """Return a token per row of a drafter's logits (B, V) to draft ``offset`` tokens ahead, and the probabilities
+        (V,) that each was drawn from; None unless `needs_laws`.
 
         A repetition penalty does not count tokens drafted before this one. The target applies the exact penalty.
         """
@@ -79,8 +72,8 @@ class KeyedDraws(KeyedSampler, Verification):
             return _index_of_most_common(followers)
         return int(keyed_uniform(sample.key, len(sample.token_ids) + offset) * len(followers))
 
-    def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
-        return DrawnDrafts(self.draw_next(logits, samples, offset=offset)[0].tolist())
+    def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> tuple[list[int], None]:
+        return self.draw_next(logits, samples, offset=offset)[0].tolist(), None
 
 
 class GumbelDraws(KeyedDraws):
@@ -139,12 +132,14 @@ class Rejection(TokenSampler, Verification):
         uniform = keyed_uniform(stream_key(sample.key, _DRAFT), len(sample.token_ids) + offset)
         return int(uniform * len(followers))
 
-    def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
+    def draw_drafts(
+        self, logits: Tensor, samples: Sequence[Sample], offset: int
+    ) -> tuple[list[int], Sequence[Tensor] | None]:
         repeated = self.repeated(samples, [()] * len(samples), logits.device)
         laws = sampling_weights(logits, self._params, repeated=repeated)
         places = [len(sample.token_ids) + offset for sample in samples]
         tokens = draw_weights(laws, _uniforms(samples, _DRAFT, places, laws.device))
-        return DrawnDrafts(tokens.tolist(), laws)
+        return tokens.tolist(), laws.unbind()
 
     def _num_accepted(
         self, weights: Tensor, starts: Sequence[int], samples: Sequence[Sample], drafts: Sequence[Draft]

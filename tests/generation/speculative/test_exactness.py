@@ -217,7 +217,7 @@ def test_rejection_is_biased_if_a_draft_is_dropped_because_of_its_own_token() ->
     rule = Rejection(SamplingParams())
     law, count = torch.tensor([0.9, 0.1]), 20_000
     samples = [Sample(i, 0, ModelInput((0,)), 4, sample_key(0, i)) for i in range(count)]
-    tokens = rule.draw_drafts(law.log().expand(count, 2), samples, 0).tokens
+    tokens, _ = rule.draw_drafts(law.log().expand(count, 2), samples, 0)
     whole = [Draft([token], laws=[law]) for token in tokens]
     for drafts, expected in ((whole, 0.5), ([d if d.tokens == [0] else d.cut(0) for d in whole], 0.55)):
         logits = torch.zeros(sum(len(draft) + 1 for draft in drafts), 2)
