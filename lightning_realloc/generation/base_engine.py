@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -18,11 +19,11 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.capabilities import Capability, require_capability
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
-from lightning_realloc.generation.core.params import SamplingParams, check_counts
+from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
 from lightning_realloc.generation.loop.environment import Conversation, Environment
-from lightning_realloc.generation.loop.requests import Requests, next_version
+from lightning_realloc.generation.loop.requests import Requests
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.loop.streaming import CallNotifier, PartialResults
 from lightning_realloc.runtime.messages.progress import ActivityProgress
@@ -104,7 +105,8 @@ class Engine(ABC):
 
         There is nothing to drop: no result of the old parameters outlives a call.
         """
-        self._version = next_version(self._version, version)
+        check_kind("version", version, Integral, "a whole number", optional=True)
+        self._version = self._version + 1 if version is None else version
 
     @abstractmethod
     def release(self) -> None:
@@ -162,7 +164,8 @@ class Engine(ABC):
             samples = requests.samples()
             if extras := sorted({name for sample in samples for name in sample.input.extras}):
                 self._check_extra_inputs(extras)
-            self._follow(samples)
+            if self._followed is not None:
+                self._followed.extend(samples)
             stop = stop_rule_of(self._model, requests.params, self._tokenizer)
             self._check_stop_strings(requests.params.stop_strings)
             notifier = CallNotifier(samples, on_finished, self._completion, on_tokens)
@@ -209,18 +212,9 @@ class Engine(ABC):
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         return ActivityProgress(done, len(samples), "samples", num_tokens, longest)
 
-    def _follow(self, samples: Sequence[Sample]) -> None:
-        """Report the progress of these samples, too."""
-        if self._followed is not None:
-            self._followed.extend(samples)
-
     @contextmanager
     def sharing(self, partial_results: PartialResults | None = None) -> Iterator[None]:
-        """Share finished responses with other calls inside this context.
-
-        Args:
-            partial_results: Sends finished responses in chunks; None: nothing is sent.
-        """
+        """Share finished responses, and progress, with other calls inside this context."""
         self.partial_results, self._followed = partial_results, []
         try:
             yield

@@ -70,8 +70,6 @@ class CapturedForwards(Generic[ShapeT]):
     """Captures forwards by their shape, for as long as weights and cache stay where they are.
 
     Args:
-        model: Model to capture.
-        cache: Cache that its steps read and write.
         make_record: Returns a function that captures graphs which share memory; None: CUDA's.
         device_type: Type of the devices on which models are captured.
         compile: Backend of ``torch.compile`` for the blocks of captured steps; None: their kernels as they are.
@@ -150,7 +148,10 @@ class CapturedForwards(Generic[ShapeT]):
         if self._on_any_rank(state != self._model_state):
             self.release()
             self._model_state = state
-            self._forget_other_dtypes()
+            dtypes = {weight.dtype for weight in self._model.parameters()}
+            if dtypes != self._dtypes:  # shapes have to run once more before they are captured
+                self._dtypes = dtypes
+                self._set_up.clear()
         return self.is_active
 
     def release(self) -> None:
@@ -173,13 +174,6 @@ class CapturedForwards(Generic[ShapeT]):
             return flag
         return bool(self._group.largest([flag], next(self._model.parameters()).device)[0])
 
-    def _forget_other_dtypes(self) -> None:
-        """Forget which shapes ran before if the weights' dtypes have changed."""
-        dtypes = {weight.dtype for weight in self._model.parameters()}
-        if dtypes != self._dtypes:
-            self._dtypes = dtypes
-            self._set_up.clear()
-
     def _follow_cache(self) -> None:
         """Drop all graphs if the cache has moved."""
         if self._cache.num_allocations != self._num_allocations:
@@ -189,13 +183,9 @@ class CapturedForwards(Generic[ShapeT]):
     def _capture(
         self, shape: ShapeT, inputs: Tensor, forward: Callable[[], Tensor], *, num_logits: int
     ) -> Graph[ShapeT] | None:
-        """Return a new graph of this shape; None if the model's forward cannot be captured.
+        """Return a new graph of a ``forward`` that reads ``inputs`` (3, tokens) and returns logits (num_logits, V).
 
-        Args:
-            shape: Shape of the forward.
-            inputs: (3, tokens) that the forward reads.
-            forward: Returns the logits.
-            num_logits: Rows of the logits.
+        None if the model's forward cannot be captured.
         """
         while len(self._graphs) >= _MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]

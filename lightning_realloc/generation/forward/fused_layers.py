@@ -109,12 +109,8 @@ def _fused_forward(norm: Any, input: Tensor) -> Tensor:
     if input.dtype != norm.weight.dtype:
         made: Tensor = type(norm).forward(norm, input)
         return made
-    return rms_norm(input, norm.weight.shape, norm.weight, _epsilon_of(norm))
-
-
-def _epsilon_of(norm: Any) -> float:
     epsilon: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    return epsilon
+    return rms_norm(input, norm.weight.shape, norm.weight, epsilon)
 
 
 def _is_rms_norm(kind: type[nn.Module]) -> bool:

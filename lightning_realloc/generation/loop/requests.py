@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -218,9 +218,3 @@ def _whole_numbers(name: str, given: Any, wanted: str) -> tuple[int, ...]:
         return as_token_ids(given)
     except TypeError as error:
         raise GenerationError(f"{name}={given!r} must be a list of whole numbers, {wanted}") from error
-
-
-def next_version(last: int, given: int | None) -> int:
-    """Return the new weight version: ``given``, or the one after ``last``."""
-    check_kind("version", given, Integral, "a whole number", optional=True)
-    return last + 1 if given is None else given
