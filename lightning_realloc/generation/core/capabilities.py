@@ -55,14 +55,9 @@ def require_capability(
     error: type[ReallocError],
     capabilities: Collection[Capability] | None = None,
 ) -> None:
-    """Raise ``error`` if an engine lacks the capability that an option needs.
+    """Raise ``error`` if an engine lacks the capability that an option needs; ``asked`` is the option with its value.
 
-    Args:
-        capability: The capability.
-        asked: The option with its value.
-        engine: The engine's name.
-        error: Class of the exception.
-        capabilities: The engine's capabilities; None: those of `CAPABILITIES`.
+    ``capabilities`` are the engine's; None: those of `CAPABILITIES`.
     """
     if capability in (CAPABILITIES[engine] if capabilities is None else capabilities):
         return

@@ -177,9 +177,7 @@ class StopRule:
     """Ends a turn at stop tokens, stop strings and the length limit.
 
     Args:
-        token_ids: Stop tokens.
         strings: Stop strings; they need a ``tokenizer``.
-        tokenizer: Decodes the response.
         min_new_tokens: Number of first tokens in which no stop token may occur and no stop string ends the turn.
     """
 

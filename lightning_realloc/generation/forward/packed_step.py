@@ -31,12 +31,7 @@ class Overflow:
 
 
 class PaddedRows:
-    """Places of all slots' tokens in a grid (slots, width) and after it.
-
-    Args:
-        counts: Tokens of each slot, at least one.
-        device: Device of the tokens.
-    """
+    """Places of all slots' tokens, at least one each, in a grid (slots, width) and after it."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self.width = best_width(counts, _CALL_IN_TOKENS.get(device.type))
@@ -80,9 +75,7 @@ class PaddedRows:
 def best_width(counts: Sequence[int], call_in_tokens: float | None) -> int:
     """Return the width of the cheapest grid: its padding, plus one call for each slot with more tokens.
 
-    Args:
-        counts: Tokens of each slot.
-        call_in_tokens: Cost of a call in padded tokens; None: more than any padding.
+    ``call_in_tokens`` is the cost of a call in padded tokens; None: more than any padding.
     """
     widest = max(counts, default=0)
     if call_in_tokens is None or len(counts) * widest - sum(counts) <= call_in_tokens:

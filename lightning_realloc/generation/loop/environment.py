@@ -105,10 +105,8 @@ class Conversations:
     """Asks an environment, and collects its answers without blocking.
 
     Args:
-        environment: The environment.
         settings: Bounds of a response's turns; None: the defaults.
         vocabulary: Bound on the environment's token ids.
-        clock: Returns seconds.
     """
 
     def __init__(

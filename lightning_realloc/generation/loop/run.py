@@ -67,7 +67,6 @@ class Budget:
     Args:
         tokens: Most tokens of the model; None: no bound.
         seconds: Most seconds; None: no bound.
-        clock: Returns seconds.
         may_stop: While it returns False, the call continues beyond its budget.
 
     Raises:
@@ -101,14 +100,8 @@ class GenerationRun:
     """State of one call, and its steps. Make steps within its context.
 
     Args:
-        executor: Runs the model, draws tokens, and keeps keys and values.
-        scheduler: Assigns slots to samples.
         samples: Samples of the call; those of other ranks are appended.
-        params: Sampling parameters.
-        stop: Ends turns.
-        decoding: Drafts tokens.
         conversations: Ask the environment; None: each response is one turn.
-        budget: Ends the call.
         max_pause_s: Most seconds that a step waits for environments. 0: it never does, because other ranks' forwards
             wait for this rank's.
     """

@@ -14,12 +14,7 @@ from lightning_realloc.generation.schedule.scheduler import Prompt
 
 
 class SampleAccess:
-    """Reads, removes and adds samples of a `GenerationRun`, by their index in ``run.samples``.
-
-    Args:
-        run: The generation.
-        runner: Keeps the keys and values of its samples.
-    """
+    """Reads, removes and adds samples of a `GenerationRun`, by their index in ``run.samples``."""
 
     def __init__(self, run: GenerationRun, runner: ModelRunner) -> None:
         self._run, self._runner = run, runner
@@ -78,10 +73,7 @@ class SampleAccess:
     ) -> None:
         """Continue a sample that has tokens, from its keys and values or, without any, by reading it again.
 
-        Args:
-            index: The sample.
-            spans: (begin, end, content) of positions, as :meth:`read_cache` returned them.
-            shapes: Shapes of the layers that they were read from.
+        ``spans`` are (begin, end, content) of positions, as :meth:`read_cache` returned them from layers of ``shapes``.
         """
         sample = self.samples[index]
         if self._run.is_stopped:

@@ -45,14 +45,8 @@ class PartialResults:
 
 
 class CallNotifier:
-    """Reports tokens and finished samples of a call to its caller.
-
-    Args:
-        samples: Samples of the call.
-        on_finished: Called once with each finished sample's completion; None: never.
-        completion_of: Returns a finished sample's completion.
-        on_tokens: Called with a sample's id and its new tokens; None: never.
-    """
+    """Reports each finished sample's completion to ``on_finished``, and a sample's id and its new tokens to
+    ``on_tokens``; None: nothing is reported."""
 
     def __init__(
         self,

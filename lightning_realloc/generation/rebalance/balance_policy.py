@@ -61,12 +61,10 @@ def plan_balance(
     shorter: below the knee of the step curve, fewer rows gain nothing.
 
     Args:
-        loads: Load of each rank.
         cost: Cost of moving running samples; None: only queued samples move.
         hysteresis: Smallest gap, as a share of the later finish.
         min_gap_s: Smallest gap, and smallest gain, in seconds.
         cooldown_rounds: Rounds for which a moved sample stays where it is.
-        current_round: Number of this round.
     """
     forecasts = _forecasts(loads)
     fixed = {

@@ -100,8 +100,6 @@ class Rebalancer:
         """Generate until all samples of all ranks are finished and back. Collective over the peers.
 
         Args:
-            run: Samples of this rank.
-            access: Access to the same samples.
             hints: Expected response length per prompt; 0 if unknown.
             max_new_tokens: Bound of the responses of all ranks, by which calls of different length are kept apart.
             on_step: Called after every step with all samples that finished on this rank so far.

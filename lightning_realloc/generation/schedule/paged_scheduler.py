@@ -57,13 +57,11 @@ class PagedScheduler(Scheduler):
     All pages together must hold the longest sample.
 
     Args:
-        prompts: See `Scheduler`.
+        prompts, num_slots, max_prefill_tokens: See `Scheduler`.
         samples: Samples of the call by index; those of other ranks are appended later.
         tables: Pages of the slots.
-        num_slots: See `Scheduler`.
         num_ahead: Most drafted tokens after a sample's last one.
         num_spare: Positions that every sample can grow by after an admission.
-        max_prefill_tokens: See `Scheduler`.
     """
 
     def __init__(
@@ -88,12 +86,10 @@ class PagedScheduler(Scheduler):
         self._num_admitted = 0
 
     def finish(self, slot: int) -> None:
-        """Free the slot and its pages."""
         super().finish(slot)
         self._tables.clear(slot)
 
     def clear(self) -> None:
-        """Drop all samples."""
         for slot in range(len(self._slots)):
             self._tables.clear(slot)
         super().clear()

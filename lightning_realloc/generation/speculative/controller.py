@@ -329,7 +329,6 @@ class DepthController:
         """Return the depth of this step and the next ones; 0: plain steps.
 
         Args:
-            num_rows: Running samples.
             num_unread: Tokens that the drafter missed and would have to read first.
             remaining_tokens: Expected tokens to come of the longest sample.
             horizon: Expected length of its response; infinite if other samples wait for its slot.

@@ -147,7 +147,6 @@ class SharedNgramIndex(NgramIndex):
         self.extend(text)
 
     def find(self, context: list[int]) -> tuple[int, Branch | None]:
-        """As `NgramIndex.find`."""
         key = tuple(context)
         found = self._found.get(key)
         if found is None:

@@ -87,11 +87,9 @@ class Speculator(Decoding):
         return self._rule
 
     def end(self, *, has_failed: bool = False) -> None:
-        """End the generation."""
         self.drafter.end(has_failed=has_failed)
 
     def propose(self, running: Sequence[Sample], being_read: Collection[int], *, is_tail: bool) -> Sequence[Draft]:
-        """Return the tokens to verify after each running sample's last one."""
         self._depth, self._num_drafted, self._drafting_s = self._speculation.most_ahead, 0, 0.0
         self._outcomes = ()
         if self.adapts:
@@ -136,12 +134,10 @@ class Speculator(Decoding):
             self._counts["planning_s"] += self._clock() - now
 
     def finished(self, sample: Sample) -> None:
-        """Learn from a sample that has its last token."""
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
         self.drafter.finished(sample)
 
     def counts(self) -> dict[str, float]:
-        """Return the counts of this generation."""
         return self._counts
 
     def _choose_depth(self, running: Sequence[Sample], being_read: Collection[int], is_tail: bool) -> int:

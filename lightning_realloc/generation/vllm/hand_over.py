@@ -75,8 +75,7 @@ def plan_chunks(num_bytes: Mapping[str, int], *, most: int) -> tuple[tuple[Slot,
 class SharedMemoryHandOver:
     """Copies weights into memory that vLLM's process maps, chunk by chunk.
 
-    Args:
-        chunk_bytes: Bytes of a chunk. More of them: fewer messages, and more memory next to both copies.
+    Larger chunks are fewer messages, and take more memory next to both copies.
     """
 
     backend = "shared_memory"

@@ -13,12 +13,9 @@ _PREFIX, _LOCK = "lightning-realloc-vllm-", "owner.lock"
 
 
 class OwnedFolder:
-    """A folder that this process holds a lock on until it ends.
+    """A folder, in that of temporary files by default, that this process holds a lock on until it ends.
 
     Where files cannot be locked, as on Lustre without the option flock, nobody removes the folder of a killed owner.
-
-    Args:
-        parent: Folder to make it in; None: that of temporary files.
     """
 
     def __init__(self, parent: str | Path | None = None) -> None:
