@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from lightning_realloc.limits import MAX_CAPTURED_TOKENS
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Group, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels
+from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.shapes.decoding import DecodeSegment, count_step_shapes, plan_decoding
 
@@ -53,7 +55,7 @@ def _widest(nodes: np.ndarray, axes: Sequence[str]) -> Group:
     return Group(groups.shape[1], int(1 + (np.diff(groups, axis=1) != 0).sum(axis=1).max()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tokens:
     """Sequence lengths of an iteration."""
 
@@ -61,17 +63,17 @@ class Tokens:
     responses: tuple[int, ...]
     """Equally likely response lengths."""
 
-    @property
+    @cached_property
     def response(self) -> float:
         """Mean response length."""
         return sum(self.responses) / len(self.responses)
 
-    @property
+    @cached_property
     def sequence(self) -> float:
         """Mean length of a prompt with its response."""
         return self.workload.prompt_tokens + self.response
 
-    @property
+    @cached_property
     def context(self) -> float:
         """Mean number of tokens that a token attends to: half a sequence, where long sequences have more weight."""
         lengths = [self.workload.prompt_tokens + response for response in self.responses]
@@ -98,18 +100,6 @@ class Pass(NamedTuple):
         return Pass(times * self.compute, times * self.exchange)
 
 
-@dataclass(frozen=True, slots=True)
-class MeanMicroBatch:
-    """Number and mean size of the micro-batches of one data-parallel rank."""
-
-    count: int
-    """Number of micro-batches."""
-    tokens: float
-    """Mean tokens of a micro-batch."""
-    rows: float
-    """Mean tokens of a micro-batch that logits are computed for."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
     """Cost model of one role's calls under one layout."""
@@ -129,39 +119,39 @@ class CallCost:
 
     def seconds(self, kind: CallKind, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call of that kind with the options of a plan."""
+        shape = CallShape.from_plan(kind, plan, self.tokens.workload, self.tokens.sequence)
         if kind == "generate":
-            parts = self._generate(plan.max_slots)
+            parts = self._generate(shape)
         elif kind == "infer":
-            parts = self._infer(plan.micro_batch_tokens)
+            parts = self._infer(shape)
         else:
-            parts = self._train(plan.micro_batch_tokens, plan.gradient_checkpointing)
+            parts = self._train(shape, plan.gradient_checkpointing).scaled(shape.num_steps)
         return parts + CallSeconds(other=self.links.efficiency.call_s)
 
     # ---- calls
-    def _infer(self, limit: int | None) -> CallSeconds:
-        micro = self._micro_batches(limit, 1)
-        stage = self._forward_stage(micro.tokens, self.tokens.context, self._scored_head(micro.rows))
-        return self._pipelined(stage, self._exposed_gather(stage), micro.count, self._send(micro.tokens))
+    def _infer(self, shape: CallShape) -> CallSeconds:
+        tokens, rows = self._micro_batch(shape)
+        stage = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows))
+        return self._pipelined(stage, self._exposed_gather(stage), shape.num_micro_batches, self._send(tokens))
 
-    def _train(self, limit: int | None, checkpointing: bool) -> CallSeconds:
-        minibatches = self.tokens.workload.num_minibatches
-        micro = self._micro_batches(limit, minibatches)
-        forward = self._forward_stage(micro.tokens, self.tokens.context, self._scored_head(micro.rows))
-        backward = self._backward_stage(micro, checkpointing)
+    def _train(self, shape: CallShape, checkpointing: bool) -> CallSeconds:
+        """Return the seconds of one optimizer step."""
+        tokens, rows = self._micro_batch(shape)
+        forward = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows))
+        backward = self._backward_stage(tokens, rows, checkpointing)
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
-        one = self._pipelined(forward.plus(backward), sharding, micro.count, 2 * self._send(micro.tokens))
-        epochs = self.tokens.workload.num_epochs
-        return (one + self._reduce(backward) + self._optimize()).scaled(minibatches * epochs)
+        sends = 2 * self._send(tokens)
+        one = self._pipelined(forward.plus(backward), sharding, shape.num_micro_batches, sends)
+        return one + self._reduce(backward) + self._optimize()
 
-    def _generate(self, max_slots: int) -> CallSeconds:
+    def _generate(self, shape: CallShape) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
-        share = math.ceil(load.num_sequences / self._shares)
-        waves = max(math.ceil(share / max_slots), min(pp, share))
-        prompts = math.ceil(share / load.samples_per_prompt) * load.prompt_tokens / waves
-        launch, head = self.links.efficiency.decode_launch_s, self._sampled_head(share / waves)
+        waves = max(shape.num_waves, min(pp, shape.share))
+        prompts = shape.num_prompts(shape.share) * load.prompt_tokens / waves
+        launch, head = self.links.efficiency.decode_launch_s, self._sampled_head(shape.share / waves)
         prefill = self._forward_stage(prompts, load.prompt_tokens / 2, head, launch_s=launch)
         parts = self._pipelined(prefill, self._exposed_gather(prefill), waves, self._send(prompts))
-        segments = plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots)
+        segments = plan_decoding(self.tokens.responses, load.prompt_tokens, shape.share, shape.slots)
         for segment in segments:
             # Under a pipeline the sequences form as many groups as there are stages, so that every stage is busy.
             batch = segment.sequences / pp
@@ -190,15 +180,15 @@ class CallCost:
         block = self._launched(self.kernels.forward(tokens, context), self._exchange(tokens), launch)
         return self._slowest_stage(block, head)
 
-    def _backward_stage(self, micro: MeanMicroBatch, checkpointing: bool) -> Pass:
+    def _backward_stage(self, tokens: float, rows: float, checkpointing: bool) -> Pass:
         share = self.trained_share
-        launch, exchange = self.links.efficiency.layer_launch_s, self._exchange(micro.tokens)
+        launch, exchange = self.links.efficiency.layer_launch_s, self._exchange(tokens)
         context = self.tokens.context
-        block = self._launched(self.kernels.backward(micro.tokens, context, trained_share=share), exchange, launch)
+        block = self._launched(self.kernels.backward(tokens, context, trained_share=share), exchange, launch)
         if checkpointing:
-            block = block.plus(self._launched(self.kernels.forward(micro.tokens, context), exchange, launch))
-        again = self.kernels.tiled_head(micro.rows, is_trained=share == 1)
-        head = Pass((1 + share) * self.kernels.head(micro.rows) + again + self.kernels.logprobs(micro.rows))
+            block = block.plus(self._launched(self.kernels.forward(tokens, context), exchange, launch))
+        again = self.kernels.tiled_head(rows, is_trained=share == 1)
+        head = Pass((1 + share) * self.kernels.head(rows) + again + self.kernels.logprobs(rows))
         return self._slowest_stage(block, head)
 
     def _decode_stage(self, sequences: float, attended: float) -> Pass:
@@ -243,17 +233,11 @@ class CallCost:
         return Pass(max(compute, launch - exchange), exchange)
 
     # ---- micro-batches
-    @property
-    def _shares(self) -> int:
-        return self.dims.dp * self.dims.fsdp
-
-    def _micro_batches(self, limit: int | None, minibatches: int) -> MeanMicroBatch:
-        load = self.tokens.workload
-        share = math.ceil(load.num_sequences / (self._shares * minibatches))
-        each = max(1, int((limit or load.micro_batch_tokens) // self.tokens.sequence))
-        count = math.ceil(share / each)
-        rows = share / count * (self.tokens.response if self.kernels.shape.num_outputs > 1 else self.tokens.sequence)
-        return MeanMicroBatch(count, share / count * self.tokens.sequence, rows)
+    def _micro_batch(self, shape: CallShape) -> tuple[float, float]:
+        """Return the mean tokens of a micro-batch, and those that logits or scores are computed for."""
+        lengths = self.tokens
+        scored = lengths.response if self.kernels.shape.num_outputs > 1 else lengths.sequence
+        return shape.mean_micro_batch * lengths.sequence, shape.mean_micro_batch * scored
 
     def _pipelined(self, stage: Pass, sharding: float, count: int, send: float) -> CallSeconds:
         """Return the seconds of ``count`` micro-batches, with ``pp - 1`` idle turns that fill and drain a pipeline."""

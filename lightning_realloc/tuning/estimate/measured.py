@@ -18,6 +18,7 @@ from lightning_realloc.tuning.estimate.cost import CallCost, Pass, Placement
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator, busiest_node
+from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.shapes.decoding import plan_decoding
 
 _KINDS: Mapping[CallKind, tuple[PassKind, ...]] = {
@@ -43,36 +44,32 @@ class MeasuredCost(CallCost):
     contention: Callable[[float], float]
     """Fraction of the layout's ranks that are busy -> factor by which passes take longer than in the measurement."""
 
-    def _infer(self, limit: int | None) -> CallSeconds:
-        micro = self._micro_batches(limit, 1)
-        stage = self._measured("infer", micro.tokens, self.tokens.sequence).repeated(self._contention_of(micro.count))
-        return self._pipelined(stage, 0.0, micro.count, self._send(micro.tokens))
+    def _infer(self, shape: CallShape) -> CallSeconds:
+        count, (tokens, _) = shape.num_micro_batches, self._micro_batch(shape)
+        stage = self._measured("infer", tokens, self.tokens.sequence).repeated(self._contention_of(count))
+        return self._pipelined(stage, 0.0, count, self._send(tokens))
 
-    def _train(self, limit: int | None, checkpointing: bool) -> CallSeconds:
-        minibatches = self.tokens.workload.num_minibatches
-        micro = self._micro_batches(limit, minibatches)
-        usual, last = (self._measured(kind, micro.tokens, self.tokens.sequence) for kind in ("train", "train_last"))
+    def _train(self, shape: CallShape, checkpointing: bool) -> CallSeconds:
+        count, (tokens, _) = shape.num_micro_batches, self._micro_batch(shape)
+        usual, last = (self._measured(kind, tokens, self.tokens.sequence) for kind in ("train", "train_last"))
         if checkpointing:
-            again = self._measured("infer", micro.tokens, self.tokens.sequence, rest=False)
+            again = self._measured("infer", tokens, self.tokens.sequence, rest=False)
             usual, last = usual.plus(again), last.plus(again)
-        usual, last = (stage.repeated(self._contention_of(micro.count)) for stage in (usual, last))
-        parts = self._pipelined(usual, 0.0, micro.count, 2 * self._send(micro.tokens))
+        usual, last = (stage.repeated(self._contention_of(count)) for stage in (usual, last))
+        parts = self._pipelined(usual, 0.0, count, 2 * self._send(tokens))
         reduction = max(0.0, last.total - usual.total)
         step = self.optimizer(self.num_trained_sharded) * self.contention(1.0)
-        return (parts + CallSeconds(sharding=reduction, optimizer=step)).scaled(
-            minibatches * self.tokens.workload.num_epochs
-        )
+        return parts + CallSeconds(sharding=reduction, optimizer=step)
 
-    def _generate(self, max_slots: int) -> CallSeconds:
+    def _generate(self, shape: CallShape) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
-        share = -(-load.num_sequences // self._shares)
-        prompts = -(-share // load.samples_per_prompt) * (load.prompt_tokens - 1)
+        prompts = shape.num_prompts(shape.share) * (load.prompt_tokens - 1)
         # The first step is a forward pass over the prompts, and a decoding step for their last tokens.
         first = self._measured("infer", prompts, load.prompt_tokens, rest=False).plus(
-            self._measured("decode", min(share, max_slots), load.prompt_tokens)
+            self._measured("decode", shape.slots, load.prompt_tokens)
         )
         parts = CallSeconds(compute=first.total)
-        segments = plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots)
+        segments = plan_decoding(self.tokens.responses, load.prompt_tokens, shape.share, shape.slots)
         for segment in segments:
             batch = segment.sequences / pp
             stage = self._measured("decode", batch, segment.context)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.limits import CHUNK_ELEMENTS, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
+from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.generation_memory import Cache, distillation_memory, packed_bytes
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
@@ -19,28 +20,6 @@ from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 GATHERED_SUM_BYTES = 256 << 10
 """Largest message of an all-reduce that CPU ranks do by gathering; ``runtime.forward.tp_group`` has the same number."""
-
-
-@dataclass(frozen=True, slots=True)
-class LargestMicroBatch:
-    """Number of the micro-batches of one data-parallel rank, and size of the largest."""
-
-    count: int
-    """Number of micro-batches."""
-    tokens: int
-    """Tokens of the largest micro-batch."""
-    response_tokens: int
-    """Response tokens of the largest micro-batch, which logits are computed for."""
-
-    @classmethod
-    def from_workload(cls, workload: Workload | None, num_sequences: int, limit: int | None) -> LargestMicroBatch:
-        """Pack a rank's sequences of equal length, as ``batch.packing`` does."""
-        if workload is None:
-            return cls(1, 0, 0)
-        length = workload.prompt_tokens + workload.response_tokens
-        each = max(1, (limit or workload.micro_batch_tokens) // length)
-        largest = min(each, num_sequences)
-        return cls(math.ceil(num_sequences / each), largest * length, largest * workload.response_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,29 +164,31 @@ class CallMemory:
         """Whether the rank computes logits, as those of the last pipeline stage do."""
         return self.sizes.stage == self.sizes.dims.pp - 1
 
-    @property
-    def _shares(self) -> int:
-        """Number of ranks that the sequences are divided between."""
-        return self.sizes.dims.dp * self.sizes.dims.fsdp
+    def _shape(self, kind: CallKind) -> CallShape | None:
+        load = self.workload
+        return None if load is None else CallShape.from_plan(kind, self.plan, load, load.longest)
 
-    def _micro_batches(self, num_minibatches: int = 1) -> LargestMicroBatch:
-        shares = self._shares * num_minibatches
-        share = 0 if self.workload is None else math.ceil(self.workload.num_sequences / shares)
-        return LargestMicroBatch.from_workload(self.workload, share, self.plan.micro_batch_tokens)
+    def _micro_batches(self, kind: CallKind) -> tuple[int, int, int]:
+        """Return the number of micro-batches, the tokens of the largest, and those that logits are computed for."""
+        shape, load = self._shape(kind), self.workload
+        if shape is None or load is None:
+            return 1, 0, 0
+        largest = shape.largest_micro_batch
+        scored = largest * load.response_tokens if self._has_head else 0
+        return shape.num_micro_batches, largest * load.longest, scored
 
     # ---- calls
     def _infer(self) -> list[MemoryParts]:
-        micro = self._micro_batches()
-        rows = micro.response_tokens if self._has_head else 0
+        _, tokens, rows = self._micro_batches("infer")
         return [
-            *self._gathering(micro.tokens),
+            *self._gathering(tokens),
             MemoryParts(
                 gathered=self._root + self._block + self._buffer(self._block),
-                activations=self._working(micro.tokens) + self._exchanged(micro.tokens),
+                activations=self._working(tokens) + self._exchanged(tokens),
             ),
             MemoryParts(
                 gathered=self._root + self._buffer(self._block),
-                activations=2 * self._hidden(micro.tokens),
+                activations=2 * self._hidden(tokens),
                 logits=self._logits(rows) + self._chunk(rows),
             ),
         ]
@@ -225,10 +206,11 @@ class CallMemory:
     def _generate(self) -> list[MemoryParts]:
         body = MemoryParts(gathered=self._root + self._block + self._buffer(self._block))
         shape, load, cache, engine = self.role.shape, self.workload, self.cache, self.settings.engine
-        if shape is None or load is None or cache is None:
+        division = self._shape("generate")
+        if shape is None or load is None or cache is None or division is None:
             return [*self._gathering(0), body]
-        share, slots, last = self._generated, cache.slots, cache.final_bytes
-        prompts = math.ceil(slots / load.samples_per_prompt) * (load.prompt_tokens - 1)
+        share, slots, last = division.share, division.slots, cache.final_bytes
+        prompts = division.num_prompts(slots) * (load.prompt_tokens - 1)
         prefill = min(MAX_PREFILL_TOKENS, prompts if cache.positions is None else cache.positions) + slots
         # Where samples wait for slots, prompts are still processed when the cache has grown.
         is_small = share == slots and engine.frees_cache
@@ -253,26 +235,21 @@ class CallMemory:
         return [moment + packed for moment in moments]
 
     @property
-    def _generated(self) -> int:
-        """Number of sequences that a generating rank starts with."""
-        return 0 if self.workload is None else math.ceil(self.workload.num_sequences / self._shares)
-
-    @property
     def cache(self) -> Cache | None:
         """Keys and values of a generating call; None where its lengths or the model's shape are not known."""
-        shape, load, engine = self.role.shape, self.workload, self.settings.engine
-        if shape is None or load is None:
+        shape, load, engine, division = self.role.shape, self.workload, self.settings.engine, self._shape("generate")
+        if shape is None or load is None or division is None:
             return None
         return Cache(
             target=shape,
             draft=None if engine.draft is None else engine.draft.model.shape,
             tp=self._tp,
             element_bytes=self.activation_bytes,
-            slots=min(self.plan.max_slots, self._generated),
+            slots=division.slots,
             prompt_tokens=load.prompt_tokens,
-            longest=load.prompt_tokens + load.response_tokens,
+            longest=load.longest,
             max_bytes=engine.max_cache_bytes,
-            fills=engine.moves_samples and self._shares > 1 and not self.is_wrapped,
+            fills=engine.moves_samples and self.plan.layout.data_parallel_size > 1 and not self.is_wrapped,
         )
 
     def _packed(self, num_steps: int) -> int:
@@ -284,22 +261,20 @@ class CallMemory:
 
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when the gradients of the others exist."""
-        minibatches = 1 if self.workload is None else self.workload.num_minibatches
-        micro = self._micro_batches(minibatches)
+        count, tokens, rows = self._micro_batches("train")
         pipelined = self.sizes.dims.pp - self.sizes.stage
-        in_flight = min(micro.count, pipelined) if self.sizes.dims.pp > 1 else 1
-        kept = in_flight * self._kept_activations(micro.tokens)
+        in_flight = min(count, pipelined) if self.sizes.dims.pp > 1 else 1
+        kept = in_flight * self._kept_activations(tokens)
         master, sizes = self.settings.master_bytes, self.sizes
         block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
         shards = sizes.num_trained_sharded * master
         # FSDP accumulates unsharded gradients up to the last micro-batch, since one reduction costs less than many.
-        earlier = sizes.num_trained * master if micro.count > 1 else 0
-        rows = micro.response_tokens if self._has_head else 0
-        head = 2 * self._hidden(micro.tokens) if self._has_head else 0
-        recomputed = self._saved(micro.tokens) if self.plan.gradient_checkpointing else 0
-        backward = self._backward(micro.tokens)
+        earlier = sizes.num_trained * master if count > 1 else 0
+        head = 2 * self._hidden(tokens) if self._has_head else 0
+        recomputed = self._saved(tokens) if self.plan.gradient_checkpointing else 0
+        backward = self._backward(tokens)
         moments = [
-            *self._gathering(micro.tokens, gradients=earlier),
+            *self._gathering(tokens, gradients=earlier),
             MemoryParts(  # backward pass of the loss: the logits, their gradient and two fp32 chunks
                 gradients=earlier,
                 activations=kept + head,
@@ -314,7 +289,7 @@ class CallMemory:
                 gathered=self._root + 2 * self._block,
             ),
         ]
-        one = self._saved(micro.tokens) + backward
+        one = self._saved(tokens) + backward
         if self.is_wrapped:
             reduction = block + block // sizes.dims.fsdp  # the message and the reduced shard
             moments += [

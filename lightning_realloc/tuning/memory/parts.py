@@ -138,6 +138,11 @@ class Workload:
     group_size: int = 1
     """Sequences that stay together in a micro-batch, such as the two of a pair."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.prompt_tokens + self.response_tokens
+
     def __post_init__(self) -> None:
         for item in fields(self):
             if getattr(self, item.name) < 1:

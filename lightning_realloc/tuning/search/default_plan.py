@@ -18,6 +18,7 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, CallPlan, ExecutionPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.memory.advice import gibibytes
+from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
@@ -170,13 +171,12 @@ class _Candidates:
             return [chosen]
         if call.kind == "generate":
             return [replace(chosen, max_slots=number) for number in _halvings(chosen.max_slots, min_slots)]
-        length = load.prompt_tokens + load.response_tokens
-        _, *sizes = _halvings(load.micro_batch_tokens, load.group_size * length)
+        _, *sizes = _halvings(load.micro_batch_tokens, load.group_size * load.longest)
         smaller = [replace(chosen, micro_batch_tokens=size) for size in sizes]
         if call.kind == "infer":
             return [chosen, *smaller]
-        share = math.ceil(load.num_sequences / load.num_minibatches / chosen.layout.data_parallel_size)
-        whole = replace(chosen, micro_batch_tokens=_doubled(load.micro_batch_tokens, share * length))
+        share = CallShape.from_plan("train", chosen, load, load.longest).share
+        whole = replace(chosen, micro_batch_tokens=_doubled(load.micro_batch_tokens, share * load.longest))
         if not self._task.roles[str(call.role)].can_recompute:
             return [chosen, *smaller, whole]
         recomputing = [replace(one, gradient_checkpointing=True) for one in (chosen, whole, *smaller)]
