@@ -194,7 +194,7 @@ def _meant_by(name: str, cls: type) -> str:
     if alike:
         return f"did you mean {alike[0]}=?"
     if len(known) > _MOST_LISTED:
-        return f"help({cls.__name__}) describes the {len(known)} that it has"
+        return f"help({_takes_settings(cls)[0].__name__}) describes the {len(known)} that it has"
     return f"it has {', '.join(known)}"
 
 

@@ -88,8 +88,8 @@ class PolicyGradient(RewardedModule):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Sampling of the rollout; ``n`` is the size of a group. None: that of ``defaults``, as for all settings
-            without a value of their own here.
+        sampling: Sampling of the rollout; ``n`` is the size of a group. None: the algorithm's default, as for
+            ``advantages``, ``kl_coef``, ``kl``, ``ratio_level`` and ``loss_average``.
         advantages: From rewards to advantages: a name, such as ``"group"``, from the table in
             docs/online-algorithms.md; or a function ``f(samples)`` that returns (B,) numbers, or one per response token
             as ``Ragged``; or its import path.
