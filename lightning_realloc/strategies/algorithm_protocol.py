@@ -15,116 +15,65 @@ if TYPE_CHECKING:
 
 
 class EngineOptions(Protocol):
-    """Options of generation that one engine reads alone."""
+    """Options of generation that one engine reads alone; `GenerationOptions` documents them."""
 
     @property
-    def vllm(self) -> VLLMOptions | None:
-        """Options of the engine ``"vllm"``; None: the defaults."""
-
+    def vllm(self) -> VLLMOptions | None: ...
     @property
-    def compile(self) -> str | None:
-        """Backend of ``torch.compile`` for captured steps of the engine ``"native"``; None: none."""
-
+    def compile(self) -> str | None: ...
     @property
-    def cuda_graphs(self) -> CudaGraphs:
-        """Decoding steps of the engine ``"native"`` that are captured."""
-
+    def cuda_graphs(self) -> CudaGraphs: ...
     @property
-    def free_cache(self) -> bool | Literal["auto"]:
-        """Whether the engine ``"native"`` frees keys, values and graphs after each generation."""
-
+    def free_cache(self) -> bool | Literal["auto"]: ...
     @property
-    def batch_invariant(self) -> bool:
-        """Whether results of the engine ``"native"`` are the same to the last bit in any batch."""
+    def batch_invariant(self) -> bool: ...
 
 
 class RunnableAlgorithm(Protocol):
-    """An algorithm as the call runner sees it; `MultiModelModule` is one."""
+    """An algorithm as the call runner sees it; `MultiModelModule` is one, and documents the settings."""
 
     @property
-    def trainer(self) -> Any:
-        """The Trainer that runs the algorithm."""
-
+    def trainer(self) -> Any: ...
     @property
-    def group_size(self) -> int:
-        """Samples next to each other that stay together."""
-
+    def group_size(self) -> int: ...
     @property
-    def share_prompts(self) -> bool:
-        """Whether a pack may hold a prompt once for several samples."""
-
+    def share_prompts(self) -> bool: ...
     @property
-    def totals_of(self) -> tuple[str, ...]:
-        """Columns whose sums over a mini-batch the losses divide by."""
-
+    def totals_of(self) -> tuple[str, ...]: ...
     @property
-    def excluded_by(self) -> tuple[str, ...]:
-        """Columns whose NaN excludes a sample from the losses that need them."""
-
+    def excluded_by(self) -> tuple[str, ...]: ...
     @property
-    def dropout(self) -> bool:
-        """Whether dropout is active in training."""
-
+    def dropout(self) -> bool: ...
     @property
-    def seed(self) -> int:
-        """Seed of dropout and of the order of mini-batches, the same on every rank."""
-
+    def seed(self) -> int: ...
     @property
-    def tokenizer(self) -> Any:
-        """The tokenizer that engines read special tokens from."""
-
+    def tokenizer(self) -> Any: ...
     @property
-    def engine(self) -> str:
-        """Name of the generation engine: ``"native"``, ``"hf"`` or ``"vllm"``."""
-
+    def engine(self) -> str: ...
     @property
-    def generation_options(self) -> EngineOptions:
-        """All options of generation, with those of single engines."""
-
+    def generation_options(self) -> EngineOptions: ...
     @property
-    def speculation(self) -> Speculation | None:
-        """Settings of speculative decoding; None: one token at a time."""
-
+    def speculation(self) -> Speculation | None: ...
     @property
-    def max_cache_bytes(self) -> int | None:
-        """Most bytes of keys and values per rank; None: as many as the longest samples take."""
-
+    def max_cache_bytes(self) -> int | None: ...
     @property
-    def sample_reallocation(self) -> bool | Literal["queued", "all"]:
-        """Samples that may move between data-parallel ranks while they are generated; False: none."""
-
-    def train_options_of(self, role: str) -> TrainOptions:
-        """Return how a role goes through its samples."""
+    def sample_reallocation(self) -> bool | Literal["queued", "all"]: ...
+    def train_options_of(self, role: str) -> TrainOptions: ...
 
 
 class ModelRole(Protocol):
-    """A frozen dataclass of one model of an algorithm, as it is measured; `Role` is one."""
+    """A frozen dataclass of one model of an algorithm, as it is measured; `Role` is one, and documents the members."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
-    def name(self) -> str:
-        """The role."""
-
+    def name(self) -> str: ...
     @property
-    def task(self) -> str:
-        """Head of the model: next-token logits, or one score per sequence or token."""
-
+    def task(self) -> str: ...
     @property
-    def trained(self) -> bool:
-        """Whether an optimizer updates the weights."""
-
-    def config(self) -> PreTrainedConfig | None:
-        """Return the model's configuration; None for a module without one."""
-
-    def describe(self) -> nn.Module:
-        """Return the model without weights."""
-
-    def describe_adapters(self) -> tuple[Any, ...]:
-        """Return the adapter options that affect the time of passes."""
-
-    def resembling(self, config: PreTrainedConfig) -> ModelRole:
-        """Return a role of another size with random weights, and adapters of the same kind."""
-
-    def build(self, *, seed: int) -> nn.Module:
-        """Return the model with full weights."""
+    def trained(self) -> bool: ...
+    def config(self) -> PreTrainedConfig | None: ...
+    def describe(self) -> nn.Module: ...
+    def describe_adapters(self) -> tuple[Any, ...]: ...
+    def resembling(self, config: PreTrainedConfig) -> ModelRole: ...
+    def build(self, *, seed: int) -> nn.Module: ...

@@ -34,7 +34,6 @@ from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_results
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
-from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointHooks
 from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile
@@ -44,7 +43,7 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.pool_options import RunFacts
 from lightning_realloc.strategies.pool.precision import check_precision
 from lightning_realloc.strategies.pool.weight_averages import WeightAverages
-from lightning_realloc.strategies.role_checkpoints import CheckpointOptions, RoleCheckpoints
+from lightning_realloc.strategies.role_checkpoints import RoleCheckpoints
 from lightning_realloc.strategies.run_summary import log_summary, warn_of_earlier_checkpoint
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
@@ -142,8 +141,9 @@ class ReallocStrategy(DataParallelStrategy):
             on_stall=on_stall,
         )
         self._placed = PlacedRoles(self._optimizer_hooks, self.stop, options)
-        saving = CheckpointOptions(save_frozen_roles, load_weights_only, in_background=async_checkpoints)
-        self._checkpoints = RoleCheckpoints(self._placed, self._optimizer_hooks, saving)
+        self._checkpoints = RoleCheckpoints(
+            self._placed, self._optimizer_hooks, save_frozen_roles=save_frozen_roles, in_background=async_checkpoints
+        )
         self._collection = InfrequentCollection()
         self.num_shown = 0
         """Samples of an iteration whose responses every rank receives."""
@@ -371,8 +371,8 @@ class ReallocStrategy(DataParallelStrategy):
 
     # ---- checkpoints: a folder of shards for an algorithm's roles, one file for a module without calls
     @property
-    def _checkpoint_hooks(self) -> CheckpointHooks:
-        return super()._checkpoint_hooks if self.dataflow is None else self._checkpoints
+    def _roles(self) -> RoleCheckpoints | None:
+        return None if self.dataflow is None else self._checkpoints
 
     def save_huggingface(
         self, role: str, folder: str | AnyPath, *, dtype: str | torch.dtype | None = None, merge: bool = False

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +50,16 @@ STALL_WARNING_S = 60.0
 """Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointOptions:
-    """Settings of `RoleCheckpoints`."""
-
-    save_frozen_roles: bool
-    """Also write roles that are never trained into checkpoints."""
-    load_weights_only: bool
-    """Refuse checkpoints that hold more than plain data, which could run code."""
-    in_background: bool
-    """Write checkpoints of a fit while it goes on."""
-
-
 class RoleCheckpoints:
-    """Saves, resumes and exports the models of a pool."""
+    """Saves, resumes and exports the models of a pool; `ReallocStrategy` documents the settings."""
 
-    def __init__(self, placed: PlacedRoles, optimizers: LightningOptimizers, options: CheckpointOptions) -> None:
+    def __init__(
+        self, placed: PlacedRoles, optimizers: LightningOptimizers, *, save_frozen_roles: bool, in_background: bool
+    ) -> None:
         self._placed = placed
         self._optimizers = optimizers
-        self._options = options
+        self._save_frozen_roles = save_frozen_roles
+        self._in_background = in_background
         self._background = BackgroundSave()
 
     def module_state(self) -> dict[str, Any]:
@@ -91,9 +81,6 @@ class RoleCheckpoints:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the settings of an optimizer's groups; tensors are written with their roles."""
         return stored_settings(optimizer)
-
-    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: `load` has filled the optimizers."""
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None:
         """Write a checkpoint folder. Collective over all ranks.
@@ -133,8 +120,8 @@ class RoleCheckpoints:
             folder,
             checkpoint,
             models,
-            include_frozen=self._options.save_frozen_roles,
-            background=self._background if self._options.in_background and is_training else None,
+            include_frozen=self._save_frozen_roles,
+            background=self._background if self._in_background and is_training else None,
         )
 
     def check_callbacks(self) -> None:
@@ -145,9 +132,7 @@ class RoleCheckpoints:
             CheckpointError: on every rank, for a folder that cannot be written to.
         """
         callbacks = self._placed.module.trainer.checkpoint_callbacks
-        if self._options.in_background and any(
-            getattr(callback, "save_last", None) == "link" for callback in callbacks
-        ):
+        if self._in_background and any(getattr(callback, "save_last", None) == "link" for callback in callbacks):
             raise ConfigError(
                 "ModelCheckpoint(save_last='link') would link to a checkpoint that async_checkpoints=True is still "
                 "writing; use save_last=True, or leave async_checkpoints out"
@@ -177,15 +162,13 @@ class RoleCheckpoints:
         if self._placed.facts.rank == 0:
             self._background.after_completion(lambda: remove_checkpoint(as_path(filepath)))
 
-    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    def load(self, checkpoint_path: str | Path, *, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint into the sharded roles, in place. It may have another layout and number of ranks.
 
         Raises:
             CheckpointError: if it is not a checkpoint of this strategy, or is one of other models.
         """
         placed, trainer = self._placed, self._placed.module.trainer
-        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after setup.
-        weights_only = self._options.load_weights_only if weights_only is None else weights_only
         placed.bring_back()
         self._background.finish()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -241,7 +224,7 @@ class RoleCheckpoints:
 
     def check_release(self, role: str) -> None:
         """Raise ConfigError where a role's weights are needed after its last call."""
-        if self._options.save_frozen_roles:
+        if self._save_frozen_roles:
             raise ConfigError(
                 f"save_frozen_roles=True writes the weights of {role!r} into checkpoints, and they are to leave memory "
                 f"once its last call has run; leave save_frozen_roles out, or keep the role"

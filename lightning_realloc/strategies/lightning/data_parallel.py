@@ -10,10 +10,9 @@ import os
 import signal
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,14 +20,12 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
@@ -42,7 +39,7 @@ from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning import failures
-from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointHooks, FileCheckpoints
+from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointedStrategy
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, make_launcher
 from lightning_realloc.strategies.lightning.process_group import end_process_group, is_on_one_host, start_on_loopback
 from lightning_realloc.strategies.lightning.signals import StopRequest
@@ -61,7 +58,7 @@ from lightning_realloc.strategies.pool.precision import for_samples
 Value = TypeVar("Value")
 
 
-class DataParallelStrategy(ModelParallelStrategy):
+class DataParallelStrategy(CheckpointedStrategy):
     """Lightning's model-parallel strategy, without its assumption of one model on one mesh.
 
     `ReallocStrategy` documents the settings.
@@ -81,12 +78,10 @@ class DataParallelStrategy(ModelParallelStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
         self._launch = launch
-        self._files = FileCheckpoints(self, load_weights_only=load_weights_only)
+        self._load_weights_only = load_weights_only
         self._sync_blocked = False
         self.stop = StopRequest()
         """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""
-        self.on_checkpoint: Callable[[str], object] | None = None
-        """Called on rank 0 with the path of each checkpoint that is saved, or being saved in the background."""
 
     @abstractmethod  # so that LightningCLI does not offer this class; Lightning's own setup would wipe weights
     def setup(self, trainer: Trainer) -> None:
@@ -279,60 +274,6 @@ class DataParallelStrategy(ModelParallelStrategy):
         super().teardown()
         if self.stop.requested == signal.SIGTERM:
             self.stop.resend_if_unanswered(self.connected_module.trainer)
-
-    # ---- checkpoints
-    @property
-    def _checkpoint_hooks(self) -> CheckpointHooks:
-        """The hooks of this module: one file that rank 0 writes."""
-        return self._files
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are read into sharded models; otherwise before `setup` broadcasts them."""
-        return self.dataflow is not None
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores optimizers itself."""
-        return self.dataflow is None
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state that rank 0 writes; parameters of sharded roles are not in it."""
-        return self._checkpoint_hooks.module_state()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state; for sharded roles only the groups' settings, tensors are written apart."""
-        return self._checkpoint_hooks.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Write a checkpoint. Collective over all ranks."""
-        self._checkpoint_hooks.save(checkpoint, filepath, storage_options)
-        if self.on_checkpoint is not None and self.global_rank == 0:
-            self.on_checkpoint(os.path.abspath(filepath))
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint on rank 0, once the one that replaces it is complete; keep folders of other things."""
-        self._checkpoint_hooks.remove(filepath)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; sharded roles are filled in place.
-
-        Raises:
-            CheckpointError: if it is not a checkpoint of this strategy, or is one of other models.
-        """
-        return self._checkpoint_hooks.load(checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the state that is not sharded; `load_checkpoint` has filled sharded roles."""
-        self.connected_module.load_state_dict(checkpoint["state_dict"], strict=strict and self.dataflow is None)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizers of a module without calls; `load_checkpoint` has filled those of roles."""
-        self._checkpoint_hooks.load_optimizers(checkpoint)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with full tensors on rank 0. Collective over all ranks."""
-        return self._checkpoint_hooks.full_state()
 
     # ---- gradients
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -1,12 +1,14 @@
-"""Save and load checkpoints in Lightning's hooks; the checkpoint of a module without calls is one file."""
+"""Save and load checkpoints in Lightning's hooks: a module without calls in one file, roles in a way of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.optim import Optimizer
 
 from lightning_realloc.errors import CheckpointError
@@ -15,77 +17,92 @@ from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
 
 
 class CheckpointHooks(Protocol):
-    """What Lightning's hooks ask for; `FileCheckpoints` answers for a module, `RoleCheckpoints` for roles."""
+    """Checkpoints of an algorithm's roles; `RoleCheckpoints` documents the methods."""
 
-    def module_state(self) -> dict[str, Any]:
-        """Return the part of the module's state that rank 0 writes."""
+    def module_state(self) -> dict[str, Any]: ...
+    def full_state(self) -> dict[str, Any]: ...
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]: ...
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None: ...
+    def remove(self, filepath: str | Path) -> None: ...
+    def load(self, checkpoint_path: str | Path, *, weights_only: bool) -> dict[str, Any]: ...
 
-    def full_state(self) -> dict[str, Any]:
+
+class CheckpointedStrategy(ModelParallelStrategy):
+    """Lightning's model-parallel strategy, which checkpoints whole models as its other strategies do: in one file."""
+
+    _load_weights_only: bool
+    """Refuse checkpoints that hold more than plain data, which could run code."""
+    on_checkpoint: Callable[[str], object] | None = None
+    """Called on rank 0 with the path of each checkpoint that is saved, or being saved in the background."""
+
+    @property
+    @abstractmethod
+    def _roles(self) -> CheckpointHooks | None:
+        """The checkpoints of roles; None for a module without calls."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights are read into sharded models; otherwise before `setup` broadcasts them."""
+        return self._roles is not None
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning restores optimizers itself."""
+        return self._roles is None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state that rank 0 writes; parameters of sharded roles are not in it."""
+        return Strategy.lightning_module_state_dict(self) if self._roles is None else self._roles.module_state()
+
+    def full_state_dict(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""
+        return Strategy.lightning_module_state_dict(self) if self._roles is None else self._roles.full_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the part of an optimizer's state that rank 0 writes."""
+        """Return an optimizer's state; for sharded roles only the groups' settings, tensors are written apart."""
+        if self._roles is None:
+            return Strategy.optimizer_state(self, optimizer)
+        return self._roles.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
-    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint. Collective over all ranks."""
+        if self._roles is None:
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        else:
+            self._roles.save(checkpoint, filepath, storage_options)
+        if self.on_checkpoint is not None and self.global_rank == 0:
+            self.on_checkpoint(os.path.abspath(filepath))
 
-    def remove(self, filepath: str | Path) -> None:
-        """Remove a checkpoint on rank 0."""
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint on rank 0, once the one that replaces it is complete; keep folders of other things."""
+        if self._roles is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._roles.remove(filepath)
 
-    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint."""
-
-    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of all optimizers that `load` has not filled."""
-
-
-class FileCheckpoints:
-    """Saves and resumes a module without calls, in one file."""
-
-    def __init__(self, strategy: ParallelStrategy, *, load_weights_only: bool) -> None:
-        self._strategy = strategy
-        self._load_weights_only = load_weights_only
-
-    def module_state(self) -> dict[str, Any]:
-        """Return the module's state."""
-        module = self._strategy.lightning_module
-        assert module is not None, "Lightning connects the module before it saves"
-        return module.state_dict()
-
-    full_state = module_state
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state."""
-        return optimizer.state_dict()
-
-    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None:
-        """Write a checkpoint on rank 0."""
-        if self._strategy.is_global_zero:
-            self._strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def remove(self, filepath: str | Path) -> None:
-        """Remove a checkpoint on rank 0."""
-        if self._strategy.is_global_zero:
-            self._strategy.checkpoint_io.remove_checkpoint(filepath)
-
-    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint.
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; sharded roles are filled in place.
 
         Raises:
-            CheckpointError: for a folder, since a module without calls has a checkpoint of one file.
+            CheckpointError: if it is not a checkpoint of this strategy, or is one of other models.
         """
+        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after setup.
+        weights_only = self._load_weights_only if weights_only is None else weights_only
+        if self._roles is not None:
+            return self._roles.load(checkpoint_path, weights_only=weights_only)
         path = as_path(checkpoint_path)
         refuse_folder(path)
-        weights_only = self._load_weights_only if weights_only is None else weights_only
-        return self._strategy.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
+        return self.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of all optimizers.
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the state that is not sharded; `load_checkpoint` has filled sharded roles."""
+        Strategy.load_model_state_dict(self, checkpoint, strict=strict and self._roles is None)
 
-        Raises:
-            CheckpointError: for another number of optimizers than the checkpoint holds.
-        """
-        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizers of a module without calls; `load_checkpoint` has filled those of roles."""
+        if self._roles is not None:
+            return
+        optimizers, states = self.optimizers, checkpoint["optimizer_states"]
         if len(optimizers) != len(states):
             raise CheckpointError(
                 f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers() returned "
