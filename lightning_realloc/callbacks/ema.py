@@ -7,6 +7,7 @@ and is rejected.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.pool.weight_averages import AveragingPolicy, ReplacedWeights
+from lightning_realloc.strategies.pool.weight_averages import AveragingPolicy
 
 
 class EMA(AveragingPolicy, Callback):
@@ -60,8 +61,8 @@ class EMA(AveragingPolicy, Callback):
         self._stepped: set[str] = set()
         """Roles whose optimizers have stepped. Before the first step, an entry of ours would stop an optimizer from
         creating its own state."""
-        self._stored_weights: dict[str, ReplacedWeights] = {}
-        """Role -> weights stored while its models hold the averages."""
+        self._replaced = ExitStack()
+        """Contexts in which models hold the averages."""
         self._fitted: LightningModule | None = None
         """Module whose optimizers hold the averages; None if there is none."""
 
@@ -100,12 +101,11 @@ class EMA(AveragingPolicy, Callback):
             self._fitted = None  # the module now holds the checkpoint, to which the averages do not belong
         if self.validate and (is_fitting or pl_module is self._fitted):
             for role in self._roles(trainer):
-                self._stored_weights[role] = run_view(trainer).averages.replace_weights(role)
+                self._replaced.enter_context(run_view(trainer).averages.in_place_of_weights(role))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the weights."""
-        for role in tuple(self._stored_weights):
-            run_view(trainer).averages.restore(self._stored_weights.pop(role))
+        self._replaced.close()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end

@@ -16,6 +16,7 @@ from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.remote_output import folder_problem
 from lightning_realloc.remote_path import AnyPath, as_path, expand_home
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies.checkpoints.model_card import CARD_FILE, make_model_card
 from lightning_realloc.trainers import trainer_callbacks
 
@@ -184,7 +185,12 @@ class SaveHuggingFace(Callback):
 
     def _write(self, trainer: Trainer, module: LightningModule, folder: AnyPath) -> None:
         run, role = run_view(trainer), self._role_of(trainer)
-        with run.averages.in_place_of_weights(role) if self.averaged else nullcontext():
+        with run.averages.in_place_of_weights(role) if self.averaged else nullcontext(True) as has_weights:
+            if not any(gather_objects(has_weights)):
+                raise ConfigError(
+                    f"there is no average of {role}'s weights to write; add the callback EMA(), and train for an "
+                    f"iteration before the first folder is written"
+                )
             run.save_huggingface(role, folder, dtype=self.dtype, merge=self.merge)
         if self.model_card:
             _run_on_rank_zero(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")

@@ -93,16 +93,19 @@ class PlacementOptions:
 class PlacedRoles:
     """Owns the pool of models of one LightningModule, its call runner and its offloader."""
 
+    facts: RunFacts
+    """This rank among those of the run, once it begins."""
+
     def __init__(self, optimizers: LightningOptimizers, stop: StopRequest, options: PlacementOptions) -> None:
         self._optimizers = optimizers
         self._stop = stop
         self._options = options
-        self._facts: RunFacts | None = None
         self._plan = options.plan
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._offloader: Offloader | None = None
-        self._module: Any = None
+        self.module: Any = None
+        """The LightningModule of the run; None before it begins."""
         self._watchdog: Watchdog | None = None
         self._record = FlightRecord()
 
@@ -120,22 +123,11 @@ class PlacedRoles:
             raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
         return self._runner
 
-    @property
-    def facts(self) -> RunFacts:
-        """This rank among those of the run."""
-        assert self._facts is not None, "given once the process group has started"
-        return self._facts
-
-    @property
-    def module(self) -> Any:
-        """The LightningModule of the run."""
-        return self._module
-
     def builder(self) -> PoolBuilder:
         """Return the builder for the module that is trained now."""
         return PoolBuilder(
-            module=self._module,
-            dataflow=self._module.dataflow,
+            module=self.module,
+            dataflow=self.module.dataflow,
             facts=self.facts,
             transport=self._options.transport,
             tp_plans=self._options.tp_plans,
@@ -147,19 +139,19 @@ class PlacedRoles:
     # ---- a run's beginning and end
     def begin(self, module: nn.Module, facts: RunFacts) -> None:
         """Begin a run of a module; first free the models of another one."""
-        self._facts = facts
-        if self._module is module:
+        self.facts = facts
+        if self.module is module:
             return
         if self._pool is not None:
             self._optimizers.forget()
-        self._module, self._pool, self._runner = module, None, None
+        self.module, self._pool, self._runner = module, None, None
         self._plan = self._options.plan
         collect_garbage()
 
     def choose_plan(self) -> None:
         """Choose the plan before models are built. Raises PlanError if it cannot fit into memory in training."""
         self._plan, shortage = self._chosen(self._options.plan)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.builder().check_memory(self._plan, shortage=shortage)
 
     def _chosen(self, plan: NamedPlan) -> tuple[ExecutionPlan, str | None]:
@@ -172,7 +164,7 @@ class PlacedRoles:
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
-        module = self._module
+        module = self.module
         self._watch(local_folder(trainer.default_root_dir))
         with self._naming_failures():
             if self._pool is None:
@@ -232,7 +224,7 @@ class PlacedRoles:
         is_mistake = isinstance(error, CALLER_ERRORS) and not isinstance(error, RankLost | DeviceFull)
         if is_mistake or not isinstance(error, Exception) or self._record.is_empty:
             return
-        folder, rank = local_folder(self._module.trainer.default_root_dir) / FLIGHT_RECORDS, self.facts.rank
+        folder, rank = local_folder(self.module.trainer.default_root_dir) / FLIGHT_RECORDS, self.facts.rank
         file = write_flight_record(self._record, folder, rank)
         _log.warning("the latest activities of rank %d are in %s", rank, file)
 
@@ -245,7 +237,7 @@ class PlacedRoles:
     def finish(self) -> None:
         """Wait for the last messages between ranks, and log late metrics."""
         if self._runner is not None:
-            log_now(self._module.trainer, self._runner.finish())
+            log_now(self.module.trainer, self._runner.finish())
 
     def bring_back(self) -> None:
         """Fetch everything that the plan offloads to the device until the next call begins."""
@@ -266,7 +258,7 @@ class PlacedRoles:
         """Announce a call to callbacks, and yield the replica that it works on."""
         assert self._offloader is not None
         self._offloader.begin(call, self._optimizers.by_role(), self.runner.record)
-        with announced(call, self._module.trainer, self.pool, self.policies.reallocation):
+        with announced(call, self.module.trainer, self.pool, self.policies.reallocation):
             replica = self.pool.active(call)
             yield replica
             if self.pool.dataflow.call(call).kind != "train":
@@ -356,14 +348,14 @@ class PlacedRoles:
     def _replace_models(self) -> None:
         """Give the module, the offloader and the runner the models that the pool holds now."""
         for role in self.pool.roles:
-            setattr(self._module, role, self.pool.home(role).model)
+            setattr(self.module, role, self.pool.home(role).model)
         self._offloader = self._make_offloader(self.pool)
         self.runner.plan_changed()
 
     @property
     def policies(self) -> RunPolicies:
         """Decisions of the Trainer's callbacks about weights."""
-        return RunPolicies.from_callbacks(trainer_callbacks(self._module.trainer))
+        return RunPolicies.from_callbacks(trainer_callbacks(self.module.trainer))
 
     @property
     def averages(self) -> WeightAverages:

@@ -70,6 +70,8 @@ class RoleCheckpoints:
 
     def _ended_early(self) -> bool:
         """Return whether the run failed before its models were set up, so that there is nothing to save."""
+        if self._placed.module is None:
+            return True
         if self._placed.module.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
         try:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
-from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
@@ -55,12 +53,16 @@ class WeightAverages:
         if {role, role + OPTIMIZER_SUFFIX} & set(self.pool.plan.offload):
             self.pool.weights_trained(role)  # the offloaded copy is outdated
 
-    def replace_weights(self, role: str) -> ReplacedWeights:
-        """Overwrite a role's weights by the averages that exist, and return the weights, copied to the host."""
+    @contextmanager
+    def in_place_of_weights(self, role: str) -> Iterator[bool]:
+        """Context manager in which a role's model holds the averages that exist.
+
+        Yields whether this rank has any. Meanwhile, the weights are kept in host memory.
+        """
+        kept: list[tuple[nn.Parameter, Tensor]] = []
         self.bring_back()
-        home, kept = self.pool.home(role), []
-        reshard(home.model)
-        if self.rank in home.layout:
+        reshard(self.pool.home(role).model)
+        if self.rank in self.pool.home(role).layout:
             optimizer = self.optimizer_of(role)
             for parameter in _parameters(optimizer):
                 average = optimizer.state.get(parameter, {}).get(AVERAGE)
@@ -69,43 +71,14 @@ class WeightAverages:
                     kept.append((parameter, there.to("cpu", copy=True)))
                     there.copy_(local_tensor(average))
         self.pool.weights_replaced(role)
-        return ReplacedWeights(role, tuple(kept))
-
-    def restore(self, weights: ReplacedWeights) -> None:
-        """Write replaced weights back."""
-        self.bring_back()
-        reshard(self.pool.home(weights.role).model)
-        for parameter, before in weights.kept:
-            local_tensor(parameter).copy_(before)
-        self.pool.weights_replaced(weights.role)
-
-    @contextmanager
-    def in_place_of_weights(self, role: str) -> Iterator[None]:
-        """Context manager in which a role's model holds the averages.
-
-        Raises:
-            ConfigError: on every rank, if there are no averages.
-        """
-        weights = self.replace_weights(role)
         try:
-            if not any(gather_objects(bool(weights.kept))):
-                raise ConfigError(
-                    f"there is no average of {role}'s weights to write; add the callback EMA(), and train for an "
-                    f"iteration before the first folder is written"
-                )
-            yield
+            yield bool(kept)
         finally:
-            self.restore(weights)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplacedWeights:
-    """Weights of a role while its model holds the averages."""
-
-    role: str
-    """The role."""
-    kept: tuple[tuple[nn.Parameter, Tensor], ...]
-    """Parameters of this rank that have an average, with their weights."""
+            self.bring_back()
+            reshard(self.pool.home(role).model)
+            for parameter, before in kept:
+                local_tensor(parameter).copy_(before)
+            self.pool.weights_replaced(role)
 
 
 def update_averages(optimizer: Optimizer, decay: float, *, may_begin: bool) -> None:
