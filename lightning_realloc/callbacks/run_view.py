@@ -28,6 +28,8 @@ class RunView(Protocol):
     num_shown: int
     shown: tuple[Samples, ...]
     lengths: Lengths | None
+    max_staleness: int
+    generation_chunks: int
 
     @property
     def dataflow(self) -> Dataflow | None: ...
@@ -37,10 +39,6 @@ class RunView(Protocol):
     def runner(self) -> CallRunner: ...
     @property
     def averages(self) -> WeightAverages: ...
-    @property
-    def max_staleness(self) -> int: ...
-    @property
-    def generation_chunks(self) -> int: ...
     def profile(
         self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float = math.inf
     ) -> Profile | None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +33,11 @@ from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_now
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
-from lightning_realloc.strategies.largest_workload import check_longest_sequences, largest_workload
+from lightning_realloc.strategies.largest_workload import check_longest_sequences
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
 from lightning_realloc.strategies.lightning.signals import StopRequest
-from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
-from lightning_realloc.strategies.measure.subjects import Machine
 from lightning_realloc.strategies.pool.builder import NamedPlan, PoolBuilder
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.offloader import Offloader
@@ -49,10 +47,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 from lightning_realloc.strategies.pool.run_policies import RunPolicies
 from lightning_realloc.strategies.pool.weight_averages import WeightAverages
 from lightning_realloc.trainers import trainer_callbacks
-from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
-from lightning_realloc.tuning.memory.parts import Workload
-from lightning_realloc.tuning.shapes.lengths import Lengths
 
 _log = logging.getLogger(__name__)
 
@@ -150,17 +145,10 @@ class PlacedRoles:
 
     def choose_plan(self) -> None:
         """Choose the plan before models are built. Raises PlanError if it cannot fit into memory in training."""
-        self._plan, shortage = self._chosen(self._options.plan)
-        if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self.builder().check_memory(self._plan, shortage=shortage)
-
-    def _chosen(self, plan: NamedPlan) -> tuple[ExecutionPlan, str | None]:
-        """See `PoolBuilder.choose_plan`."""
         builder = self.builder()
-        return builder.choose_plan(plan, workload=self._largest_workload(builder))
-
-    def _largest_workload(self, builder: PoolBuilder) -> Workload | None:
-        return largest_workload(builder.module, builder.module.trainer, builder.dataflow.trained_roles)
+        self._plan, shortage = builder.choose_plan(self._options.plan)
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
+            builder.check_memory(self._plan, shortage=shortage)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
@@ -230,9 +218,9 @@ class PlacedRoles:
 
     def decide_on_caches(self) -> None:
         """Decide whether engines keep their caches between generations. Collective over all ranks."""
-        builder, engines = self.builder(), self.runner.engines
+        engines = self.runner.engines
         engines.free_caches()  # those of an earlier fit
-        engines.keeps_caches = builder.keeps_caches(self.pool.plan, self._largest_workload(builder))
+        engines.keeps_caches = self.builder().keeps_caches(self.pool.plan)
 
     def finish(self) -> None:
         """Wait for the last messages between ranks, and log late metrics."""
@@ -275,25 +263,6 @@ class PlacedRoles:
         """Whether replicas leave memory between their calls."""
         return self.policies.reallocation.free_after
 
-    # ---- measurements and estimates
-    def profile(self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float) -> Profile | None:
-        """See `ReallocStrategy.profile`."""
-        builder = self.builder()
-        machine = Machine(
-            options=builder.options,
-            meshes=self.pool.meshes,
-            forward_context=lambda wrapped: self._optimizers.forward_context(wrapped=wrapped),
-        )
-        return profile_models(builder, machine, iterations, cache=cache, seconds=seconds)
-
-    def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None) -> PlanEvaluator:
-        """See `ReallocStrategy.plan_evaluator`."""
-        overlap = self._options.overlap
-        return make_plan_evaluator(
-            self.builder(), self.pool.plan, iterations, overlap=overlap.overlap,
-            generation_chunks=overlap.generation_chunks, profile=profile,
-        )  # fmt: skip
-
     # ---- changes between iterations
     def apply_plan(self, plan: NamedPlan) -> None:
         """See `ReallocStrategy.set_plan`."""
@@ -308,7 +277,7 @@ class PlacedRoles:
                 "after every iteration except an epoch's last; use max_staleness=0 where plans change"
             )
         builder, running = self.builder(), self.pool.plan
-        wanted, shortage = self._chosen(plan)
+        wanted, shortage = builder.choose_plan(plan)
         if wanted == running:
             return
         try:

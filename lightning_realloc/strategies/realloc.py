@@ -36,7 +36,8 @@ from lightning_realloc.strategies.lightning.data_parallel import DataParallelStr
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
 from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
-from lightning_realloc.strategies.measure.profiling import Profile
+from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
+from lightning_realloc.strategies.measure.subjects import Machine
 from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.model_pool import ModelPool
@@ -145,6 +146,10 @@ class ReallocStrategy(DataParallelStrategy):
             self._placed, self._optimizer_hooks, save_frozen_roles=save_frozen_roles, in_background=async_checkpoints
         )
         self._collection = InfrequentCollection()
+        self.max_staleness = max_staleness
+        """Training steps by which generation may run ahead of training."""
+        self.generation_chunks = generation_chunks
+        """Chunks in which samples are sent to inference while others are generated."""
         self.num_shown = 0
         """Samples of an iteration whose responses every rank receives."""
         self.shown: tuple[Samples, ...] = ()
@@ -153,16 +158,6 @@ class ReallocStrategy(DataParallelStrategy):
         """Lengths of the latest iteration's sequences; None before it, and if it has no prompts with responses."""
 
     # ---- what users and callbacks read
-    @property
-    def max_staleness(self) -> int:
-        """Training steps by which generation may run ahead of training."""
-        return self._overlap.max_staleness
-
-    @property
-    def generation_chunks(self) -> int:
-        """Chunks in which samples are sent to inference while others are generated."""
-        return self._overlap.generation_chunks
-
     @property
     def pool(self) -> ModelPool:
         """The replicas of every role. Raises ConfigError before the models are set up."""
@@ -190,11 +185,16 @@ class ReallocStrategy(DataParallelStrategy):
 
         Measuring takes about ``seconds`` at most; None where that is too little. A cached profile takes none.
         """
-        return self._placed.profile(iterations, cache=cache, seconds=seconds)
+        builder = self._placed.builder()
+        machine = Machine(
+            options=builder.options, meshes=self.pool.meshes, forward_context=self._optimizer_hooks.forward_context
+        )
+        return profile_models(builder, machine, iterations, cache=cache, seconds=seconds)
 
     def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> PlanEvaluator:
         """Return an evaluator of other plans, for iterations of such lengths. Collective over all ranks."""
-        return self._placed.plan_evaluator(iterations, profile)
+        builder = self._placed.builder()
+        return make_plan_evaluator(builder, self.plan, iterations, overlap=self._overlap, profile=profile)
 
     # ---- models
     def setup_environment(self) -> None:

@@ -20,7 +20,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     checkpoints_in,
     newest_complete,
 )
-from lightning_realloc.strategies.largest_workload import largest_workload, rows_per_batch
+from lightning_realloc.strategies.largest_workload import rows_per_batch
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.placed_roles import PlacedRoles
 from lightning_realloc.strategies.pool.builder import PoolBuilder
@@ -79,7 +79,7 @@ def _summary_lines(placed: PlacedRoles, optimizers: LightningOptimizers, trainer
     yield f"models: {', '.join(sizes)}"
     offload = f"; offload {', '.join(plan.offload)}" if plan.offload else ""
     yield f"plan: {', '.join(f'{name} {call.layout}' for name, call in plan.calls)}{offload}"
-    yield from _memory_line(builder, plan, trainer, keeps_caches=keeps_caches)
+    yield from _memory_line(builder, plan, keeps_caches=keeps_caches)
     yield from _first_iterations_line(builder, plan, keeps_graphs=keeps_caches)
     yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"
     rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in optimizers.by_role().items()]
@@ -98,9 +98,9 @@ def _size(name: str, role: RoleMemory, *, is_trained: bool) -> str:
     return f"{name} {_count(role.model.num_elements)}{trained}{packed}"
 
 
-def _memory_line(builder: PoolBuilder, plan: ExecutionPlan, trainer: Trainer, *, keeps_caches: bool) -> Iterator[str]:
+def _memory_line(builder: PoolBuilder, plan: ExecutionPlan, *, keeps_caches: bool) -> Iterator[str]:
     """Yield the forecast peak of the fullest rank; nothing if there is no forecast."""
-    flow, workload = builder.dataflow, largest_workload(builder.module, trainer, builder.dataflow.trained_roles)
+    flow, workload = builder.dataflow, builder.largest_workload()
     ranks = range(builder.facts.world_size)
     try:
         plan, settings = builder.for_forecast(plan)

@@ -74,7 +74,7 @@ class LightningOptimizers:
             )
         return optimizers[role]
 
-    def forward_context(self, *, wrapped: bool) -> Any:
+    def forward_context(self, wrapped: bool) -> Any:
         """Return autocast under ``bf16-mixed``, unless FSDP wraps the model: then it gathers bfloat16 weights."""
         plugin = self._strategy.precision_plugin
         is_mixed = str(plugin.precision).endswith("-mixed")

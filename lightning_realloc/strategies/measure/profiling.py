@@ -30,6 +30,7 @@ from lightning_realloc.output_files import write_text
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
 from lightning_realloc.strategies.pool.builder import PoolBuilder
@@ -45,7 +46,6 @@ from lightning_realloc.tuning.memory.parts import Workload, usable_bytes
 from lightning_realloc.tuning.search.space import legal_dims, sizes
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.timeline.simulator import Overlap
 
 logger = logging.getLogger(__name__)
 
@@ -271,8 +271,7 @@ def make_plan_evaluator(
     plan: ExecutionPlan,
     iterations: Sequence[Lengths],
     *,
-    overlap: Overlap,
-    generation_chunks: int = 1,
+    overlap: OverlapOptions,
     profile: Profile | None = None,
 ) -> PlanEvaluator:
     """Return an evaluator of other plans for the algorithm that runs under ``plan``.
@@ -282,7 +281,6 @@ def make_plan_evaluator(
         plan: The plan in use.
         iterations: Lengths of some iterations. Memory is checked for the longest response that sampling allows.
         overlap: Calls that may run at the same time.
-        generation_chunks: Chunks in which a generating rank sends its samples on.
         profile: Measured passes; None estimates seconds from data sheets alone.
 
     Raises:
@@ -319,8 +317,8 @@ def make_plan_evaluator(
         settings=settings,
         workload=_workload(builder, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest),
         memory_budget=usable_bytes(builder.memory_budget),
-        overlap=overlap,
-        generation_chunks=generation_chunks,
+        overlap=overlap.overlap,
+        generation_chunks=overlap.generation_chunks,
     )
 
 

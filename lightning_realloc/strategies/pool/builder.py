@@ -29,6 +29,7 @@ from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.pool.memory_check import (
     describe_roles,
     describe_with_adapters,
@@ -165,13 +166,10 @@ class PoolBuilder:
             sharers=self.sharers,
         )
 
-    def choose_plan(self, source: NamedPlan, *, workload: Workload | None) -> tuple[ExecutionPlan, str | None]:
+    def choose_plan(self, source: NamedPlan) -> tuple[ExecutionPlan, str | None]:
         """Return a checked plan; for ``"heuristic"`` one that fits, or else why none does.
 
         Reads only the models' configurations. Collective over all ranks.
-
-        Args:
-            workload: The largest one, which a plan that is chosen here has room for; None if it is unknown.
 
         Raises:
             PlanError: see `plan`.
@@ -180,15 +178,11 @@ class PoolBuilder:
         asked = gather_objects((source == "heuristic", self.memory_budget))
         if all(is_default for is_default, _ in asked):  # else ranks were given different plans, which is refused below
             least = min(budget for _, budget in asked)
-            source, shortage = self._default_plan(roles, workload, budget_bytes=least)
+            source, shortage = self._default_plan(roles, budget_bytes=least)
         return self.plan(source, {name: role.model for name, role in roles.items()}), shortage
 
     def check_memory(
-        self,
-        plan: ExecutionPlan,
-        *,
-        shortage: str | None = None,
-        running: ExecutionPlan | None = None,
+        self, plan: ExecutionPlan, *, shortage: str | None = None, running: ExecutionPlan | None = None
     ) -> None:
         """Refuse a plan that does not fit into memory. Reads only the models' configurations.
 
@@ -216,15 +210,9 @@ class PoolBuilder:
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.facts.rank)
             require_free_memory(extra, self.facts.device, what="moving to the new plan")
 
-    def _default_plan(
-        self,
-        roles: Mapping[str, RoleMemory],
-        workload: Workload | None,
-        *,
-        budget_bytes: int,
-    ) -> tuple[ExecutionPlan, str | None]:
+    def _default_plan(self, roles: Mapping[str, RoleMemory], *, budget_bytes: int) -> tuple[ExecutionPlan, str | None]:
         """Return the plan of a run that is given none, or why none fits; log why it is not the heuristic one."""
-        settings = self.memory_settings()
+        settings, workload = self.memory_settings(), self.largest_workload()
 
         def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
             run, changed = self.policies.applied_to(plan, self.dataflow, settings)
@@ -245,15 +233,12 @@ class PoolBuilder:
             rank_zero_info(found.reason)
         return found.plan, found.shortage
 
-    def keeps_caches(self, plan: ExecutionPlan, workload: Workload | None) -> bool:
-        """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks.
-
-        Args:
-            workload: The largest one that memory must have room for; None if it is unknown.
-        """
+    def keeps_caches(self, plan: ExecutionPlan) -> bool:
+        """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks."""
         wanted = self.module.generation_options.free_cache
         if wanted != "auto" or "keeps_cache" not in CAPABILITIES[self.module.engine] or self.facts.device.type == "cpu":
             return wanted is False
+        workload = self.largest_workload()
         if workload is None or torch.are_deterministic_algorithms_enabled():
             return False
         plan, settings = self.for_forecast(plan)
@@ -262,6 +247,10 @@ class PoolBuilder:
         return has_room_for_caches(
             self.dataflow, plan, roles, settings, workload, rank=self.facts.rank, budget_bytes=budget
         )
+
+    def largest_workload(self) -> Workload | None:
+        """Return the largest workload that memory must have room for; None if it is unknown."""
+        return largest_workload(self.module, self.module.trainer, self.dataflow.trained_roles)
 
     def for_forecast(self, plan: ExecutionPlan) -> tuple[ExecutionPlan, MemorySettings]:
         """Return a plan and the settings of memory as callbacks change both."""
