@@ -27,17 +27,13 @@ class LightningOptimizers:
         return self._strategy.lightning_module
 
     @property
-    def _trainer(self) -> Any:
-        return self._module.trainer
-
-    @property
     def iteration(self) -> int:
         """Iterations done so far."""
-        return int(self._trainer.global_step)
+        return int(self._module.trainer.global_step)
 
     def count_iteration(self) -> None:
         """Count one step, however many optimizers stepped, and advance learning-rate schedules."""
-        trainer = self._trainer
+        trainer = self._module.trainer
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()
@@ -86,7 +82,7 @@ class LightningOptimizers:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step an optimizer with Lightning's hooks, without counting an iteration."""
-        with naming_missing_state(optimizer, resumed_from=self._trainer.ckpt_path):
+        with naming_missing_state(optimizer, resumed_from=self._module.trainer.ckpt_path):
             self._strategy.optimizer_step(optimizer, lambda: None)
 
 

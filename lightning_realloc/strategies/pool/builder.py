@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,13 +29,13 @@ from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.pool.memory_check import (
     describe_roles,
     describe_with_adapters,
     engine_memory,
     has_room_for_caches,
-    memory_settings,
     refuse_too_large,
     require_free_memory,
 )
@@ -262,11 +262,18 @@ class PoolBuilder:
         Raises:
             GenerationError: for a draft model whose configuration cannot be read.
         """
-        engine = engine_memory(self.module, self.facts.device, self.options.copy_dtype)
-        settings = memory_settings(
-            self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes, engine=engine
+        options, on_cpu = self.options, self.facts.device.type == "cpu"
+        master_bytes = self.master_dtype.itemsize
+        return MemorySettings(
+            master_bytes=master_bytes,
+            copy_bytes=options.copy_dtype.itemsize,
+            gathered_bytes=2 if options.mixed_precision is not None else master_bytes,
+            optimizer_bytes=self.module.optimizer_bytes * master_bytes // 4,
+            shares_memory=on_cpu and self.transport != "direct" and shared_memory_obstacle() is None,
+            builds_on_device=on_cpu,
+            pushes_weights=self.pushes_weights and on_cpu,
+            engine=engine_memory(self.module, self.facts.device, options.copy_dtype),
         )
-        return replace(settings, pushes_weights=self.pushes_weights and self.facts.device.type == "cpu")
 
     def describe_roles(self) -> dict[str, RoleMemory]:
         """Return role -> its description for estimates. The module keeps it once its models are laid out."""

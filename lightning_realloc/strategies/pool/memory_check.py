@@ -26,9 +26,7 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.quantized import quantized_bytes
 from lightning_realloc.runtime.model.training_mode import can_recompute
 from lightning_realloc.runtime.parallel.model_spec import MAX_TENSOR_PARALLEL, describe_model
-from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
-from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.tuning.memory.advice import SUGGESTED_ADAPTERS, find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload, usable_bytes
@@ -138,22 +136,6 @@ def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
     model: Any = describe_draft_model(source)
     spec = describe_model(model, max_tp=1)
     return RoleMemory(model=spec, shape=ModelShape.from_config(model.config, spec))
-
-
-def memory_settings(
-    options: PoolOptions, master: torch.dtype, *, optimizer_bytes: int, engine: EngineMemory | None = None
-) -> MemorySettings:
-    """Return the bytes per element of the pool and the engine; ``optimizer_bytes`` are per fp32 weight."""
-    on_cpu = options.facts.device.type == "cpu"
-    return MemorySettings(
-        master_bytes=master.itemsize,
-        copy_bytes=options.copy_dtype.itemsize,
-        gathered_bytes=2 if options.mixed_precision is not None else master.itemsize,
-        optimizer_bytes=optimizer_bytes * master.itemsize // 4,
-        shares_memory=on_cpu and options.transport != "direct" and shared_memory_obstacle() is None,
-        builds_on_device=on_cpu,
-        engine=engine or EngineMemory(),
-    )
 
 
 def settings_of_precision(precision: str) -> MemorySettings:
