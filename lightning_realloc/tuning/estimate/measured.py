@@ -14,7 +14,7 @@ from functools import lru_cache
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.tuning.estimate.cost import CallCost, Pass, Placement
+from lightning_realloc.tuning.estimate.cost import CallCost, Pass
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator, busiest_node
@@ -110,7 +110,7 @@ class MeasuredEstimator:
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call, from the moment its inputs and weights exist, while no other call runs."""
-        place = Placement.from_layout(plan.layout, self.cluster)
+        place = self.roofline.place(plan.layout)
         key = (call, plan.layout.dims, place, busiest_node(plan.layout, self.cluster), plan.options)
         if key not in self._calls:
             self._calls[key] = self._estimate(call, plan)

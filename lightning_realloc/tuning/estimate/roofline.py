@@ -66,7 +66,8 @@ class RooflineEstimator:
         self._elements = {name: elements_of(role) for name, role in roles.items()}
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
         self._active: dict[tuple[object, ...], int] = {}
-        self._place = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(partial(Placement.from_layout, cluster=cluster))
+        self.place = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(partial(Placement.from_layout, cluster=cluster))
+        """Layout -> its placement on the cluster."""
         self._move = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(self._estimate_move)
         self._kernels = cache(self._make_kernels)
 
@@ -76,7 +77,7 @@ class RooflineEstimator:
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call, from the moment its inputs and weights exist."""
-        place = self._place(plan.layout)
+        place = self.place(plan.layout)
         busy = 1 if self._cores is None else busiest_node(plan.layout, self.cluster)
         key = (call, plan.layout.dims, place, busy, plan.options)
         if key not in self._calls:
@@ -98,7 +99,7 @@ class RooflineEstimator:
             num_trained_sharded=max(sizes.num_trained_sharded for sizes in ends),
             trained_share=elements.num_trained / elements.num_elements,
             dims=dims,
-            place=place or self._place(plan.layout),
+            place=place or self.place(plan.layout),
             kernels=self._kernels(role, dims.tp),
             links=Links(self.cluster, self.efficiency),
             settings=self.settings,
@@ -184,21 +185,21 @@ class RooflineEstimator:
         role = self.owner(chosen.role)
         is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
         merges = chosen.kind == "generate" and role == chosen.role and plan.layout.dims.fsdp == 1
-        return self._draft_bytes(chosen, is_home=is_home) + max(
-            CallMemory.for_replica(
-                self.roles[role],
-                plan,
-                self.settings,
-                self.tokens.workload,
-                sizes,
+        ends = (
+            CallMemory(
+                role=self.roles[role],
+                plan=plan,
+                settings=self.settings,
+                workload=self.tokens.workload,
+                sizes=sizes,
                 is_home=is_home,
                 is_trained=is_trained,
             )
-            .peak(chosen.kind)
-            .total
-            + (sizes.num_adapted * self.settings.copy_bytes if merges else 0)
             for sizes in self._elements[role].on_stages(plan.layout.dims)
         )
+        merged = self.settings.copy_bytes if merges else 0
+        added = max(end.peak(chosen.kind).total + end.sizes.num_adapted * merged for end in ends)
+        return self._draft_bytes(chosen, is_home=is_home) + added
 
     def _draft_bytes(self, call: ModelFunctionCall, *, is_home: bool) -> int:
         """Return the bytes of a draft model; they stay between calls, but count for the generating call only."""

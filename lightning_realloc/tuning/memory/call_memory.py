@@ -7,7 +7,7 @@ samples and norms are left out, since they are smaller by orders of magnitude.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
@@ -32,41 +32,26 @@ class CallMemory:
     workload: Workload | None
     sizes: RankElements
     """Element counts of the role in the call's layout."""
-    is_wrapped: bool
+    is_home: bool
+    """Whether the call runs on the role's home, and not on a replica next to it."""
+    is_trained: bool
+    """Whether the dataflow trains the role."""
+    is_wrapped: bool = field(init=False)
     """Whether FSDP2 wraps the model."""
-    weight_bytes: int
+    weight_bytes: int = field(init=False)
     """Bytes of a weight during computation: of the replica, or of FSDP2's gathered weights."""
-    activation_bytes: int
+    activation_bytes: int = field(init=False)
     """Bytes of an activation."""
 
-    @classmethod
-    def for_replica(
-        cls,
-        role: RoleMemory,
-        plan: CallPlan,
-        settings: MemorySettings,
-        workload: Workload | None,
-        sizes: RankElements,
-        *,
-        is_home: bool,
-        is_trained: bool,
-    ) -> CallMemory:
-        """Return the model of a call on a role's home, or on a replica in another layout."""
-        dims = plan.layout.dims
-        is_wrapped = dims.fsdp > 1 or (dims.dp > 1 and is_home and is_trained)
-        weight = settings.home_bytes(role, is_trained=is_trained) if is_home else settings.copy_bytes
+    def __post_init__(self) -> None:
+        dims, settings = self.plan.layout.dims, self.settings
+        is_wrapped = dims.fsdp > 1 or (dims.dp > 1 and self.is_home and self.is_trained)
+        weight = settings.home_bytes(self.role, is_trained=self.is_trained) if self.is_home else settings.copy_bytes
         if is_wrapped:
             weight = min(weight, settings.gathered_bytes)
-        return cls(
-            role=role,
-            plan=plan,
-            settings=settings,
-            workload=workload,
-            sizes=sizes,
-            is_wrapped=is_wrapped,
-            weight_bytes=weight,
-            activation_bytes=min(weight, settings.copy_bytes),
-        )
+        object.__setattr__(self, "is_wrapped", is_wrapped)
+        object.__setattr__(self, "weight_bytes", weight)
+        object.__setattr__(self, "activation_bytes", min(weight, settings.copy_bytes))
 
     def peak(self, kind: CallKind) -> MemoryParts:
         """Return the bytes at the moment with the largest total."""

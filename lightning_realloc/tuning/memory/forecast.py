@@ -320,12 +320,12 @@ class _Forecaster:
         chosen, name = self.plan.call(call.name), self._owner(str(call.role))
         if rank not in chosen.layout:
             return None
-        return CallMemory.for_replica(
-            self.roles[name],
-            chosen,
-            self.settings,
-            self.workload,
-            self.elements[name].on_rank(chosen.layout, rank),
+        return CallMemory(
+            role=self.roles[name],
+            plan=chosen,
+            settings=self.settings,
+            workload=self.workload,
+            sizes=self.elements[name].on_rank(chosen.layout, rank),
             is_home=not self._reads_copy(call),
             is_trained=self._is_trained(name),
         )

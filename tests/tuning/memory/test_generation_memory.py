@@ -43,12 +43,12 @@ def described(model: nn.Module) -> RoleMemory:
 
 def call_of(model: nn.Module, engine: EngineMemory, load: Workload = LOAD) -> CallMemory:
     role = described(model)
-    return CallMemory.for_replica(
-        role,
-        CallPlan(ALONE, max_slots=SLOTS),
-        MemorySettings(engine=engine),
-        load,
-        RoleElements(role).on_rank(ALONE, 0),
+    return CallMemory(
+        role=role,
+        plan=CallPlan(ALONE, max_slots=SLOTS),
+        settings=MemorySettings(engine=engine),
+        workload=load,
+        sizes=RoleElements(role).on_rank(ALONE, 0),
         is_home=False,
         is_trained=False,
     )
