@@ -117,30 +117,30 @@ class LocalSearch:
         self._state: list[PlacedOption] = []
         self._offload: frozenset[str] = frozenset()
 
-    def run(self, until: float = 1.0) -> None:
-        """Search until this fraction of the effort is spent; a first plan is made in any case."""
+    def run(self) -> None:
+        """Search until the effort is spent; a first plan is made in any case."""
         begin = self._progress.share
-        starts = self._starts(until)
+        starts = self._starts()
         polished = None
         for number in range(NUM_ROUNDS):
-            if self._progress.share >= until:
+            if self._progress.share >= 1:
                 return
             if number < len(starts):
                 self._state, self._offload = list(starts[number]), frozenset()
             else:
                 self._state, self._offload = list(self._progress.state), self._progress.offload
-            self._anneal(begin + (until - begin) * (number + 1) / NUM_ROUNDS)
+            self._anneal(begin + (1 - begin) * (number + 1) / NUM_ROUNDS)
             if self._progress.best != polished:
                 self._state, self._offload = list(self._progress.state), self._progress.offload
-                self._polish(until)
+                self._polish()
                 polished = self._progress.best
 
     # ---- starts
-    def _starts(self, until: float) -> list[list[PlacedOption]]:
+    def _starts(self) -> list[list[PlacedOption]]:
         """Return a few good states: all calls on all ranks, or the nodes divided between trained roles."""
         found: list[tuple[float, int, list[PlacedOption]]] = []
         for division in self._divisions():
-            if found and self._progress.share >= until:
+            if found and self._progress.share >= 1:
                 break
             self._start(division)
             found.append((self._cost(self._score()), len(found), list(self._state)))
@@ -292,13 +292,13 @@ class LocalSearch:
                 best, least = self._state[i], cost
         self._state[i] = best
 
-    def _polish(self, until: float) -> None:
+    def _polish(self) -> None:
         """Try many rank sets and options for each call in turn, until no call improves."""
         before = math.inf
         while (cost := self._cost(self._score())) < before * (1 - 1e-6):
             before = cost
             for i in self._problem.numbers:
-                places = [ranks for ranks in self._candidate_ranks(i, everywhere=True)]
+                places = self._candidate_ranks(i, everywhere=True)
                 trials = [
                     (option, ranks)
                     for ranks in places
@@ -310,7 +310,7 @@ class LocalSearch:
                 if len(trials) > MAX_POLISH_TRIALS:
                     trials = self._rng.sample(trials, MAX_POLISH_TRIALS)
                 for at in range(0, len(trials), 100):
-                    if self._progress.share >= until:
+                    if self._progress.share >= 1:
                         return
                     self._take_best(i, [(self._state[i].option, self._state[i].ranks), *trials[at : at + 100]])
 
