@@ -248,9 +248,9 @@ class WorkUnit:
 
 def interchangeable_ranks(plan: ExecutionPlan) -> list[tuple[int, ...]]:
     """Return groups of ranks with the same calls and the same pipeline stages."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int | None, ...], list[int]] = {}
     for rank in sorted({rank for layout in plan.layouts for rank in layout.ranks}):
-        place = tuple(layout.coordinate(rank).pp if rank in layout else -1 for layout in plan.layouts)
+        place = tuple(_index(layout, rank, layout.stage_axes) for layout in plan.layouts)
         groups.setdefault(place, []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
@@ -260,7 +260,11 @@ def _ranks_with_other_heads(plan: ExecutionPlan, ranks: Sequence[int]) -> list[i
 
     FSDP pads its shards, so ranks with the same place along ``tp`` hold equally much.
     """
-    by_place: dict[tuple[int, ...], int] = {}
+    by_place: dict[tuple[int | None, ...], int] = {}
     for rank in ranks:
-        by_place.setdefault(tuple(lay.coordinate(rank).tp for lay in plan.layouts if rank in lay), rank)
+        by_place.setdefault(tuple(_index(layout, rank, layout.tensor_axes) for layout in plan.layouts), rank)
     return list(by_place.values())
+
+
+def _index(layout: Layout, rank: int, axes: Sequence[str]) -> int | None:
+    return layout.share(rank, *axes).position if rank in layout else None

@@ -14,7 +14,7 @@ from functools import cached_property
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.dims import Layout, format_ranks
+from lightning_realloc.layout.dims import AXES, Layout, format_ranks
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.memory.call_memory import CallMemory
@@ -126,15 +126,16 @@ class _Forecaster:
     workload: Workload | None
     elements: Mapping[str, RoleElements]
 
-    def position(self, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
-        """Return the rank's coordinates in every layout, as far as its bytes depend on them.
+    def position(self, rank: int) -> tuple[int | None, ...]:
+        """Return the rank's place in every layout, as far as its bytes depend on it; None outside of a layout.
 
-        Data-parallel ranks need the same bytes. So do FSDP's padded shards in layouts that no weights move from or to.
+        Replicas need the same bytes. So do FSDP's padded shards in layouts that no weights move from or to.
         """
         found = []
         for layout in self.plan.layouts:
-            at = layout.coordinate(rank) if rank in layout else None
-            found.append(None if at is None else (at.pp, at.fsdp if layout in self._moved else 0, at.tp))
+            alike = layout.replica_axes if layout in self._moved else (*layout.replica_axes, *layout.shard_axes)
+            axes = [axis for axis in AXES if axis not in alike]
+            found.append(layout.share(rank, *axes).position if rank in layout else None)
         return tuple(found)
 
     def rank_phases(self, rank: int) -> Iterator[PhaseMemory]:
@@ -273,11 +274,11 @@ class _Forecaster:
         source = None if home is None else ModelLayout(role.model, home)
         size = 0.0
         for param in target.names(rank):
-            readers = [r for r in layout.ranks if target.shard(param, r) == target.shard(param, rank)]
+            shard, readers = next(held for held in target.holders(param) if rank in held[1])
             if source is not None and param not in fresh:
-                readers = [r for r in readers if source.shard(param, r) != target.shard(param, r)]
+                readers = tuple(reader for reader in readers if source.shard(param, reader) != shard)
             if rank in readers:
-                size += math.prod(target.local_shape(param, rank)) * self.settings.copy_bytes / len(readers)
+                size += math.prod(shard.shape) * self.settings.copy_bytes / len(readers)
         return int(size)
 
     def _staging(self, name: str, layout: Layout, rank: int) -> int:
