@@ -135,7 +135,7 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
     sizes: Counter[str] = Counter()
     for param in role.model.params:
         is_linear = len(param.shape) == 2 and (param.section != "input" or param.name in tied)
-        cuts = () if param.tensor_cut is None else (param.tensor_cut,)
+        cuts = tuple(cut for cut in param.cuts if not cut.is_gathered)
         if is_linear and (tp == 1 or all(cut.dim == 0 for cut in cuts)):
             shard = local_shard(param.shape, cuts, (Share(tp, 0),) * len(cuts))
             sizes[_shared_product(param.name)] += math.prod(shard.shape)
