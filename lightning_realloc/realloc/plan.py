@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
@@ -142,10 +143,10 @@ class ReallocationPlan:
 
     def ranks_by_node(self) -> dict[int, tuple[int, ...]]:
         """Return node -> its ranks of the source or the target, in ascending order."""
-        found: dict[int, tuple[int, ...]] = {}
+        found = defaultdict[int, tuple[int, ...]](tuple)
         for rank, node in self.nodes:
-            found[node] = (*found.get(node, ()), rank)
-        return found
+            found[node] += (rank,)
+        return dict(found)
 
     @property
     def inter_node_bytes(self) -> int:
@@ -154,7 +155,7 @@ class ReallocationPlan:
 
     def bytes_by_rank(self) -> dict[int, RankTraffic]:
         """Return the bytes that every rank sends, receives and keeps."""
-        sent, received, kept = ({rank: 0 for rank in self.ranks} for _ in range(3))
+        sent, received, kept = (Counter[int]() for _ in range(3))
         for family in self.families:
             for route, weight in family.moves():
                 sent[route.sender] += route.numel * weight
@@ -167,11 +168,11 @@ class ReallocationPlan:
     def bytes_by_node_pair(self) -> dict[tuple[int, int], int]:
         """Return (sending node, receiving node) -> bytes, also inside a node; pairs without traffic are left out."""
         node_of = dict(self.nodes)
-        amounts: dict[tuple[int, int], int] = {}
+        amounts = Counter[tuple[int, int]]()
         for family in self.families:
             for route, weight in family.moves():
                 pair = node_of[route.sender], node_of[route.receiver]
-                amounts[pair] = amounts.get(pair, 0) + route.numel * weight * self.element_bytes
+                amounts[pair] += route.numel * weight * self.element_bytes
         return dict(sorted(amounts.items()))
 
     def summary(self) -> str:

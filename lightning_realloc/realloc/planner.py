@@ -8,6 +8,7 @@ Among equally near holders, the least loaded one sends.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ def plan_reallocation(
         element_bytes=element_bytes,
         rank=rank,
         transfers=list_transfers(routed, rank),
-        digest=plan_digest("reallocation", source, target, nodes, element_bytes),
+        digest=_digest(source, target, nodes, element_bytes),
         bytes_minimum=element_bytes * sum(d.cell.numel * len(d.missing) * count for d, count in counted),
         inter_node_bytes_minimum=element_bytes * sum(d.cell.numel * count for d, count in counted if d.is_remote),
         nodes=nodes,
@@ -86,11 +87,9 @@ def check_element_bytes(element_bytes: int) -> None:
         )
 
 
-def plan_digest(
-    kind: str, source: ModelLayout, target: ModelLayout, nodes: tuple[tuple[int, int], ...], element_bytes: int
-) -> str:
+def _digest(source: ModelLayout, target: ModelLayout, nodes: tuple[tuple[int, int], ...], element_bytes: int) -> str:
     """Return the SHA-256 of everything that the transfers depend on; the order of parameters does not count."""
-    digest = hashlib.sha256(repr((kind, PLANNER_VERSION, element_bytes, nodes)).encode())
+    digest = hashlib.sha256(repr((PLANNER_VERSION, element_bytes, nodes)).encode())
     for side in (source, target):
         digest.update(f"|{side.layout}|{side.model.num_blocks}|".encode())
         for param in sorted(side.model.params, key=lambda param: param.name):
@@ -108,10 +107,6 @@ class _Demand:
     """Nearest holders: those on the node, or all of them when the node has none."""
     is_remote: bool
     """Whether the candidates are on other nodes. Then one of ``missing`` receives the cell and sends it on."""
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.missing) * len(self.candidates)
 
 
 def _demands(family: Family, node_of: Mapping[int, int]) -> Iterator[_Demand]:
@@ -145,7 +140,7 @@ def _route(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> 
 def _num_variants(demands: tuple[_Demand, ...], num_params: int) -> int:
     """Return enough variants for every replica to take a turn, within ``MAX_CHOICES``."""
     useful = max((max(len(demand.candidates), len(demand.missing) * demand.is_remote) for demand in demands), default=1)
-    affordable = MAX_CHOICES // max(1, sum(demand.num_choices for demand in demands))
+    affordable = MAX_CHOICES // max(1, sum(len(demand.missing) * len(demand.candidates) for demand in demands))
     return max(1, min(useful, affordable, num_params))
 
 
@@ -160,14 +155,14 @@ class _Load:
     """Elements that every rank sends, and receives from other nodes, according to the choices so far."""
 
     def __init__(self) -> None:
-        self.sent: dict[int, int] = {}
-        self.received: dict[int, int] = {}
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
 
     def count_forced(self, demand: _Demand, weight: int) -> None:
         """Count the elements that a sole candidate must send."""
         if len(demand.candidates) == 1:
             copies = 1 if demand.is_remote else len(demand.missing)
-            self._add_sent(demand.candidates[0], demand.cell.numel * copies * weight)
+            self.sent[demand.candidates[0]] += demand.cell.numel * copies * weight
 
     def serve(self, demand: _Demand, weight: int) -> Iterator[Route]:
         """Yield the routes that bring a cell to a node's ranks, for ``weight`` parameters."""
@@ -176,25 +171,21 @@ class _Load:
             for receiver in demand.missing:
                 yield self._from_source(cell, self._pick(demand.candidates, receiver, amount), receiver)
             return
-        first = min(demand.missing, key=lambda rank: (self.received.get(rank, 0), rank))
-        self.received[first] = self.received.get(first, 0) + amount
+        first = min(demand.missing, key=lambda rank: (self.received[rank], rank))
+        self.received[first] += amount
         yield self._from_source(cell, self._pick(demand.candidates, first, amount), first)
         for receiver in demand.missing:
             if receiver != first:
-                self._add_sent(first, amount)
+                self.sent[first] += amount
                 yield Route(cell.shape, first, receiver, cell.target_offset, cell.target_offset, 1)
 
     def _pick(self, candidates: tuple[int, ...], receiver: int, amount: int) -> int:
         """Return the least loaded candidate; on a tie the next one after the receiver, to spread the load."""
         if len(candidates) == 1:
             return candidates[0]
-        sent = self.sent
-        sender = min(candidates, key=lambda rank: (sent.get(rank, 0), rank < receiver, rank))
-        self._add_sent(sender, amount)
+        sender = min(candidates, key=lambda rank: (self.sent[rank], rank < receiver, rank))
+        self.sent[sender] += amount
         return sender
-
-    def _add_sent(self, rank: int, amount: int) -> None:
-        self.sent[rank] = self.sent.get(rank, 0) + amount
 
     @staticmethod
     def _from_source(cell: Cell, sender: int, receiver: int) -> Route:

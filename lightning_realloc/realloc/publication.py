@@ -8,12 +8,13 @@ holds are left out: they arrive by the messages between nodes of a `Reallocation
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_realloc.layout import ClusterSpec, ModelLayout
 from lightning_realloc.realloc.families import Cell, Family, match_families
-from lightning_realloc.realloc.planner import MAX_CHOICES, check_element_bytes, locate_ranks, plan_digest
+from lightning_realloc.realloc.planner import MAX_CHOICES, check_element_bytes, locate_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +58,11 @@ class Write:
 class PublicationPlan:
     """Every distinct shard of the target on every node, and the writes that fill it."""
 
-    source: ModelLayout
-    target: ModelLayout
     element_bytes: int
-    rank: int | None
-    """Rank whose writes are listed; None lists those of all ranks. Shards and digest are always complete."""
     shards: tuple[SharedShard, ...] = field(repr=False)
     """All shards, in the same order on every rank. Every parameter of a target rank is in exactly one."""
     writes: tuple[Write, ...] = field(repr=False)
-    digest: str
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of one copy of each distinct shard on each node, over all ranks."""
-        return self.element_bytes * sum(shard.numel for shard in self.shards)
+    """Writes of all ranks, or of the rank that was given."""
 
     def shards_of(self, rank: int) -> dict[str, int]:
         """Return parameter name -> shard index for the parameters of a target rank."""
@@ -91,10 +83,10 @@ def plan_publication(
     cluster.
     """
     check_element_bytes(element_bytes)
-    nodes = locate_ranks(source, target, cluster)
+    node_of = dict(locate_ranks(source, target, cluster))
     families = match_families(source, target)
-    local = [tuple(_local_shards(family, dict(nodes))) for family in families]
-    written: dict[int, int] = {}
+    local = [tuple(_local_shards(family, node_of)) for family in families]
+    written: Counter[int] = Counter()
     shards: list[SharedShard] = []
     writes: list[Write] = []
     for family, parts in zip(families, local, strict=True):
@@ -109,8 +101,7 @@ def plan_publication(
                     if rank is None or writer == rank
                 )
                 shards.append(SharedShard(name, part.shape, part.ranks, part.node))
-    digest = plan_digest("publication", source, target, nodes, element_bytes)
-    return PublicationPlan(source, target, element_bytes, rank, tuple(shards), tuple(writes), digest)
+    return PublicationPlan(element_bytes, tuple(shards), tuple(writes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +123,14 @@ def _local_shards(family: Family, node_of: Mapping[int, int]) -> Iterator[_Local
             yield _LocalShard(node, shard.shape, ranks, tuple((cell, holders) for cell, holders in held if holders))
 
 
-def _count_forced(parts: Sequence[_LocalShard], num_params: int, written: dict[int, int]) -> None:
+def _count_forced(parts: Sequence[_LocalShard], num_params: int, written: Counter[int]) -> None:
     """Count the cells that only one rank can write before choosing writers for the others."""
     for cell, holders in dict.fromkeys(pair for part in parts for pair in part.cells):
         if len(holders) == 1:
-            written[holders[0]] = written.get(holders[0], 0) + cell.numel * num_params
+            written[holders[0]] += cell.numel * num_params
 
 
-def _choose_writers(parts: Sequence[_LocalShard], num_params: int, written: dict[int, int]) -> list[list[list[int]]]:
+def _choose_writers(parts: Sequence[_LocalShard], num_params: int, written: Counter[int]) -> list[list[list[int]]]:
     """Return writers as [variant][shard][cell]. Parameter k of the family uses variant ``k % num_variants``."""
     counts = [len(holders) for part in parts for _, holders in part.cells]
     num_variants = max(1, min(max(counts, default=1), MAX_CHOICES // max(1, sum(counts)), num_params))
@@ -149,11 +140,11 @@ def _choose_writers(parts: Sequence[_LocalShard], num_params: int, written: dict
     ]
 
 
-def _writers(part: _LocalShard, written: dict[int, int], weight: int) -> Iterator[int]:
+def _writers(part: _LocalShard, written: Counter[int], weight: int) -> Iterator[int]:
     for cell, holders in part.cells:
         if len(holders) == 1:
             yield holders[0]
             continue
-        writer = min(holders, key=lambda rank: (written.get(rank, 0), rank))
-        written[writer] = written.get(writer, 0) + cell.numel * weight
+        writer = min(holders, key=lambda rank: (written[rank], rank))
+        written[writer] += cell.numel * weight
         yield writer

@@ -7,6 +7,7 @@ therefore depend on the load of all ranks, which a plan's families describe.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -43,32 +44,26 @@ def schedule_transfers(plan: ReallocationPlan, *, max_staging_bytes: int) -> Sch
 class _Batch:
     """Routes that share a round, and the elements that each rank sends and receives for them."""
 
-    sent: dict[int, int] = field(default_factory=dict)
-    received: dict[int, int] = field(default_factory=dict)
+    sent: Counter[int] = field(default_factory=Counter)
+    received: Counter[int] = field(default_factory=Counter)
     routes: list[Route] = field(default_factory=list)
 
     def fits(self, other: _Batch, limit: int) -> bool:
         """Return whether ``other`` can join without any rank exceeding ``limit``."""
         return all(
-            mine.get(rank, 0) + amount <= limit
+            mine[rank] + amount <= limit
             for mine, theirs in ((self.sent, other.sent), (self.received, other.received))
             for rank, amount in theirs.items()
         )
 
     def has_room(self, route: Route, numel: int, limit: int) -> bool:
         """Return whether a route of ``numel`` elements can join."""
-        return self.sent.get(route.sender, 0) + numel <= limit and self.received.get(route.receiver, 0) + numel <= limit
+        return self.sent[route.sender] + numel <= limit and self.received[route.receiver] + numel <= limit
 
     def count(self, route: Route, numel: int) -> None:
         """Add one route's load."""
-        self.sent[route.sender] = self.sent.get(route.sender, 0) + numel
-        self.received[route.receiver] = self.received.get(route.receiver, 0) + numel
-
-    def add_load(self, other: _Batch) -> None:
-        """Add another batch's load."""
-        for mine, theirs in ((self.sent, other.sent), (self.received, other.received)):
-            for rank, amount in theirs.items():
-                mine[rank] = mine.get(rank, 0) + amount
+        self.sent[route.sender] += numel
+        self.received[route.receiver] += numel
 
 
 def _rounds_of_hop(plan: ReallocationPlan, hop: int, limit: int) -> Iterator[tuple[Transfer, ...]]:
@@ -82,7 +77,8 @@ def _rounds_of_hop(plan: ReallocationPlan, hop: int, limit: int) -> Iterator[tup
         if load.sent and not load.fits(batch, limit):
             yield tuple(current)
             load, current = _Batch(), []
-        load.add_load(batch)
+        load.sent.update(batch.sent)
+        load.received.update(batch.received)
         current.extend([Transfer(name, *route) for route in batch.routes])
     if load.sent:
         yield tuple(current)
