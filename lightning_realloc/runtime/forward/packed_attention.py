@@ -84,7 +84,7 @@ class Segments:
 
 def check_packable(model: nn.Module) -> None:
     """Raise ConfigError for a transformers model that cannot run packed sequences; other modules pass."""
-    hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    hf_model = _find_transformers_model(model)
     if hf_model is not None and hf_model.config._attn_implementation != ATTENTION:
         _refuse_unpackable(hf_model)
 
@@ -97,7 +97,7 @@ def check_segments(models: Iterable[nn.Module]) -> None:
     """
     checked: list[tuple[type, PreTrainedConfig]] = []
     for model in models:
-        known = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        known = _find_transformers_model(model)
         if known is None or quantized_layers(model):  # a copy shares quantized layers
             continue
         kind = (type(model), known.config)
@@ -170,13 +170,16 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model: ``model`` itself, or the one that it wraps (adapters, compile)."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
+    if (found := _find_transformers_model(model)) is not None:
+        return found
     raise ConfigError(
         f"packed sequences need a transformers model; {type(model).__name__} is none and contains none, "
         f"build it from PreTrainedModel or with AutoModelForCausalLM"
     )
+
+
+def _find_transformers_model(model: nn.Module) -> PreTrainedModel | None:
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
 def _refuse_unpackable(model: PreTrainedModel) -> None:

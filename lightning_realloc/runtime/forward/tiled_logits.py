@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from lightning_realloc.limits import CHUNK_ELEMENTS, TILE_ELEMENTS
 from lightning_realloc.runtime.forward.vocab_parallel_logits import (
-    BASE,
     ELEMENTWISE,
-    SAME_ON_EVERY_SHARD,
-    SHAPE,
+    PartialLogits,
     VocabParallelLogits,
     VocabShard,
     local_logits,
@@ -80,7 +78,7 @@ class TiledLogits:
     """Computes logits from hidden states a tile of rows at a time, the same number of tiles on all ranks."""
 
     def __init__(self, deferred: DeferredLogits) -> None:
-        states = plain_states(deferred)
+        states = deferred.plain()
         self._deferred = deferred
         self._has_graph = torch.is_grad_enabled()
         self._autocast = _current_autocast(states.device.type)
@@ -126,7 +124,7 @@ class TiledLogits:
         return _slices((self.num_rows, self._deferred.num_columns), TILE_ELEMENTS)
 
 
-class DeferredLogits(Tensor):
+class DeferredLogits(PartialLogits):
     """(..., V) logits of (..., D) hidden states, not computed yet.
 
     Scales, soft caps and casts are recorded. Any other operation computes all logits first, with a warning.
@@ -136,9 +134,7 @@ class DeferredLogits(Tensor):
     num_columns: int
     """Columns that a rank computes, at most."""
     _call: Callable[[Tensor], Tensor]
-    _num_tokens: int
     _steps: tuple[Callable[[Tensor], Tensor], ...]
-    _whole: Tensor | None
 
     @classmethod
     def from_states(
@@ -165,7 +161,7 @@ class DeferredLogits(Tensor):
     def whole(self) -> Tensor:
         """Return all logits, `VocabParallelLogits` if the head is cut over the vocabulary. The first call computes."""
         if self._whole is None:
-            self._whole = self._call(plain_states(self))
+            self._whole = self._call(self.plain())
             for step in self._steps:
                 self._whole = step(self._whole)
         return self._whole
@@ -179,20 +175,13 @@ class DeferredLogits(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in SAME_ON_EVERY_SHARD:
-                return func(*args, **kwargs)
-            if func == BASE:
-                return None  # in-place writes go into the computed logits
-            if func == SHAPE:
-                return torch.Size((*func(*args)[:-1], args[0]._num_tokens))
+    def apply(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a scale, soft cap or cast, and apply any other operation to all logits."""
         if func is Tensor.__repr__:  # debuggers must not compute
             return f"DeferredLogits({tuple(args[0].shape)}, computed: {not args[0].is_deferred})"
         owner = next(value for value in (*args, *kwargs.values()) if isinstance(value, cls))
         if owner.is_deferred and _is_step(func, args, kwargs):
-            return owner.derived(plain_states(owner), lambda values: _call_with(func, args, kwargs, owner, values))
+            return owner.derived(owner.plain(), lambda values: _call_with(func, args, kwargs, owner, values))
         if owner.is_deferred:
             rank_zero_warn(
                 f"{getattr(func, '__name__', func)} needs all logits at once, which take more memory than tiles of "
@@ -246,15 +235,9 @@ def select_rows(logits: Tensor, rows: int | Tensor) -> Tensor:
     """Return ``logits[rows]``, deferred or vocabulary-parallel if ``logits`` are. Do not write into it."""
     if isinstance(logits, DeferredLogits):
         if logits.is_deferred:
-            return logits.derived(plain_states(logits)[rows])
+            return logits.derived(logits.plain()[rows])
         logits = logits.whole()
     return logits.select_rows(rows) if isinstance(logits, VocabParallelLogits) else logits[rows]
-
-
-def plain_states(logits: DeferredLogits) -> Tensor:
-    """Return the hidden states of deferred logits."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return logits.as_subclass(Tensor)
 
 
 def _slices(shape: Sequence[int], num_elements: int) -> list[slice]:

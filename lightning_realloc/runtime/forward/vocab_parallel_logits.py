@@ -31,14 +31,43 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-SHAPE, BASE = _getter("shape"), _getter("_base")
-SAME_ON_EVERY_SHARD = frozenset(
+_SHAPE, _BASE = _getter("shape"), _getter("_base")
+_SAME_FOR_PARTS = frozenset(
     (
         *map(_getter, ("requires_grad", "grad_fn", "is_leaf", "dtype", "device", "ndim")),
         *(Tensor.register_hook, Tensor.dim, Tensor.is_floating_point, torch.is_floating_point),
     )
 )
-"""Properties and functions with the same result for local columns and for all logits; FSDP uses them."""
+"""Properties and functions with the same result for what a rank holds and for all logits; FSDP uses them."""
+
+
+class PartialLogits(Tensor):
+    """(..., V) logits of which a part is here, with the shape of all. Subclasses say how an operation treats them."""
+
+    _num_tokens: int
+    _whole: Tensor | None
+    """All logits, once an operation has needed them."""
+
+    def plain(self) -> Tensor:
+        """Return the tensor that this rank holds, as a plain one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    def apply(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation that depends on the logits."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _SAME_FOR_PARTS:
+                return func(*args, **(kwargs or {}))
+            if func == _BASE:
+                return None  # in-place writes go into all logits and change no part
+            if func == _SHAPE:
+                return torch.Size((*func(*args)[:-1], args[0]._num_tokens))
+        return cls.apply(func, args, kwargs or {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,15 +86,13 @@ class VocabShard:
         return slice(min(self.first_token, limit), min(self.first_token + width, limit))
 
 
-class VocabParallelLogits(Tensor):
+class VocabParallelLogits(PartialLogits):
     """(..., V) logits. This rank holds some columns until an operation needs all of them.
 
     Gathering is collective, so all ranks must call that operation. Afterwards the object holds all logits.
     """
 
     _group: TensorParallelGroup
-    _num_tokens: int
-    _whole: Tensor | None
 
     @classmethod
     def from_local(cls, values: Tensor, group: TensorParallelGroup, num_tokens: int) -> VocabParallelLogits:
@@ -78,7 +105,7 @@ class VocabParallelLogits(Tensor):
     def whole(self) -> Tensor:
         """Return all logits. The first call is collective."""
         if self._whole is None:
-            self._whole = gather_last_dim(_plain(self), self._group, self._num_tokens)
+            self._whole = gather_last_dim(self.plain(), self._group, self._num_tokens)
         return self._whole
 
     def local(self) -> tuple[Tensor, VocabShard | None]:
@@ -86,27 +113,21 @@ class VocabParallelLogits(Tensor):
         if self._whole is not None:
             return self._whole, None
         first, _ = self._group.local_slice(self._num_tokens)
-        return _plain(self), VocabShard(first, self._num_tokens, self._group.gather)
+        return self.plain(), VocabShard(first, self._num_tokens, self._group.gather)
 
     def select_rows(self, rows: int | Tensor) -> Tensor:
         """Return ``self[rows]``, of this rank's columns if no operation has gathered all."""
         if self._whole is not None:
             return self._whole[rows]
-        return VocabParallelLogits.from_local(_plain(self)[rows], self._group, self._num_tokens)
+        return VocabParallelLogits.from_local(self.plain()[rows], self._group, self._num_tokens)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # debuggers must not gather
         return f"VocabParallelLogits(columns of rank {self._group.index} of {self._group.size}, V={self._num_tokens})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def apply(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply an elementwise operation to this rank's columns, and any other one to all logits."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func in SAME_ON_EVERY_SHARD:
-                return func(*args, **kwargs)
-            if func == BASE:
-                return None  # in-place writes go into the gathered logits and change no shard
-            if func == SHAPE:
-                return torch.Size((*func(*args)[:-1], args[0]._num_tokens))
             if _keeps_columns(func, args, kwargs):
                 made = func(*args, **kwargs)
                 return made if isinstance(made, cls) else cls.from_local(made, *_origin((*args, *kwargs.values())))
@@ -117,11 +138,6 @@ class VocabParallelLogits(Tensor):
 def local_logits(logits: Tensor) -> tuple[Tensor, VocabShard | None]:
     """Return the columns of ``logits`` that this rank holds and their shard; None means all columns."""
     return logits.local() if isinstance(logits, VocabParallelLogits) else (logits, None)
-
-
-def _plain(logits: VocabParallelLogits) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return logits.as_subclass(Tensor)
 
 
 def _origin(values: Iterable[Any]) -> tuple[TensorParallelGroup, int]:

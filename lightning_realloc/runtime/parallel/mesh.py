@@ -85,18 +85,16 @@ class MeshRegistry:
 
         Raises LayoutError if this rank is not part of the layout, or if ``create`` was not called with the layout.
         """
-        return self._group_of(layout.group(self.rank, *axes), layout)
+        ranks = layout.group(self.rank, *axes)
+        return None if len(ranks) == 1 else self._existing(ranks, layout)
 
     def batch_group(self, layout: Layout) -> dist.ProcessGroup | None:
         """Return the group of `Layout.batch_group`, as `group` does."""
-        return self._group_of(layout.batch_group(self.rank), layout)
+        return self.group(layout, *layout.batch_axes)
 
     def tensor_group(self, layout: Layout) -> dist.ProcessGroup | None:
         """Return the group of `Layout.tensor_group`, as `group` does."""
-        return self._group_of(layout.tensor_group(self.rank), layout)
-
-    def _group_of(self, ranks: tuple[int, ...], layout: Layout) -> dist.ProcessGroup | None:
-        return None if len(ranks) == 1 else self._existing(ranks, layout)
+        return self.group(layout, *layout.tensor_axes)
 
     def fsdp_mesh(self, layout: Layout) -> DeviceMesh:
         """Return the mesh over which FSDP shards this rank's stage and tensor-parallel slice of the model.

@@ -48,11 +48,6 @@ class AttentionHeads:
     head_dims: tuple[int, ...]
     """Features of one head: of keys, and of values if they differ."""
 
-    @property
-    def key_value_sizes(self) -> tuple[int, ...]:
-        """Possible output features of a key or value projection."""
-        return tuple(self.key_value * head_dim for head_dim in self.head_dims)
-
     def on_rank(self, tp: int, index: int) -> tuple[int, int]:
         """Return the number of query heads and of key-value heads of one of ``tp`` ranks."""
         queries, keys = head_bounds(self.query, self.key_value, tp, index), group_bounds(self.key_value, tp, index)
@@ -225,7 +220,7 @@ def _cut_by_heads(dim: int, size: int, heads: AttentionHeads, name: str) -> Tens
     attention order their features by query head: queries, gpt_neox's fused q, k and v, gates, and the input of the
     output projection. Their heads stay with the key-value head that they read.
     """
-    if heads.key_value < heads.query and size in heads.key_value_sizes:
+    if heads.key_value < heads.query and size in [heads.key_value * head_dim for head_dim in heads.head_dims]:
         # A module that reads keys or values (dim 1) does not know which ranks share a head, so there tp must not
         # exceed the number of heads.
         return TensorParallelCut(dim, num_units=heads.key_value, replicate_units=dim == 0)
