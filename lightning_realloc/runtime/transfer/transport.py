@@ -55,14 +55,14 @@ class DirectTransport:
         target: Mapping[str, Tensor],
         *,
         device: torch.device,
-        owned: Arena | None,
+        owned: Arena,
     ) -> None:
         """Bind this rank's local copies.
 
         Args:
             messages: Pieces from other ranks.
             kept: Local copies.
-            owned: Memory of ``target`` if `release` may free it, else None.
+            owned: Memory of the tensors of ``target`` that `release` may free.
         """
         self._messages, self._device, self._owned = messages, device, owned
         self._is_released = False
@@ -71,8 +71,7 @@ class DirectTransport:
             into = region_view(target[transfer.param], transfer.receiver_offset, transfer.shape)
             self._kept.add(into, region_view(source[transfer.param], transfer.sender_offset, transfer.shape))
         self.bytes_moved, self.staging_bytes = messages.bytes_received, messages.staging_bytes
-        if owned is not None:
-            owned.restore()
+        owned.restore()
 
     @torch.no_grad()
     def run(self) -> float:
@@ -80,8 +79,7 @@ class DirectTransport:
         start = time.perf_counter()
         if self._is_released:
             self._messages.restore()
-            if self._owned is not None:
-                self._owned.restore()
+            self._owned.restore()
             self._is_released = False
         self._messages.run(self._kept)
         if self._device.type == "cuda":
@@ -91,8 +89,7 @@ class DirectTransport:
     def release(self) -> None:
         """See `Transport.release`."""
         self._messages.release()
-        if self._owned is not None:
-            self._owned.release()
+        self._owned.release()
         self._is_released = True
 
 

@@ -2,8 +2,7 @@
 
 The sender copies its pieces into host memory and goes on; gloo's threads transfer them. The receiver asks whether a
 version has arrived, and writes it into its own tensors when that suits it. One version at a time is on its way: the
-sender waits until the one before was sent. Each message has two frames, a header and the pieces. Gloo's work objects
-cannot tell whether they are done, so a frame ends with a mark (see `bulk_messages`).
+sender waits until the one before was sent. Each message has two frames (see `bulk_messages`), a header and the pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.realloc.plan import ReallocationPlan, Transfer
-from lightning_realloc.runtime.messages.bulk_messages import MARK, wait_for
+from lightning_realloc.runtime.messages.bulk_messages import MARK, FrameReceiver, wait_for
 from lightning_realloc.runtime.transfer.point_to_point import CopyList, region_view
 
 _CLOSED = -1
@@ -34,7 +33,7 @@ class VersionSender:
         source: Parameter name -> this rank's local tensor, whose storage stays the same.
         dtype: Dtype of the pieces on their way.
         group: All ranks, over gloo, used by streams only.
-        tag: Even number that no other stream of the group has.
+        tag: Number that no other stream of the group has.
     """
 
     def __init__(
@@ -82,12 +81,12 @@ class VersionSender:
     def _start(self, version: int, frames: Mapping[int, Tensor]) -> None:
         header = torch.tensor([version, MARK])
         for receiver in self._frames:
-            self._isend(header, receiver, self._tag)
+            self._isend(header, receiver)
         for receiver, frame in frames.items():
-            self._isend(frame, receiver, self._tag + 1)
+            self._isend(frame, receiver)
 
-    def _isend(self, frame: Tensor, receiver: int, tag: int) -> None:
-        work = dist.isend(frame, receiver, group=self._group, tag=tag)
+    def _isend(self, frame: Tensor, receiver: int) -> None:
+        work = dist.isend(frame, receiver, group=self._group, tag=self._tag)
         assert work is not None, "this rank is part of the group"
         self._works.append((work, frame))  # gloo's work does not keep the memory that it sends from alive
 
@@ -158,32 +157,24 @@ class VersionReceiver:
         return version
 
 
-class _Parcel:
+class _Parcel(FrameReceiver):
     """The pieces of one version from one sender, as they arrive."""
 
     def __init__(self, frame: Tensor, sender: int, group: dist.ProcessGroup, tag: int) -> None:
+        super().__init__(group, sender, tag, meanwhile=_MOVING)
         self.frame, self.sender = frame, sender
-        self._group, self._tag = group, tag
         self._header = torch.zeros(2, dtype=torch.int64)
-        self._works: list[dist.Work] = []
-        self._is_open = False
-        """Whether the header was read."""
         self.begin()
 
     def begin(self) -> None:
         """Start to receive the next version."""
         self._header.zero_()
         self.frame[-1] = 0
-        self._is_open = False
-        self._receive(self._header, self._tag)
+        self.start(self._header)
 
-    def has_arrived(self) -> bool:
-        """Return whether `wait` would return at once."""
-        if not self._is_open:
-            if self._header[1] != MARK:
-                return False
-            self._open()
-        return self.is_end or bool(self.frame[-1] == MARK)
+    def second_frame(self) -> Tensor | None:
+        """See `FrameReceiver`."""
+        return None if self.is_end else self.frame
 
     @property
     def is_end(self) -> bool:
@@ -192,22 +183,8 @@ class _Parcel:
 
     def wait(self) -> int:
         """Return the version once it has arrived."""
-        if not self._is_open:
-            self._open()
-        while self._works:
-            wait_for(self._works.pop(), meanwhile=_MOVING)  # waiting twice for gloo's work never returns
+        self.wait_for_frames()
         return int(self._header[0])
-
-    def _open(self) -> None:
-        wait_for(self._works.pop(), meanwhile=_MOVING)
-        self._is_open = True
-        if not self.is_end:
-            self._receive(self.frame, self._tag + 1)
-
-    def _receive(self, frame: Tensor, tag: int) -> None:
-        work = dist.irecv(frame, self.sender, group=self._group, tag=tag)
-        assert work is not None, "this rank is part of the group"
-        self._works.append(work)
 
 
 def _by_peer(plan: ReallocationPlan, ends: Callable[[Transfer], tuple[int, int]]) -> dict[int, list[Transfer]]:
