@@ -43,7 +43,7 @@ class Samples:
     """Unique sample ids, (B,) int64 on the host. An id means the same sample on every rank."""
     columns: Mapping[str, Column]
     """Tensors and sequences by name. The constructor moves tuples to ``data``."""
-    data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    data: Mapping[str, tuple[object, ...]] = field(default_factory=dict, metadata={"sent": False})
     """Columns of the data set: Python objects, known on every rank and never sent. A name may be in ``columns`` too."""
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from lightning_realloc.generation.loop.environment import Conversation, Environm
 from lightning_realloc.generation.loop.requests import Requests
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.loop.streaming import CallNotifier, PartialResults
-from lightning_realloc.runtime.messages.progress import ActivityProgress
+from lightning_realloc.runtime.messages.flight_record import ActivityProgress
 from lightning_realloc.runtime.model.structure import check_extra_inputs
 
 if TYPE_CHECKING:  # imported where samples move

@@ -77,7 +77,7 @@ class ReportMessages:
         """Send the next report to all peers, waiting for none of them."""
         while len(self._sent) >= 2 * len(self._peers.others):  # each peer has answered the report of two rounds ago
             self._sent.popleft().wait()
-        number, message = self._peers.next_report_number(), encode_message(content, {})
+        number, message = self._peers.next_report_number(), encode_message(content)
         self._sent.extend(self._channel.send(other, number, message) for other in self._peers.others)
 
     def have_arrived(self) -> bool:
@@ -92,7 +92,7 @@ class ReportMessages:
         """
         peers, reports = self._peers, []
         for other, message in self._incoming.popleft().items():
-            reports.append(decode_message(message.wait())[0])
+            reports.append(decode_message(message.wait()))
             if not reports[-1]:  # the peer failed or knows of a rank that did; the mailbox raises the cause
                 peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls + 1)
         return reports
@@ -112,4 +112,4 @@ class ReportMessages:
         number = self._peers.next_report_number()
         for other in self._peers.others:
             with suppress(RuntimeError):  # an unreachable peer has ended too
-                self._channel.send(other, number, encode_message({}, {}))
+                self._channel.send(other, number, encode_message({}))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -59,7 +59,7 @@ def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
 
 def _published(world_size: int) -> dict[int, tuple[str, str]]:
     """Return as `peer_failures`. Raises RuntimeError if the store cannot be reached."""
-    found, store = {}, _store()
+    found, store = {}, group_store()
     for rank in range(world_size):
         if store.check([_key(rank)]):
             name, message = json.loads(store.get(_key(rank)))
@@ -81,29 +81,25 @@ def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> 
     Raises:
         RankLost: naming the rank; ``what`` says what was waited for.
     """
-    outcomes: SimpleQueue[tuple[Value | None, BaseException | None]] = SimpleQueue()
+    outcome: futures.Future[Value] = futures.Future()
 
     def run() -> None:
         try:
-            outcomes.put((wait(), None))
+            outcome.set_result(wait())
         except BaseException as error:
-            outcomes.put((None, error))
+            outcome.set_exception(error)
 
-    Thread(target=run, daemon=True).start()
-    while True:
-        with suppress(Empty):
-            value, error = outcomes.get(timeout=CHECK_S)
-            if error is not None:
-                raise error
-            return cast(Value, value)
+    Thread(target=run, daemon=True).start()  # an executor's thread would keep the process from ending
+    while not futures.wait((outcome,), CHECK_S).done:
         if (cause := _cause_to_end(world_size)) is not None:
             raise RankLost(f"{cause}; this rank waited for {what}")
+    return outcome.result()
 
 
 def _cause_to_end(world_size: int) -> str | None:
     """Return the first rank that failed or was lost; None if no rank knows of one."""
     try:
-        if not _store().add(_COUNT_KEY, 0):  # one question in place of two for every rank
+        if not group_store().add(_COUNT_KEY, 0):  # one question in place of two for every rank
             return None
         for rank, (name, message) in _published(world_size).items():
             return f"rank {rank} failed with {name}: {message}"
@@ -116,7 +112,7 @@ def _cause_to_end(world_size: int) -> str | None:
 def clear_failure(rank: int) -> None:
     """Delete what is published about this rank, before a new run."""
     for key in (_key(rank), _lost_key(rank)):
-        _store().delete_key(key)
+        group_store().delete_key(key)
 
 
 def publish_loss(rank: int) -> None:
@@ -126,7 +122,7 @@ def publish_loss(rank: int) -> None:
 
 def is_lost(rank: int) -> bool:
     """Return whether a rank has found that the process of ``rank`` has ended. Raises as `publish_loss`."""
-    return bool(_store().check([_lost_key(rank)]))
+    return bool(group_store().check([_lost_key(rank)]))
 
 
 def explain_broken_connection(error: BaseException, rank: int, world_size: int) -> None:
@@ -144,12 +140,13 @@ def explain_broken_connection(error: BaseException, rank: int, world_size: int) 
 
 
 def _publish(key: str, content: str) -> None:
-    store = _store()
+    store = group_store()
     store.set(key, content)
     store.add(_COUNT_KEY, 1)
 
 
-def _store() -> Any:
+def group_store() -> Any:
+    """Return the store of the process group."""
     group = dist.group.WORLD
     assert group is not None, "there is a process group where ranks can fail"
     return group.get_group_store()

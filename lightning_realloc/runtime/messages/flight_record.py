@@ -6,16 +6,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
-
-from lightning_realloc.runtime.messages.progress import ActivityProgress, PartCounter
 
 T = TypeVar("T")
 ActivityKind = Literal["call", "move", "offload", "wait", "save", "other"]
 """Kind of an activity: a model function call, moving weights, offloading them, waiting for other ranks, saving."""
 CAPACITY = 400
 """Activities that are kept: those of tens of iterations, in less than 100 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivityProgress:
+    """How much of an activity is done, on this rank."""
+
+    done: int
+    """Finished parts."""
+    total: int | None
+    """All parts; None if their number is not known before the end."""
+    unit: str
+    """Name of several parts, such as ``"samples"``."""
+    num_tokens: int | None = None
+    """Tokens of all responses so far; None if the activity generates none."""
+    longest: int | None = None
+    """Tokens of the longest response that is not finished; None without one."""
 
 
 @dataclass(slots=True)
@@ -40,6 +54,8 @@ class Activity:
     """Seconds of waiting within it that are no activity of their own."""
     read_progress: Callable[[], ActivityProgress | None] | None = None
     """Returns its progress, to any thread; None if it reports none, and after its end."""
+    parts: ActivityProgress | None = None
+    """Its finished parts; None if it expects none."""
 
     def elapsed(self, now: float) -> float:
         """Return the duration until it ended, or until ``now``."""
@@ -60,8 +76,6 @@ class FlightRecord:
         self._open: list[Activity] = []
         self.start_run()
         self._longest: dict[str, float] = {}
-        self._counter = PartCounter(None, "")
-        """Parts of the latest activity that expects any."""
         self.listener: Callable[[Activity], None] | None = None
         """Receives every activity when it ends."""
 
@@ -120,13 +134,16 @@ class FlightRecord:
 
     def expect_parts(self, total: int | None, unit: str) -> None:
         """Start to count the finished parts of the innermost activity; ``total=None``: their number is not known."""
-        self._counter = PartCounter(total, unit)
-        self.follow(self._counter.read)
+        if self._open:
+            activity = self._open[-1]
+            activity.parts = ActivityProgress(0, total, unit)
+            activity.read_progress = lambda: activity.parts
 
     def advance(self) -> None:
-        """Count a finished part, if the innermost activity expects parts."""
-        if self._open and self._open[-1].read_progress == self._counter.read:
-            self._counter.advance()
+        """Count a finished part if the innermost activity expects any; repeated ones beyond the total do not count."""
+        parts = self._open[-1].parts if self._open else None
+        if parts is not None and parts.done != parts.total:
+            self._open[-1].parts = replace(parts, done=parts.done + 1)
 
     def counted(self, parts: Iterable[T]) -> Iterator[T]:
         """Yield parts, and count each as finished when the next one is asked for."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_realloc.runtime.messages.stalls import RankState, decode_state, encode_state, in_activity
+from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
+from lightning_realloc.runtime.messages.stalls import RankState, in_activity
 
 _VARIABLE = "LIGHTNING_REALLOC_STATES"
 
@@ -29,7 +30,7 @@ def keep_state(rank: int, state: RankState) -> None:
         return
     file = Path(folder, f"rank{rank}")
     with suppress(OSError):  # that process has ended, and the folder with it
-        file.with_suffix(".new").write_text(encode_state(state))
+        file.with_suffix(".new").write_bytes(encode_value(state))
         file.with_suffix(".new").replace(file)  # at once: a kill leaves a whole state
 
 
@@ -38,4 +39,4 @@ def last_seen(folder: str | None, rank: int) -> str:
     file = None if folder is None else Path(folder, f"rank{rank}")
     if file is None or not file.exists():
         return ""
-    return f"; it was last seen{in_activity(decode_state(file.read_bytes()))}"
+    return f"; it was last seen{in_activity(decode_value(file.read_bytes()))}"

@@ -11,13 +11,13 @@ no other failure is known.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple, NoReturn, cast
 
 import torch
@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.errors import RankLost, ReallocError
-from lightning_realloc.runtime.messages.bulk_messages import BulkChannel
+from lightning_realloc.runtime.messages.bulk_messages import BulkChannel, wait_for
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.failure_store import (
     is_broken_connection,
     peer_error,
@@ -45,6 +46,7 @@ MAX_PAUSE_S = 0.001
 """Longest pause between two checks for a frame. Pauses are 1/64 of the wait so far, so short waits stay short."""
 
 _HEADER_TAG, _CONTENT_TAG = 1, 2
+_WAITING = "this one waited for its data"
 
 
 class FrameKind(IntEnum):
@@ -105,7 +107,9 @@ class Mailbox:
     def __init__(
         self, rank: int, world_size: int, group: dist.ProcessGroup | None, watchdog: Watchdog | None = None
     ) -> None:
-        self._rank, self._world_size, self._group = rank, world_size, group
+        self._rank, self._world_size = rank, world_size
+        self.group = group
+        """Process group that sends the frames; None for a single process."""
         self._watchdog = watchdog
         self.record = FlightRecord() if watchdog is None else watchdog.record
         """This rank's activities."""
@@ -125,17 +129,14 @@ class Mailbox:
         """Moments of `time.monotonic`: the beginning of the current wait, and its next probe."""
         self._lost: set[int] = set()
         """Ranks whose process is known to have ended."""
-        self._bulk_channel: BulkChannel | None = None
         self.seconds_waited = 0.0
         """Seconds spent in `receive` since this mailbox was made."""
 
-    @property
+    @cached_property
     def bulk_channel(self) -> BulkChannel:
         """Channel for messages that are too large to wait for; only with several processes."""
-        if self._bulk_channel is None:
-            assert self._group is not None, "a single process has no peers to send to"
-            self._bulk_channel = BulkChannel(self._group)
-        return self._bulk_channel
+        assert self.group is not None, "a single process has no peers to send to"
+        return BulkChannel(self.group)
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -174,19 +175,14 @@ class Mailbox:
         due = [work for sent_in, work, _ in self._pending if sent_in <= run]
         with self.record.during("waiting until data was received", waits_for=()):
             for work in due:
-                self._wait(work, None)
+                wait_for(work, meanwhile=_WAITING)
         self._pending = [sent for sent in self._pending if sent[0] > run]
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Process group that sends the frames; None for a single process."""
-        return self._group
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self._group is not None:
+        if self.group is not None:
             with self.record.during("waiting for all ranks", waits_for=self.others):
-                dist.barrier(group=self._group)
+                dist.barrier(group=self.group)
 
     @property
     def has_failed(self) -> bool:
@@ -205,37 +201,33 @@ class Mailbox:
         if error is not None:
             error = self.explained(error)
         self._failures[self._rank] = (error is not None, type(error).__name__, str(error))
-        text = json.dumps((*self._failures[self._rank], list(self._failures))).encode()
+        content = encode_message((*self._failures[self._rank], list(self._failures)))
         deadline = time.monotonic() + FAILURE_DEADLINE_S
         self._begin_wait()
         sent: dict[int, list[dist.Work]] = {}
         for rank in self.others:
             num_sent_before = len(self._pending)
             with suppress(RankLost):  # this rank has ended already: still send to the others
-                self.send([rank], FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+                self.send([rank], FrameKind.FAILURE, 0, 0, content)
             sent[rank] = [work for _, work, _ in self._pending[num_sent_before:]]
         # This fails if a rank has ended or is in a collective: then raise the failures known so far.
         with suppress(ReallocError):
             while missing := set(self.others) - self._failures.keys() - self._lost:
-                self._receive_failure(min(missing), deadline)
+                try:
+                    self._receive_next(min(missing), deadline)
+                except RankLost:
+                    if min(missing) not in self._lost:
+                        raise
             for work in (work for rank in sent.keys() - self._informed for work in sent[rank]):
-                self._wait(work, _time_until(deadline))
+                wait_for(work, _time_until(deadline), meanwhile=_WAITING)
         self._raise_lowest(error)
-
-    def _receive_failure(self, awaited: int, deadline: float) -> None:
-        """Receive the next frame, or find that the awaited rank has ended."""
-        try:
-            self._receive_next(awaited, deadline)
-        except RankLost:
-            if awaited not in self._lost:
-                raise
 
     def explained(self, error: Exception) -> Exception:
         """Publish an error of this rank and return it; for a broken connection, return a RankLost that names the rank.
 
         Errors that other ranks published are read then.
         """
-        if self._group is None:
+        if self.group is None:
             return error
         has_store = self._watchdog is None or not self._watchdog.store_is_lost
         if not is_broken_connection(error):
@@ -270,7 +262,7 @@ class Mailbox:
 
     def _start_send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
         try:
-            work = dist.isend(tensor, to, group=self._group, tag=tag)
+            work = dist.isend(tensor, to, group=self.group, tag=tag)
         except RuntimeError as error:
             self._lost.add(to)
             raise RankLost(f"rank {to} ended before this one could send to it ({error}); see its own log") from error
@@ -292,9 +284,9 @@ class Mailbox:
         content = torch.empty(size, dtype=torch.uint8)
         if size:
             timeout = None if deadline == math.inf else _time_until(deadline)
-            self._wait(self._start_receive(content, source, _CONTENT_TAG), timeout)
+            wait_for(self._start_receive(content, source, _CONTENT_TAG), timeout, meanwhile=_WAITING)
         if kind == FrameKind.FAILURE:
-            is_own, name, message, known = json.loads(bytes(content.tolist()))
+            is_own, name, message, known = decode_message(content)
             self._failures[source] = (is_own, name, message)
             if self._rank in known:
                 self._informed.add(source)
@@ -322,7 +314,7 @@ class Mailbox:
                 interval = max(PROBE_INTERVAL_S, (now - self._wait_began) / 10)
                 self._probe_at = now + min(MAX_PROBE_INTERVAL_S, interval)
             time.sleep(min(MAX_PAUSE_S, (now - began) / 64))
-        self._wait(work, None)
+        wait_for(work, meanwhile=_WAITING)
         self._incoming = None
         return int(work._source_rank()), header.tolist()
 
@@ -346,16 +338,9 @@ class Mailbox:
     def _start_receive(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
         """Start to receive a tensor of one rank, or of any for None."""
         try:
-            return cast(dist.Work, dist.irecv(tensor, source, group=self._group, tag=tag))
+            return cast(dist.Work, dist.irecv(tensor, source, group=self.group, tag=tag))
         except RuntimeError as error:
             raise RankLost(f"a rank ended before this one could receive from it ({error}); see its own log") from error
-
-    def _wait(self, work: dist.Work | None, timeout: timedelta | None) -> None:
-        assert work is not None, "this rank is part of the group"
-        try:
-            work.wait(timeout) if timeout is not None else work.wait()
-        except RuntimeError as error:
-            raise RankLost(f"a rank ended while this one waited for its data ({error}); see its own log") from error
 
 
 def _time_until(deadline: float) -> timedelta:

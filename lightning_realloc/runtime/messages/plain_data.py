@@ -10,7 +10,7 @@ import datetime
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path, PurePath
@@ -26,34 +26,25 @@ from lightning_realloc.errors import DataError, ReallocError
 _PACKAGE = "lightning_realloc."
 """Beginning of the modules whose classes a message may name."""
 _SIZE_BYTES = 8
-_TEXTS: Mapping[str, Callable[[str], object]] = {
-    "path": Path,
-    "dtype": lambda name: _dtype(name),
-    "decimal": Decimal,
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "timedelta": lambda text: datetime.timedelta(*map(int, text.split())),
-    "uuid": UUID,
-}
-"""Tag -> constructor of values that are sent as text."""
 _ARRAY_KINDS = "biufcUSmM"
 """numpy's letters of numbers, texts, bytes, durations and dates, which hold no references."""
 _CONTAINERS: Mapping[str, Callable[..., object]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_SCALARS = frozenset((int, float, str, bool, type(None)))
+"""Classes of values that JSON has as well; lists of them, such as tokens, are taken as they are."""
 
 
-def encode_value(value: object) -> bytes:
-    """Return a value as bytes for `decode_value`.
+def encode_value(value: object) -> bytearray:
+    """Return a value as bytes for `decode_value`. Fields of dataclasses with ``sent=False`` in their metadata stay.
 
     Raises:
         DataError: naming the class of an object that is no plain data.
     """
-    blobs: list[bytes] = []
-    text = json.dumps(_to_json(value, blobs)).encode()
-    return b"".join((len(text).to_bytes(_SIZE_BYTES, "big"), text, *blobs))
+    blobs: list[Any] = []
+    text = json.dumps(_to_json(value, blobs), separators=(",", ":")).encode()
+    return bytearray().join((len(text).to_bytes(_SIZE_BYTES, "big"), text, *blobs))
 
 
-def decode_value(content: bytes) -> Any:
+def decode_value(content: bytes | bytearray | memoryview) -> Any:
     """Return the value that `encode_value` was given.
 
     Raises:
@@ -61,57 +52,40 @@ def decode_value(content: bytes) -> Any:
     """
     end = _SIZE_BYTES + int.from_bytes(content[:_SIZE_BYTES], "big")
     try:
-        return _Decoder(content, end).value(json.loads(content[_SIZE_BYTES:end]))
+        return _Decoder(memoryview(content), end).value(json.loads(bytes(content[_SIZE_BYTES:end])))
     except ReallocError:  # a value's own check
         raise
     except Exception as error:  # of any class: the content chooses which constructor is given what
         raise DataError(f"a message between ranks holds no plain data: {type(error).__name__}: {error}") from error
 
 
-def _to_json(value: Any, blobs: list[bytes]) -> Any:
+def _to_json(value: Any, blobs: list[Any]) -> Any:
     """Return a JSON value; every JSON object in it has one key, the tag of a kind that JSON lacks."""
-    if value is None or isinstance(value, bool) or type(value) in (int, float, str):
+    if type(value) in _SCALARS:
         return value
     if type(value) is list:
-        return [_to_json(one, blobs) for one in value]
+        return value if _SCALARS.issuperset(map(type, value)) else [_to_json(one, blobs) for one in value]
     if type(value) in (tuple, set, frozenset):
-        return {type(value).__name__: [_to_json(one, blobs) for one in value]}
+        return {type(value).__name__: _to_json(list(value), blobs)}
     if isinstance(value, Mapping):
         return {"dict": [[_to_json(key, blobs), _to_json(one, blobs)] for key, one in value.items()]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": _append(bytes(value), blobs)}
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
-        blob = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        blob = plain.view(-1).view(torch.uint8).numpy() if plain.numel() else b""
         return {"tensor": [_name(plain.dtype), list(plain.shape), _append(blob, blobs)]}
     if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
         return {"array": [value.dtype.str, list(value.shape), _append(value.tobytes(), blobs)]}
     if isinstance(value, np.generic):
         return _to_json(value.item(), blobs)
-    text = _text(value)
-    return _own_object(value, blobs) if text is None else {text[0]: text[1]}
+    for tag, (kind, to_text, _) in _TEXTS.items():
+        if isinstance(value, kind):
+            return {tag: to_text(value)}
+    return _own_object(value, blobs)
 
 
-def _text(value: object) -> tuple[str, str] | None:
-    """Return the tag and the text of a value that is sent as text; None for others."""
-    if isinstance(value, PurePath):
-        return "path", str(value)
-    if isinstance(value, torch.dtype):
-        return "dtype", _name(value)
-    if isinstance(value, datetime.datetime):
-        return "datetime", value.isoformat()
-    if isinstance(value, datetime.date):
-        return "date", value.isoformat()
-    if isinstance(value, datetime.time):
-        return "time", value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return "timedelta", f"{value.days} {value.seconds} {value.microseconds}"
-    if isinstance(value, UUID):
-        return "uuid", str(value)
-    return ("decimal", str(value)) if isinstance(value, Decimal) else None
-
-
-def _own_object(value: Any, blobs: list[bytes]) -> Any:
+def _own_object(value: Any, blobs: list[Any]) -> Any:
     kind = type(value)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _is_own(kind):
@@ -119,8 +93,8 @@ def _own_object(value: Any, blobs: list[bytes]) -> Any:
             return {"enum": [name, value.name]}
         if isinstance(value, ReallocError):
             return {"error": [name, str(value)]}
-        given = value if isinstance(value, tuple) else [getattr(value, one.name) for one in fields(value) if one.init]
-        return {"object": [name, [_to_json(one, blobs) for one in given]]}
+        given = list(value) if isinstance(value, tuple) else [getattr(value, one.name) for one in _sent_fields(value)]
+        return {"object": [name, _to_json(given, blobs)]}
     plain: type | None = next((one for one in (int, float, str, list, tuple) if isinstance(value, one)), None)
     if plain is not None:  # of a class derived from it, its value alone
         return _to_json(plain(value), blobs)
@@ -136,7 +110,12 @@ def _is_own(kind: type) -> bool:
     return is_value and kind.__module__.startswith(_PACKAGE)
 
 
-def _append(blob: bytes, blobs: list[bytes]) -> int:
+def _sent_fields(value: Any) -> list[Field[Any]]:
+    """Return the fields of a dataclass, or of its instance, that a message holds."""
+    return [one for one in fields(value) if one.init and one.metadata.get("sent", True)]
+
+
+def _append(blob: Any, blobs: list[Any]) -> int:
     blobs.append(blob)
     return len(blob)
 
@@ -152,28 +131,45 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+_TEXTS: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
+    "path": (PurePath, str, Path),
+    "dtype": (torch.dtype, _name, _dtype),
+    "decimal": (Decimal, str, Decimal),
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    "timedelta": (
+        datetime.timedelta,
+        lambda span: f"{span.days} {span.seconds} {span.microseconds}",
+        lambda text: datetime.timedelta(*map(int, text.split())),
+    ),
+    "uuid": (UUID, str, UUID),
+}
+"""Tag -> class of values that are sent as text, their text, and its inverse. A datetime is a date, too."""
+
+
 class _Decoder:
     """Reads the JSON values of a message, and its blobs in the order in which they were written."""
 
-    def __init__(self, content: bytes, position: int) -> None:
+    def __init__(self, content: memoryview, position: int) -> None:
         self._content = content
         self._position = position
 
     def value(self, given: Any) -> Any:
         if isinstance(given, list):
-            return [self.value(one) for one in given]
+            return given if _SCALARS.issuperset(map(type, given)) else [self.value(one) for one in given]
         if not isinstance(given, dict):
             return given
         ((tag, inner),) = given.items()
         if tag == "dict":
             return {self.value(key): self.value(one) for key, one in inner}
         if tag in _CONTAINERS:
-            return _CONTAINERS[tag](self.value(one) for one in inner)
-        return _TEXTS[tag](inner) if tag in _TEXTS else self._rare(tag, inner)
+            return _CONTAINERS[tag](self.value(inner))
+        return _TEXTS[tag][2](inner) if tag in _TEXTS else self._rare(tag, inner)
 
     def _rare(self, tag: str, inner: Any) -> Any:
         if tag == "bytes":
-            return self._blob(inner)
+            return bytes(self._blob(inner))
         if tag in ("tensor", "array"):
             dtype, shape, size = inner
             blob = bytearray(self._blob(size))
@@ -187,12 +183,12 @@ class _Decoder:
             return kind[given]
         if tag == "error":
             return kind(given)
-        values = [self.value(one) for one in given]
+        values = self.value(given)
         if issubclass(kind, tuple):
             return kind(*values)
-        return kind(**dict(zip((one.name for one in fields(kind) if one.init), values, strict=True)))
+        return kind(**dict(zip((one.name for one in _sent_fields(kind)), values, strict=True)))
 
-    def _blob(self, size: int) -> bytes:
+    def _blob(self, size: int) -> memoryview:
         begin, self._position = self._position, self._position + size
         return self._content[begin : self._position]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +89,3 @@ def in_activity(state: RankState | None) -> str:
     if state is None:
         return ""
     return f" in {state.activity}" + (f", at last in {state.place}" if state.place else "")
-
-
-def encode_state(state: RankState) -> str:
-    """Return a state as text for `decode_state`."""
-    return json.dumps(asdict(state))
-
-
-def decode_state(content: bytes) -> RankState:
-    """Return the state that `encode_state` was given."""
-    fields = json.loads(content)
-    waits_for = fields.pop("waits_for")
-    return RankState(**fields, waits_for=None if waits_for is None else tuple(waits_for))

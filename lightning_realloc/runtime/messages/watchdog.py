@@ -27,15 +27,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lightning_realloc.errors import RankLost
-from lightning_realloc.runtime.messages.failure_store import STORE_LOST, is_broken_connection, publish_loss
+from lightning_realloc.runtime.messages.failure_store import STORE_LOST, group_store, is_broken_connection, publish_loss
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
 from lightning_realloc.runtime.messages.kept_states import keep_state
+from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 from lightning_realloc.runtime.messages.stalls import (
     RankState,
     confirm_stall,
-    decode_state,
     describe_stall,
-    encode_state,
     in_activity,
     is_certain,
 )
@@ -276,7 +275,7 @@ class Watchdog:
 
     def _publish(self, state: RankState, *, has_ended: bool = False) -> None:
         keep_state(self._rank, state)
-        self._store.set(_key(self._rank), encode_state(replace(state, has_ended=has_ended)))
+        self._store.set(_key(self._rank), encode_value(replace(state, has_ended=has_ended)))
 
     def _is_in_collective(self) -> bool:
         """Return whether the watched thread, or one of autograd's, waits in torch's collectives or our transfers."""
@@ -321,9 +320,7 @@ def write_flight_record(record: FlightRecord, folder: Path, rank: int) -> Path:
 
 def _connect() -> Any:
     """Return a connection of its own to the process group's store: calls of a shared one wait for each other."""
-    group = dist.group.WORLD
-    assert group is not None, "there is a process group"
-    store: Any = group.get_group_store()
+    store = group_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
@@ -339,7 +336,8 @@ def _key(rank: int) -> str:
 
 def _decoded(content: bytes) -> RankState | None:
     """Return a published state; None for the empty one of a rank that has published none yet."""
-    return decode_state(content) if content else None
+    state: RankState | None = decode_value(content) if content else None
+    return state
 
 
 def _is_in_torch_distributed(frame: FrameType | None) -> bool:

@@ -7,15 +7,12 @@ prompt may come back on another rank. A rank sends its responses after a call, a
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind
 from lightning_realloc.runtime.model.adapter_layers import free_merged
 from lightning_realloc.strategies.calls.context import CallContext
@@ -25,7 +22,7 @@ from lightning_realloc.strategies.calls.vllm_engines import VLLMEngines
 from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation.speculative.drafter import Drafter, Exchange
+    from lightning_realloc.generation.speculative.drafter import Drafter
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ class EnginePool:
         """Send the peers' drafters the responses of call number ``index`` of a run, without waiting."""
         drafter, peers = generator.drafter, generator.peers
         if peers and drafter is not None and drafter.exchanges:
-            self._context.mailbox.send(peers, FrameKind.HISTORY, run, index, _packed(drafter.news()))
+            self._context.mailbox.send(peers, FrameKind.HISTORY, run, index, encode_message(drafter.news()))
             self._expected.append((drafter, peers, run, index))
 
     def receive_history(self, *, before: int | None = None) -> None:
@@ -77,7 +74,8 @@ class EnginePool:
         due = [expected for expected in self._expected if before is None or expected[2] < before]
         for drafter, peers, run, index in due:
             for peer in peers:
-                drafter.receive_news(_unpacked(self._context.mailbox.receive(FrameKind.HISTORY, run, index, peer)))
+                content = self._context.mailbox.receive(FrameKind.HISTORY, run, index, peer)
+                drafter.receive_news(decode_message(content))
         self._expected = self._expected[len(due) :]
 
     def forget(self) -> None:
@@ -110,25 +108,3 @@ class EnginePool:
         """Free kept caches, and end the processes of this rank's engines; a later call starts them again."""
         self.free_caches()
         self._factory.close()
-
-
-def _packed(news: Sequence[Exchange]) -> Tensor:
-    """Return exchanges as bytes: the prompt's key, the number of tokens of the response, and the tokens, for each."""
-    numbers = array("q")
-    for key, response in news:
-        numbers.extend((key, len(response), *response))
-    return (
-        torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.uint8)
-        if numbers
-        else torch.empty(0, dtype=torch.uint8)
-    )
-
-
-def _unpacked(content: Tensor) -> list[Exchange]:
-    numbers: list[int] = content.view(torch.int64).tolist()
-    news, place = [], 0
-    while place < len(numbers):
-        begin, end = place + 2, place + 2 + numbers[place + 1]
-        news.append((numbers[place], tuple(numbers[begin:end])))
-        place = end
-    return news

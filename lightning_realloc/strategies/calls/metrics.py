@@ -172,9 +172,7 @@ class RunMetrics:
             index, ranks = data.index(call), data.routes.placements[call.name].layout.ranks
             own = data.training_metrics[call.name] if ranks[0] == self._context.rank else None
             if own is not None:
-                self._mailbox.send(
-                    self._mailbox.others, FrameKind.METRICS, data.run, index, encode_message(own, {})
-                )  # fmt: skip
+                self._mailbox.send(self._mailbox.others, FrameKind.METRICS, data.run, index, encode_message(own))
             earlier, latest = self._late.pop(call.name, None), _TrainingMetrics(data.run, index, ranks[0], own)
             if self._may_be_late and len(ranks) <= len(self._mailbox.others) and not wait:
                 self._late[call.name] = latest
@@ -187,7 +185,9 @@ class RunMetrics:
     def _receive(self, metrics: _TrainingMetrics) -> Mapping[str, float]:
         if metrics.own is not None:
             return metrics.own
-        return decode_message(self._mailbox.receive(FrameKind.METRICS, metrics.run, metrics.index, metrics.source))[0]
+        content = self._mailbox.receive(FrameKind.METRICS, metrics.run, metrics.index, metrics.source)
+        own: Mapping[str, float] = decode_message(content)
+        return own
 
 
 def reallocation_metrics(call: str, report: ReallocationReport) -> dict[str, float]:

@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.messages.failure_store import is_lost
+from lightning_realloc.runtime.messages.failure_store import group_store, is_lost
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 
@@ -112,7 +110,7 @@ class BackgroundSave:
             if rank == 0:
                 self._complete(save, [part, *map(self._receive, keys[1:])])
             else:
-                _store().set(keys[rank], encode_value(part))
+                group_store().set(keys[rank], encode_value(part))
         except CheckpointError as error:
             self._problem = error
         except RuntimeError as error:  # the rank that hosts the store has ended
@@ -137,7 +135,7 @@ class BackgroundSave:
 
     def _receive(self, key: str) -> Any:
         """Return another rank's part, or its error. Gives up on a rank that reports nothing after the run failed."""
-        since, store = time.monotonic(), _store()
+        since, store = time.monotonic(), group_store()
         rank = key.rpartition("/")[2]
         while not store.check([key]):  # `get` would block this process's other uses of the store
             if is_lost(int(rank)):
@@ -153,9 +151,3 @@ class BackgroundSave:
         part = decode_value(store.get(key))
         store.delete_key(key)
         return part
-
-
-def _store() -> Any:
-    group = dist.group.WORLD
-    assert group is not None, "several ranks have a process group"
-    return group.get_group_store()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning_realloc.batch.samples import Samples
@@ -48,18 +48,12 @@ class RunMessages:
         self.others = mailbox.others
         """The other ranks."""
 
-    def send(
-        self, to: Iterable[int], kind: FrameKind, call: ModelFunctionCall, samples: Mapping[str, Samples],
-        info: Mapping[str, Any] | None = None, *, part: int,
-    ) -> None:  # fmt: skip
-        """Send samples and plain data of a call; the sender does not wait."""
-        content = encode_message(info or {}, samples)
-        self._mailbox.send(to, kind, self._run, self._calls.index(call), content, part=part)
+    def send(self, to: Iterable[int], kind: FrameKind, call: ModelFunctionCall, content: object, *, part: int) -> None:
+        """Send samples or plain data of a call; the sender does not wait."""
+        self._mailbox.send(to, kind, self._run, self._calls.index(call), encode_message(content), part=part)
 
-    def receive(
-        self, kind: FrameKind, call: ModelFunctionCall, sender: int, *, part: int
-    ) -> tuple[dict[str, Any], dict[str, Samples]]:
-        """Return plain data and samples of a call; waits for them."""
+    def receive(self, kind: FrameKind, call: ModelFunctionCall, sender: int, *, part: int) -> Any:
+        """Return samples or plain data of a call; waits for them."""
         return decode_message(self._mailbox.receive(kind, self._run, self._calls.index(call), sender, part=part))
 
 
@@ -127,17 +121,15 @@ class GeneratedSamples:
         """Send the outline of a chunk to all ranks."""
         known = None if made is None or not len(made) else outline(made).sorted_by_id()
         self._outlines[number, self._rank] = known
-        samples = {} if known is None else {"made": known}
-        info = {"sent_s": time.perf_counter()}
-        self._messages.send(self._messages.others, FrameKind.DIRECTORY, self._call, samples, info, part=number)
+        content = (time.perf_counter(), known)
+        self._messages.send(self._messages.others, FrameKind.DIRECTORY, self._call, content, part=number)
 
     def _outline(self, key: ChunkKey) -> Samples | None:
         """Return a chunk's outline, None if it is empty; waits for it."""
         number, sender = key
         if key not in self._outlines:
-            info, samples = self._messages.receive(FrameKind.DIRECTORY, self._call, sender, part=number)
-            self._outlines[key] = samples.get("made")
-            self._clocks[sender].append((info["sent_s"], time.perf_counter()))
+            sent_s, self._outlines[key] = self._messages.receive(FrameKind.DIRECTORY, self._call, sender, part=number)
+            self._clocks[sender].append((sent_s, time.perf_counter()))
         return self._outlines[key]
 
 
@@ -207,7 +199,7 @@ class ChunkedSamples(GeneratedSamples):
         for rank in self._messages.others:
             if positions := self._routes.fusion.chunk_positions(self._call, rank, lengths):
                 rows = product_columns(made.select(positions), self._call, self._call.produces)
-                self._messages.send([rank], FrameKind.ROWS, self._call, {"rows": rows}, part=number)
+                self._messages.send([rank], FrameKind.ROWS, self._call, rows, part=number)
 
     def _chunk(self, key: ChunkKey) -> Samples | None:
         """Return the sequences of a chunk that this rank works on in fused calls, None if there are none."""
@@ -215,6 +207,5 @@ class ChunkedSamples(GeneratedSamples):
         if known is None or not self._routes.fusion.chunk_positions(self._call, self._rank, sequence_lengths(known)):
             return None
         if key not in self._rows:
-            _, samples = self._messages.receive(FrameKind.ROWS, self._call, sender, part=number)
-            self._rows[key] = samples["rows"]
+            self._rows[key] = self._messages.receive(FrameKind.ROWS, self._call, sender, part=number)
         return self._rows[key]

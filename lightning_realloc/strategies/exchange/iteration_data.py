@@ -13,7 +13,7 @@ from typing import Any
 from lightning_realloc.batch.samples import Column, Samples, samples_from_state, samples_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.messages.codec import all_gather_samples
+from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.exchange.generated_samples import ChunkedSamples, GeneratedSamples, RunMessages
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
@@ -153,7 +153,7 @@ class IterationData:
             delivery = self.routes.delivery(call, rank, table)
             if rows := delivery.senders.get(self._rank):
                 samples = product_columns(made.by_ids(table.ids(rows)), call, delivery.products)
-                self._messages.send([rank], FrameKind.ROWS, call, {"rows": samples}, part=REST)
+                self._messages.send([rank], FrameKind.ROWS, call, samples, part=REST)
 
     def _receive_results(self, producer: ModelFunctionCall, table: SampleTable) -> None:
         """Receive the results of other ranks that this one needs, in this call or a later one."""
@@ -164,8 +164,7 @@ class IterationData:
         if isinstance(generated, ChunkedSamples):
             self._held[producer.name] += generated.rows()
         for sender in sorted(self.routes.delivery(producer, self._rank, table).senders):
-            _, samples = self._messages.receive(FrameKind.ROWS, producer, sender, part=REST)
-            self._held[producer.name].append(samples["rows"])
+            self._held[producer.name].append(self._messages.receive(FrameKind.ROWS, producer, sender, part=REST))
 
     def _made_by(self, call: ModelFunctionCall) -> SampleTable:
         """Return the samples that the results of a call belong to; waits until their lengths are known here."""
@@ -179,15 +178,14 @@ class IterationData:
         self.report.values = {name: outline(made) for name, made in values.items()}
         self.report.shown = self._my_shown()
         self._has_sent_report = True
-        content = self.report.encode()
-        self._mailbox.send(self._mailbox.others, FrameKind.CALL_METRICS, self.run, 0, content)
+        self._mailbox.send(self._mailbox.others, FrameKind.CALL_METRICS, self.run, 0, encode_message(self.report))
 
     def receive_report(self) -> IterationReport:
         """Return the merged reports of all ranks, and add the values that they made to the tables."""
         reports = {self._rank: self.report}
         for rank in self._mailbox.others:
             content = self._mailbox.receive(FrameKind.CALL_METRICS, self.run, 0, rank)
-            reports[rank] = IterationReport.from_message(content)
+            reports[rank] = decode_message(content)
         merged = IterationReport.merge([report for _, report in sorted(reports.items())])
         for call in self.routes.calls:
             if call.name in merged.values:

@@ -8,11 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.tuning.shapes.lengths import Lengths
-
-_CARRIED, _SHOWN = "carried over", "shown"
-"""Names in a message, next to names of calls."""
 
 
 @dataclass(slots=True)
@@ -39,19 +35,6 @@ class IterationReport:
     def add_carried(self, samples: Samples) -> None:
         """Add samples that a generating call left for the next iteration."""
         self.carried = _join([self.carried, samples])
-
-    def encode(self) -> Tensor:
-        """Return the report as one (bytes,) uint8 tensor on the host."""
-        others = {_CARRIED: self.carried, _SHOWN: self.shown}
-        present = {name: samples for name, samples in others.items() if samples is not None}
-        return encode_message({"maxima": self.maxima, "sums": self.sums}, self.values | present)
-
-    @classmethod
-    def from_message(cls, content: Tensor) -> IterationReport:
-        """Return the report that :meth:`encode` was called on."""
-        metrics, samples = decode_message(content)
-        carried, shown = samples.pop(_CARRIED, None), samples.pop(_SHOWN, None)
-        return cls(**metrics, values=samples, carried=carried, shown=shown)
 
     @classmethod
     def merge(cls, reports: Sequence[IterationReport]) -> IterationReport:

@@ -22,8 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_realloc.callbacks.progress.call_progress import ActivityText, CallProgress, _Painter
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.messages.flight_record import FlightRecord
-from lightning_realloc.runtime.messages.progress import ActivityProgress
+from lightning_realloc.runtime.messages.flight_record import ActivityProgress, FlightRecord
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool

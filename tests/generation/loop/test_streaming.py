@@ -13,7 +13,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from lightning_realloc.generation.loop.streaming import PartialResults
-from lightning_realloc.runtime.messages.progress import ActivityProgress
+from lightning_realloc.runtime.messages.flight_record import ActivityProgress
 from tests.models import tiny_model
 
 PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=3, stop_token_ids=tuple(range(100, 128)))

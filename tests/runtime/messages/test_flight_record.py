@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_realloc.runtime.messages import flight_record
-from lightning_realloc.runtime.messages.flight_record import BEFORE, BETWEEN, CAPACITY, FlightRecord
-from lightning_realloc.runtime.messages.progress import ActivityProgress
+from lightning_realloc.runtime.messages.flight_record import BEFORE, BETWEEN, CAPACITY, ActivityProgress, FlightRecord
 
 
 def test_activities_are_recorded_within_each_other_until_they_end() -> None:

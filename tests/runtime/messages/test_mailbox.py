@@ -212,7 +212,7 @@ class _ClosedStore:
 
 
 def test_a_closed_connection_gets_a_note_about_a_lost_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_store, "_store", _ClosedStore)
+    monkeypatch.setattr(failure_store, "group_store", _ClosedStore)
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
     explain_broken_connection(error, 1, 2)
     assert error.__notes__ == [failure_store.STORE_LOST]
@@ -220,7 +220,7 @@ def test_a_closed_connection_gets_a_note_about_a_lost_store(monkeypatch: pytest.
 
 def test_a_waiting_rank_reads_the_keys_of_other_ranks_only_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     store = _CountingStore()
-    monkeypatch.setattr(failure_store, "_store", lambda: store)
+    monkeypatch.setattr(failure_store, "group_store", lambda: store)
     assert failure_store._cause_to_end(1000) is None and store.num_checks == 0
     publish_loss(999)
     assert failure_store._cause_to_end(1000) == "rank 999 was lost"

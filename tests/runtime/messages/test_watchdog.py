@@ -13,7 +13,8 @@ import torch.distributed as dist
 from lightning_realloc.errors import RankLost
 from lightning_realloc.runtime.messages import failure_store, watchdog
 from lightning_realloc.runtime.messages.flight_record import BEFORE, FlightRecord
-from lightning_realloc.runtime.messages.stalls import RankState, confirm_stall, describe_stall, encode_state, is_certain
+from lightning_realloc.runtime.messages.plain_data import encode_value
+from lightning_realloc.runtime.messages.stalls import RankState, confirm_stall, describe_stall, is_certain
 from lightning_realloc.runtime.messages.watchdog import Watchdog
 
 WAITING = RankState("actor.train, waiting for all ranks", 61.2, 2.0, "runner.py:3 in run", waits_for=(0, 1))
@@ -124,8 +125,8 @@ def test_a_connection_that_broke_between_calls_gets_a_note_with_the_lost_rank(
     store = dist.HashStore()
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.5)
     monkeypatch.setattr(watchdog, "_connect", lambda: store)
-    monkeypatch.setattr(failure_store, "_store", lambda: store)
-    store.set("watchdog/state/1", encode_state(replace(WORKING, place="")))  # its last answer
+    monkeypatch.setattr(failure_store, "group_store", lambda: store)
+    store.set("watchdog/state/1", encode_value(replace(WORKING, place="")))  # its last answer
     watching = Watchdog(FlightRecord(), rank=0, world_size=2, timeout_s=60, action="warn", folder=tmp_path)
     watching.start()
     broken, known = RuntimeError("gloo/transport/tcp/pair.cc:1: Connection reset by peer"), RankLost("rank 1 was lost")

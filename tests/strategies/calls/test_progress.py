@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 
 from lightning_realloc.callbacks.phase import PhaseCallback
-from lightning_realloc.runtime.messages.progress import ActivityProgress
+from lightning_realloc.runtime.messages.flight_record import ActivityProgress
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool

@@ -68,7 +68,7 @@ class ThreadMailbox:
             for rank in to:
                 self._post.frames[rank, kind, run, call, self._rank, part] = content
                 if kind == FrameKind.ROWS:
-                    ids = decode_message(content)[1]["rows"].ids.tolist()
+                    ids = decode_message(content).ids.tolist()
                     self._post.rows.update((rank, call, sample_id) for sample_id in ids)
             self._post.arrival.notify_all()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 
 
@@ -15,7 +16,7 @@ def samples(*ids: int) -> Samples:
 
 def merged(*reports: IterationReport) -> IterationReport:
     """Return the reports merged as messages."""
-    return IterationReport.merge([IterationReport.from_message(report.encode()) for report in reports])
+    return IterationReport.merge([decode_message(encode_message(report)) for report in reports])
 
 
 def test_counts_of_ranks_are_summed_by_call() -> None:
