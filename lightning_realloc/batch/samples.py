@@ -277,5 +277,6 @@ def samples_from_state(state: Mapping[str, Any]) -> Samples:
 
     columns = {name: column(plain) for name, plain in state["columns"].items()}
     samples = Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})
-    is_old = "prompt_id" in samples and PROMPT_KEY not in samples  # responses of checkpoints without keys
+    # Responses of checkpoints from before there were keys.
+    is_old = {"prompt_id", "prompt_ids"} <= samples.columns.keys() and PROMPT_KEY not in samples
     return samples.with_columns(**{PROMPT_KEY: prompt_keys(samples)}) if is_old else samples
