@@ -42,7 +42,7 @@ from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOpti
 from lightning_realloc.strategies.pool.builder import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.pool_options import RunFacts
-from lightning_realloc.strategies.pool.precision import check_precision
+from lightning_realloc.strategies.pool.precision import refuse_precision
 from lightning_realloc.strategies.pool.weight_averages import WeightAverages
 from lightning_realloc.strategies.role_checkpoints import RoleCheckpoints
 from lightning_realloc.strategies.run_summary import log_summary, warn_of_earlier_checkpoint
@@ -222,7 +222,7 @@ class ReallocStrategy(DataParallelStrategy):
         """Shard every role into its home layout, then make the optimizers, which must see sharded parameters."""
         assert self.accelerator is not None
         assert self.model is not None
-        check_precision(self.precision_plugin)
+        refuse_precision(str(self.precision_plugin.precision))
         self.accelerator.setup(trainer)
         flow = self.dataflow
         if flow is None:

@@ -7,7 +7,7 @@ ranks run at the same time. A rank waits for the data that it needs, not for all
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from lightning_realloc.errors import ReallocError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.flight_record import ActivityKind, FlightRecord
-from lightning_realloc.strategies.calls.context import CallContext, CallsOfOneKind
+from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_pool import EnginePool
 from lightning_realloc.strategies.calls.full_device import naming_full_device
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls, refuse_long_prompts
@@ -69,7 +69,12 @@ class CallRunner:
         """Engines that generate on this rank."""
         self._infer, self._train = InferCalls(context, self.engines), TrainCalls(context, hooks, self.engines)
         generate = GenerateCalls(context, self.engines, self._metrics.idle)
-        self._calls: Mapping[str, CallsOfOneKind] = {"generate": generate, "infer": self._infer, "train": self._train}
+        self._run_kind: Mapping[str, Callable[[ModelFunctionCall, Replica, IterationData], Samples | None]] = {
+            "generate": generate.run,
+            "infer": self._infer.run,
+            "train": self._train.run,
+        }
+        """Kind of a call -> what runs it on this rank's samples, and returns the results; None without any."""
         self._ahead: tuple[IterationData, ...] = ()
         """Batches with responses that wait to be trained on, at most ``max_staleness``."""
         self._left_out: tuple[IterationData, ...] = ()
@@ -277,12 +282,10 @@ class CallRunner:
         return data
 
     def _placement(self, call: ModelFunctionCall, iteration: int) -> CallPlacement:
-        options = self._context.algorithm.train_options_of(str(call.role))
-        planned = self._pool.plan.call(call.name).micro_batch_tokens
         return CallPlacement(
             layout=self._placed.layout_of(call.name),
-            micro_batch_tokens=planned or options.micro_batch_tokens_on(self._context.device.type),
-            train_options=options,
+            micro_batch_tokens=self._context.micro_batch_tokens(call),
+            train_options=self._context.algorithm.train_options_of(str(call.role)),
             order_seeds=self._train.order_seeds(str(call.role), iteration),
         )
 
@@ -315,7 +318,7 @@ class CallRunner:
             refuse_long_prompts(data.table(call).known, self._pool.home(role))
         with self._phase(call) as replica:
             takes_part = self._context.rank in replica.layout
-            made = self._calls[call.kind].run(call, replica, data) if takes_part else None
+            made = self._run_kind[call.kind](call, replica, data) if takes_part else None
             if call.kind == "train":
                 self._pool.weights_trained(role)
                 self._pool.update_averages(role)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from lightning_realloc.runtime.measure.usage import PeakMemory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
-from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import without_gradients
 from lightning_realloc.strategies.pool.replica import Replica
@@ -51,6 +50,11 @@ class CallContext:
         """Return samples as one micro-batch on the device."""
         return pack_columns(samples, self.device, share_prompts=self.algorithm.share_prompts)
 
+    def micro_batch_tokens(self, call: ModelFunctionCall) -> int:
+        """Return the tokens of a call's micro-batches: those of the plan, or of its role's options."""
+        options = self.algorithm.train_options_of(str(call.role))
+        return self.pool.plan.call(call.name).micro_batch_tokens or options.micro_batch_tokens_on(self.device.type)
+
     @contextmanager
     def reading(self, call: ModelFunctionCall, replica: Replica, *, keeps_merged: bool = False) -> Iterator[None]:
         """Surround forward passes without gradients: autocast where weights need it, and the call's adapters.
@@ -60,10 +64,3 @@ class CallContext:
         adapted = self.pool.adapted_for(call, replica.model, keeps=keeps_merged)
         with without_gradients(replica.model, self.device), adapted:
             yield
-
-
-class CallsOfOneKind(Protocol):
-    """Runs the calls of one kind: ``generate``, ``infer`` or ``train``."""
-
-    def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
-        """Receive this rank's samples from ``data``, and return the results; None if this rank holds none."""

@@ -113,25 +113,21 @@ class EngineFactory(ABC):
         context, streams = self._context, self._context.pool.streams
         if not streams.is_allowed(call.name):
             return None
-        self._check_updates(call)
-        group = context.pool.meshes.tensor_group(replica.layout)
-        return WeightUpdates(
-            streams, call.name, group, context.device, context.version_log, record=context.mailbox.record
-        )
-
-    def _check_updates(self, call: ModelFunctionCall) -> None:
-        """Refuse options that do not go with weights that change while a rank generates."""
         if self._algorithm.sample_reallocation:
             raise GenerationError(
                 f"the ranks of {call.name} take newer weights at steps of their own under max_staleness of 2 and more, "
                 f"and samples cannot move between them; use sample_reallocation=False, or max_staleness=1"
             )
         speculation = self._algorithm.speculation
-        if self._context.version_log.is_replayed and speculation is not None and speculation.num_draft_tokens is None:
+        if context.version_log.is_replayed and speculation is not None and speculation.num_draft_tokens is None:
             raise GenerationError(
                 "replay_versions takes weights after the same steps again, and a measured draft length makes other "
                 "steps; use Speculation(num_draft_tokens=4), say, in both runs, or leave replay_versions out"
             )
+        group = context.pool.meshes.tensor_group(replica.layout)
+        return WeightUpdates(
+            streams, call.name, group, context.device, context.version_log, record=context.mailbox.record
+        )
 
 
 class HFEngines(EngineFactory):

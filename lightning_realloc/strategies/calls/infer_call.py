@@ -17,7 +17,8 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.full_device import KeptCaches, SmallerBatches
+from lightning_realloc.strategies.calls.engine_pool import EnginePool
+from lightning_realloc.strategies.calls.full_device import SmallerBatches
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows
 from lightning_realloc.strategies.pool.replica import Replica
@@ -28,9 +29,9 @@ log = logging.getLogger(__name__)
 class InferCalls:
     """Runs inference calls."""
 
-    def __init__(self, context: CallContext, caches: KeptCaches) -> None:
+    def __init__(self, context: CallContext, engines: EnginePool) -> None:
         self._context = context
-        self._smaller = SmallerBatches(context, caches)
+        self._smaller = SmallerBatches(context, engines)
 
     def forget_layouts(self) -> None:
         """Start with whole micro-batches again: calls have other layouts."""

@@ -36,7 +36,8 @@ from lightning_realloc.runtime.parallel.gradients import (
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wildcards
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.full_device import KeptCaches, SmallerBatches
+from lightning_realloc.strategies.calls.engine_pool import EnginePool
+from lightning_realloc.strategies.calls.full_device import SmallerBatches
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
@@ -67,10 +68,10 @@ class _Job:
 class TrainCalls:
     """Runs training calls on the home replicas of their roles."""
 
-    def __init__(self, context: CallContext, hooks: LightningOptimizers, caches: KeptCaches) -> None:
+    def __init__(self, context: CallContext, hooks: LightningOptimizers, engines: EnginePool) -> None:
         self._context, self._hooks, self._record = context, hooks, context.mailbox.record
         self._skipped = SkippedSteps()
-        self._smaller = SmallerBatches(context, caches)
+        self._smaller = SmallerBatches(context, engines)
         self._checked: set[str] = set()
         """Roles whose gradients agree between tensor-parallel ranks in their layout."""
 

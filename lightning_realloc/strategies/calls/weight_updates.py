@@ -8,7 +8,7 @@ else depends on seeds, it makes the same batches.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,8 +39,7 @@ class BatchVersions:
 
     def line(self) -> str:
         """Return the values as a line of JSON."""
-        values = {"iteration": self.iteration, "call": self.call, "begin": self.begin, "updates": self.updates}
-        return json.dumps(values) + "\n"
+        return json.dumps(asdict(self)) + "\n"
 
 
 class VersionLog:

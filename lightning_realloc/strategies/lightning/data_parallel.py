@@ -50,7 +50,6 @@ from lightning_realloc.strategies.lightning.trainer_checks import (
     refuse_gradient_settings,
     refuse_ineffective_callbacks,
     refuse_sharded_module,
-    refuse_weight_averaging,
     warn_of_stale_addresses,
 )
 from lightning_realloc.strategies.pool.precision import for_samples
@@ -123,7 +122,6 @@ class DataParallelStrategy(CheckpointedStrategy):
         refuse_foreign_callbacks(trainer)
         refuse_foreign_data(trainer)
         if self.dataflow is not None:
-            refuse_weight_averaging(trainer.callbacks, type(model).__name__)
             refuse_ineffective_callbacks(trainer.callbacks, type(model).__name__)
             refuse_gradient_settings(trainer, type(model).__name__)
 

@@ -74,6 +74,3 @@ def _last_checkpoints(trainer: Trainer) -> Iterator[AnyPath]:
             name = as_path(getattr(callback, "ckpt_path", "")).name
         found = (*checkpoints_in(as_path(folder)), *checkpoint_files_in(as_path(folder)))
         yield from (path for path in found if name and path.name.startswith(name))
-
-
-__all__ = ["InProcessLauncher", "resolve_last", "with_last_resolved"]

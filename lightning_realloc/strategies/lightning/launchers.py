@@ -219,6 +219,3 @@ def refuse_in_notebook(launcher: object) -> None:
             "Trainer(strategy='realloc_fork'), or ReallocStrategy(launcher='fork'), which copies the notebook's "
             "process, and create nothing on a GPU before fit; or run a script"
         )
-
-
-__all__ = ["FullStateLauncher", "drop_callbacks", "leave_process_group", "refuse_in_notebook"]

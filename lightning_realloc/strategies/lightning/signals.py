@@ -127,8 +127,9 @@ class StopRequest:
         self.is_logged = True
 
     def end_with(self, error: SIGTERMException, trainer: Trainer | None) -> None:
-        """Set the exit code, log the reason, and requeue a Slurm job. Without a trainer, only set the exit code."""
-        self.set_exit_code(error)
+        """Set the exit code to 128 + the signal's number; with a trainer, log the reason and requeue a Slurm job."""
+        if error.code is None:  # Lightning's default is 0
+            error.code = 128 + (self.agreed or self.requested or signal.SIGTERM)
         if trainer is not None:
             self.log_reason(trainer)
             self.requeue(trainer)
@@ -142,11 +143,6 @@ class StopRequest:
             return
         if asked == environment.requeue_signal:
             type(connector)._slurm_sigusr_handler_fn(connector, asked, None)
-
-    def set_exit_code(self, error: SIGTERMException) -> None:
-        """Make Lightning's exception exit the process with 128 + the signal's number; its default is 0."""
-        if error.code is None:
-            error.code = 128 + (self.agreed or self.requested or signal.SIGTERM)
 
     def agree_before_batch(self, trainer: Trainer) -> None:
         """Agree on the request by an all-reduce, unless messages carried it since the last batch.

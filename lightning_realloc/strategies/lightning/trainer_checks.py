@@ -68,19 +68,14 @@ def refuse_gradient_settings(trainer: Trainer, algorithm: str) -> None:
         )
 
 
-def refuse_weight_averaging(callbacks: Iterable[object], algorithm: str) -> None:
-    """Raise ConfigError for Lightning callbacks that average copies of whole modules."""
+def refuse_ineffective_callbacks(callbacks: Iterable[object], algorithm: str) -> None:
+    """Raise ConfigError for Lightning callbacks that average whole modules, suggest nothing or do nothing."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ConfigError(
                 f"{type(callback).__name__} copies {algorithm} before its models are divided over ranks, and its copy "
                 f"cannot follow them; use lightning_realloc.EMA(decay=...)"
             )
-
-
-def refuse_ineffective_callbacks(callbacks: Iterable[object], algorithm: str) -> None:
-    """Raise ConfigError for Lightning callbacks that do nothing for an algorithm, or suggest nothing."""
-    for callback in callbacks:
         if isinstance(callback, LearningRateFinder):
             raise ConfigError(
                 f"the learning-rate finder reads the loss that training_step returns, and {algorithm} returns none: "

@@ -38,7 +38,7 @@ from lightning_realloc.runtime.parallel.shards import (
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
-from lightning_realloc.strategies.pool.replan import StateMover, move_optimizer, move_weights
+from lightning_realloc.strategies.pool.replan import move_optimizer, move_weights
 from lightning_realloc.strategies.pool.replica import Replica, connect_copy, prepare_copy, refuse_thawed, undivided_like
 from lightning_realloc.strategies.pool.weight_streams import WeightStreams
 
@@ -162,10 +162,9 @@ class ModelPool:
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
         new = self._lay_out(old.role, undivided_like(self._blanks[old.role], old), home)
         new.version, new.frozen_version = old.version + 1, old.frozen_version + 1
-        mover = StateMover(old.model_layout, home, self._options)
-        move_weights(old, new, mover)
+        move_weights(old, new, self._options)
         if optimizer is not None:
-            move_optimizer(old, new, optimizer, mover)
+            move_optimizer(old, new, optimizer, self._options)
         return new
 
     def release(self, role: str) -> None:

@@ -72,9 +72,9 @@ class PoolOptions:
         Args:
             unchanged: Names of parameters that nothing changes; None: of all.
         """
-        kept = (name for name, _ in model.named_parameters())
-        is_master = {name: unchanged is not None and name not in unchanged for name in kept}
-        return {name: self.master_dtype if changes else self.copy_dtype for name, changes in is_master.items()}
+        names = [name for name, _ in model.named_parameters()]
+        kept = set(names) if unchanged is None else unchanged
+        return {name: self.copy_dtype if name in kept else self.master_dtype for name in names}
 
     def reallocation(
         self,

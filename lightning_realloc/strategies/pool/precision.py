@@ -26,15 +26,6 @@ _ADAPTER_WEIGHT = ".lora_"
 """Part of the names of all adapters' weights."""
 
 
-def check_precision(plugin: Precision) -> None:
-    """Refuse a precision that cannot work.
-
-    Raises:
-        MisconfigurationException: with the reason.
-    """
-    refuse_precision(str(getattr(plugin, "precision", "32-true")))
-
-
 def refuse_precision(precision: str) -> None:
     """Refuse by name a precision that cannot work.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,42 +22,35 @@ from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
 
 
-@dataclass(frozen=True, slots=True)
-class StateMover:
-    """Moves tensors of one role from one layout to another. Every method is collective over all ranks."""
+def _move(
+    old: Replica,
+    new: Replica,
+    held: Mapping[str, Tensor],
+    room: dict[str, Tensor],
+    dtype: torch.dtype,
+    options: PoolOptions,
+) -> None:
+    """Fill tensors ``room`` in the new replica's layout from tensors ``held`` in the old one's. Collective.
 
-    source: ModelLayout
-    target: ModelLayout
-    options: PoolOptions
-
-    def move(self, held: Mapping[str, Tensor], room: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Fill this rank's target tensors ``room`` from the source tensors ``held``.
-
-        Each names the same parameters on all ranks of its layout. Other parameters of the model stay.
-        """
-        names = sorted({name for named in gather_objects([*held, *room]) for name in named})
-        if not names:
-            return
-        spec = replace(
-            self.source.model, params=tuple(p for p in self.source.model.params if p.name in set(names)), aliases=()
-        )
-        source, target = ModelLayout(spec, self.source.layout), ModelLayout(spec, self.target.layout)
-        self.options.reallocation(
-            source, held, target, dtype=dtype, transport="direct", target_tensors=dict(room)
-        ).run()
+    Each names the same parameters on all ranks of its layout. Other parameters of the model stay.
+    """
+    names = {name for named in gather_objects([*held, *room]) for name in named}
+    if names:
+        model = old.model_layout.model
+        spec = replace(model, params=tuple(p for p in model.params if p.name in names), aliases=())
+        source, target = ModelLayout(spec, old.layout), ModelLayout(spec, new.layout)
+        options.reallocation(source, held, target, dtype=dtype, transport="direct", target_tensors=room).run()
 
 
-def move_weights(old: Replica, new: Replica, mover: StateMover) -> None:
+def move_weights(old: Replica, new: Replica, options: PoolOptions) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
-    held = local_tensors(old.model) if mover.options.facts.rank in old.layout else {}
-    room = local_tensors(new.model) if mover.options.facts.rank in new.layout else {}
+    held = local_tensors(old.model) if options.facts.rank in old.layout else {}
+    room = local_tensors(new.model) if options.facts.rank in new.layout else {}
     mine = {parameter.dtype for parameter in new.model.parameters()}  # a pipeline stage may lack some
     for dtype in sorted(set().union(*gather_objects(mine)), key=str):
-        mover.move(
-            {name: tensor for name, tensor in held.items() if tensor.dtype == dtype},
-            {name: tensor for name, tensor in room.items() if tensor.dtype == dtype},
-            dtype,
-        )
+        sent = {name: tensor for name, tensor in held.items() if tensor.dtype == dtype}
+        filled = {name: tensor for name, tensor in room.items() if tensor.dtype == dtype}
+        _move(old, new, sent, filled, dtype, options)
     reshard(new.model)
     ours = dict(old.model.named_buffers())
     for name, buffer in new.model.named_buffers():
@@ -73,7 +66,7 @@ class _Entry(NamedTuple):
     """Value of a scalar, equal on all ranks; None for a tensor of the parameter's shape."""
 
 
-def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer, mover: StateMover) -> None:
+def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer, options: PoolOptions) -> None:
     """Replace an optimizer's parameters by the new replica's, with the same state. Collective over all ranks.
 
     Raises:
@@ -83,14 +76,14 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
     reshard(new.model)
     before = {id(parameter): name for name, parameter in old.model.named_parameters()}
     after = dict(new.model.named_parameters())
-    rank = mover.options.facts.rank
+    rank = options.facts.rank
     state = {before[id(p)]: values for p, values in optimizer.state.items()} if rank in old.layout else {}
     entries = _agree_on_entries(old, state)
-    options: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for group, members in zip(optimizer.param_groups, _agree_on_members(optimizer, before), strict=True):
         names = [name for name in after if name in members]  # parameters of this rank's stage
         group["params"] = [after[name] for name in names]
-        options |= {name: group for name in names}
+        groups |= {name: group for name in names}
     optimizer.state = defaultdict(dict)
     inside = rank in new.layout
     for key in sorted({key for kept in entries.values() for key in kept}):
@@ -99,20 +92,15 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
             for name, entry in named.items():
                 if name not in after:
                     continue  # of another stage
-                room = state_room(after[name], options[name], dtype=entry.dtype, scalar=entry.scalar)
+                room = state_room(after[name], groups[name], dtype=entry.dtype, scalar=entry.scalar)
                 optimizer.state[after[name]][key] = room
         tensors = {name: entry for name, entry in named.items() if entry.scalar is None}
         for dtype in sorted({entry.dtype for entry in tensors.values()}, key=str):
             chosen = [name for name, entry in tensors.items() if entry.dtype == dtype]
-            mover.move(
-                {name: local_tensor(state[name][key]) for name in chosen if name in state}
-                if rank in old.layout
-                else {},
-                {name: local_tensor(optimizer.state[after[name]][key]) for name in chosen if name in after}
-                if inside
-                else {},
-                dtype,
-            )
+            held = {name: local_tensor(state[name][key]) for name in chosen if name in state}
+            mine = [name for name in chosen if name in after] if inside else []
+            filled = {name: local_tensor(optimizer.state[after[name]][key]) for name in mine}
+            _move(old, new, held, filled, dtype, options)
 
 
 def _agree_on_members(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[set[str]]:

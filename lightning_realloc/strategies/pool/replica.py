@@ -6,7 +6,7 @@ stays where it is and megabytes of adapters move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -31,9 +31,6 @@ from lightning_realloc.runtime.parallel.stage import cut_stage
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 
-MakeReallocation = Callable[[ModelLayout, ModelLayout, Mapping[str, Tensor]], Reallocation]
-"""(source layout, target layout, source tensors) -> `Reallocation`. Collective over all ranks."""
-
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
@@ -43,24 +40,6 @@ class WeightCopy:
     """For frozen parameters; None if there are none."""
     trained: Reallocation | None
     """For all other parameters; None if there are none."""
-
-    @classmethod
-    def prepare(
-        cls,
-        home: ModelLayout,
-        tensors: Mapping[str, Tensor],
-        target: ModelLayout,
-        frozen: Set[str],
-        connect: MakeReallocation,
-    ) -> WeightCopy:
-        """Plan both reallocations. Collective over all ranks, which pass the same ``frozen`` names."""
-        parts = []
-        for chosen in (frozen, {param.name for param in home.model.params} - frozen):
-            spec = _part(home.model, chosen)
-            held = {name: tensor for name, tensor in tensors.items() if name in chosen}
-            here, there = ModelLayout(spec, home.layout), ModelLayout(spec, target.layout)
-            parts.append(connect(here, there, held) if chosen else None)
-        return cls(*parts)
 
     @property
     def _parts(self) -> tuple[Reallocation, ...]:
@@ -151,22 +130,29 @@ def connect_copy(
     Collective over all ranks.
 
     Args:
-        frozen: Parameters that training leaves unchanged.
+        frozen: Parameters that training leaves unchanged, the same on all ranks.
         is_shared: Whether ranks of a node may read the same memory.
     """
     inside = options.facts.rank in target.layout.ranks
     uses_storage = target.layout.is_sharded
     existing = local_tensors(target.model) if inside and uses_storage else {}
 
-    def reallocation(source: ModelLayout, there: ModelLayout, held: Mapping[str, Tensor]) -> Reallocation:
+    held = local_tensors(home.model) if options.facts.rank in home.layout.ranks else {}
+
+    def reallocation(chosen: Set[str]) -> Reallocation | None:
+        if not chosen:
+            return None
+        spec = _part(home.model_layout.model, chosen)
+        source, there = ModelLayout(spec, home.layout), ModelLayout(spec, target.layout)
+        sent = {name: tensor for name, tensor in held.items() if name in chosen}
         if not uses_storage:
-            return options.reallocation(source, held, there, transport=None if is_shared else "direct")
+            return options.reallocation(source, sent, there, transport=None if is_shared else "direct")
         # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
         room = {name: existing[name] for name in there.names(options.facts.rank)}
-        return options.reallocation(source, held, there, transport="direct", target_tensors=room)
+        return options.reallocation(source, sent, there, transport="direct", target_tensors=room)
 
-    held = local_tensors(home.model) if options.facts.rank in home.layout.ranks else {}
-    weight_copy = WeightCopy.prepare(home.model_layout, held, target.model_layout, frozen, reallocation)
+    others = {param.name for param in home.model_layout.model.params} - frozen
+    weight_copy = WeightCopy(reallocation(frozen), reallocation(others))
     if inside and not uses_storage:
         bind_tensors(target.model, weight_copy.target_tensors)
     return weight_copy
