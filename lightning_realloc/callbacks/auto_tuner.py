@@ -109,7 +109,8 @@ class AutoTuner(Callback):
         self._began_at = 0
         self._settings: dict[str, str] = {}
         self._work_unit: WorkUnit | None = None
-        self._evaluator: PlanEvaluator | None = None
+        self.evaluator: PlanEvaluator | None = None
+        """Evaluator of plans that the latest search used; None before the first one."""
         self._profile_s = 0.0
         self._profiled_lengths: list[Lengths] = []
         self.has_profile = False
@@ -126,11 +127,6 @@ class AutoTuner(Callback):
         if self._tuner is None:
             raise ConfigError("nothing is tuned yet; read AutoTuner.tuner from on_train_batch_start on")
         return self._tuner
-
-    @property
-    def evaluator(self) -> PlanEvaluator | None:
-        """Evaluator of plans that the latest search used; None before the first one."""
-        return self._evaluator
 
     # ---- hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -226,7 +222,7 @@ class AutoTuner(Callback):
 
     # ---- start
     def _reset(self) -> None:
-        self._work_unit = self._evaluator = self._previous = None
+        self._work_unit = self.evaluator = self._previous = None
         self._iterations.clear()
         self._profiled_lengths.clear()
         self._measured.clear()
@@ -246,9 +242,9 @@ class AutoTuner(Callback):
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
             profile = run.profile(lengths, cache=self._cache, seconds=0.0)  # from the cache only
-            self._evaluator = run.plan_evaluator(lengths, profile)
+            self.evaluator = run.plan_evaluator(lengths, profile)
             plan = ExecutionPlan.from_mapping(state["yardstick"]["plan"])
-            self._work_unit = WorkUnit(self._evaluator, plan, lengths)
+            self._work_unit = WorkUnit(self.evaluator, plan, lengths)
         run.set_plan(self._tuner.current)
 
     @property
@@ -294,7 +290,7 @@ class AutoTuner(Callback):
         begin = time.perf_counter()
         with run.runner.record.during("measuring passes"):
             profile = run.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
-        self._evaluator = run.plan_evaluator(self._profiled_lengths, profile)
+        self.evaluator = run.plan_evaluator(self._profiled_lengths, profile)
         self._profiled_lengths.clear()
         self.has_profile = profile is not None
         answer: Any = None  # candidates, seconds predicted for the plan in use, and a problem
@@ -311,10 +307,10 @@ class AutoTuner(Callback):
 
     def _propose(self, seconds: float) -> tuple[list[Candidate], float | None]:
         """Return plans to try, and the predicted seconds of the current plan."""
-        assert self._evaluator is not None, "made at the end of a profile"
+        assert self.evaluator is not None, "made at the end of a profile"
         current = self.tuner.current
-        found = self._evaluator.propose(current, seconds=seconds, seed=self.seed)
-        return found, self._evaluator.seconds(current)
+        found = self.evaluator.propose(current, seconds=seconds, seed=self.seed)
+        return found, self.evaluator.seconds(current)
 
     def _switch(self, trainer: Trainer, action: Switch) -> None:
         """Install a plan; if a trial's plan cannot be installed, restore the previous one."""
@@ -337,7 +333,7 @@ class AutoTuner(Callback):
 
     def _commit(self, trainer: Trainer) -> None:
         rank_zero_info(describe_outcome(self.tuner))
-        if trainer.is_global_zero and self._evaluator is not None:
+        if trainer.is_global_zero and self.evaluator is not None:
             rank_zero_info(self._table())
             if self.tuner.best is not self.tuner.start:
                 self._save(trainer)
@@ -358,15 +354,15 @@ class AutoTuner(Callback):
 
     # ---- output
     def _table(self) -> str:
-        assert self._evaluator is not None
+        assert self.evaluator is not None
         plan = self.tuner.current
         return comparison_table(
             plan,
             self._measured.get(plan, Measured()),
             seconds=self.tuner.best.score,
-            predicted_s=self._evaluator.seconds(plan),
-            predicted_calls=self._evaluator.call_seconds(plan),
-            predicted_bytes=self._evaluator.peak_bytes(plan),
+            predicted_s=self.evaluator.seconds(plan),
+            predicted_calls=self.evaluator.call_seconds(plan),
+            predicted_bytes=self.evaluator.peak_bytes(plan),
         )
 
     def _save(self, trainer: Trainer) -> None:

@@ -195,9 +195,7 @@ class Timeline(PhaseCallback):
         self._num_iterations += 1
         if has_image:
             self._log_image(trainer, made.pieces or ())
-        if self._metrics is not None:
-            values = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(("val/", "test/"))}
-            self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
+        self._write_metrics(trainer, lambda name: not name.startswith(("val/", "test/")))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the validation out of the next iteration."""
@@ -209,9 +207,7 @@ class Timeline(PhaseCallback):
         if self._recorder is None:
             return  # outside of a fit's training
         self._write(Validated(step=trainer.global_step, seconds=self._recorder.end_validation()))
-        if self._metrics is not None:
-            values = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-            self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
+        self._write_metrics(trainer, lambda name: name.startswith("val/"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the end of the run, and the trace. Collective over all ranks."""
@@ -235,6 +231,11 @@ class Timeline(PhaseCallback):
                     (self._record_folder / TRACE_FILE).upload(folder / TRACE_FILE)
         except Exception as error:  # stores raise errors of any class
             log.warning("no trace of this run: %s", error)
+
+    def _write_metrics(self, trainer: Trainer, is_chosen: Callable[[str], bool]) -> None:
+        if self._metrics is not None:
+            values = {name: float(value) for name, value in trainer.callback_metrics.items() if is_chosen(name)}
+            self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
 
     def _write(self, event: Event) -> None:
         if self._events is not None:

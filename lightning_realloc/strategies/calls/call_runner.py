@@ -38,17 +38,12 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 
 class PlacedModels(Protocol):
-    """The models as callbacks and the plan place them for each call; `PlacedRoles` implements it."""
+    """The models as callbacks and the plan place them for each call; `PlacedRoles` documents the members."""
 
     @property
-    def frees_copies(self) -> bool:
-        """Whether replicas leave memory between their calls."""
-
-    def phase(self, call: str) -> AbstractContextManager[Replica]:
-        """Surround a call, given by name: announce it to callbacks, and yield the replica that it works on."""
-
-    def layout_of(self, call: str) -> Layout:
-        """Return the layout in which a call will find its model."""
+    def frees_copies(self) -> bool: ...
+    def phase(self, call: str) -> AbstractContextManager[Replica]: ...
+    def layout_of(self, call: str) -> Layout: ...
 
 
 class CallRunner:

@@ -18,7 +18,6 @@ from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation.rebalance.handover import MigrationStats
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.speculative.drafter import Drafter
 
@@ -43,14 +42,9 @@ class ReplicaEngine:
     """Newer weights while it generates; None if weights change between calls only."""
 
     @property
-    def migration_stats(self) -> MigrationStats | None:
-        """Statistics of moved samples in the last call; None if samples stay."""
-        return self.engine.migration_stats
-
-    @property
     def seconds_waited(self) -> float:
         """Seconds in which this rank waited for samples of peers in the last call."""
-        stats = self.migration_stats
+        stats = self.engine.migration_stats
         return 0.0 if stats is None else stats.waited_s
 
     def begin(self, data: IterationData, index: int) -> None:

@@ -65,7 +65,7 @@ class GenerateCalls:
         """Report the metrics of a call; of tensor-parallel ranks, which make the same samples, only the first does."""
         if replica.layout.coordinate(self._context.rank).tp:
             return
-        algorithm, stats, moved = self._context.algorithm, generator.engine.stats, generator.migration_stats
+        algorithm, stats, moved = self._context.algorithm, generator.engine.stats, generator.engine.migration_stats
         if algorithm.speculation is not None:
             report.sums |= speculation_metrics(call, stats)
         if algorithm.max_cache_bytes is not None:

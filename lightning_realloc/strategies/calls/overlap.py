@@ -19,13 +19,9 @@ class OverlapOptions:
     """
 
     overlap: Overlap = "iterations"
-    """Calls that may run on disjoint ranks at the same time: of all iterations, of one, or none."""
     max_staleness: int = 0
-    """Training steps by which the generating policy may be older than the one that is trained."""
     replay_versions: str | Path | None = None
-    """Folder of an earlier run's log, whose versions of weights take part in the same batches again."""
     generation_chunks: int = 1
-    """Chunks in which samples are sent to inference while others are generated."""
 
     @property
     def pushes_weights(self) -> bool:

@@ -152,7 +152,7 @@ def _target(folder: AnyPath, token: str, writer: str) -> LocalTarget | RemoteTar
 
 
 class _Save:
-    """One rank's part of a checkpoint that is being written."""
+    """One rank's part of a checkpoint that is being written. Errors are CheckpointErrors that name the disk."""
 
     def __init__(self, folder: AnyPath, target: LocalTarget | RemoteTarget, rank: int, state: State) -> None:
         self._folder = folder
@@ -186,30 +186,18 @@ class _Save:
         }
 
     def copy_to_host(self) -> None:
-        """Copy this rank's tensors, so that `write` needs neither models nor other ranks.
-
-        Raises:
-            CheckpointError: if memory does not suffice.
-        """
+        """Copy this rank's tensors, so that `write` needs neither models nor other ranks."""
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
             self.shards.copy_to_host()
 
     def write(self) -> Part:
-        """Write this rank's tensors.
-
-        Raises:
-            CheckpointError: if they cannot be written, naming the disk.
-        """
+        """Write this rank's tensors."""
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
             regions = self._attempt(self.shards.write)
             return Part(regions, self._target.shard_records(self._rank))
 
     def complete(self, parts: list[Part]) -> None:
-        """Describe all ranks' parts, which makes the checkpoint valid. For the first rank.
-
-        Raises:
-            CheckpointError: if a file cannot be written, naming the disk.
-        """
+        """Describe all ranks' parts, which makes the checkpoint valid. For the first rank."""
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
             self._attempt(lambda: self.shards.complete([part.regions for part in parts]))
             records = {name: record for part in parts for name, record in part.files.items()}

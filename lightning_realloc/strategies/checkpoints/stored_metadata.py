@@ -63,11 +63,7 @@ def read_metadata(folder: AnyPath) -> Metadata:
 
 
 def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
-    """Return the name, global shape and dtype of every tensor under ``folder``.
-
-    Raises:
-        CheckpointError: if ``.metadata`` is missing, damaged, or names unexpected classes.
-    """
+    """Return the name, global shape and dtype of every tensor under ``folder``; errors are those of `read_metadata`."""
     return {
         name: StoredTensor(tuple(entry.size), entry.properties.dtype)
         for name, entry in read_metadata(folder).state_dict_metadata.items()

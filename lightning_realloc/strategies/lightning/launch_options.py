@@ -28,9 +28,7 @@ class LaunchOptions:
     """
 
     launcher: LauncherName = "popen"
-    """How processes start that no external launcher started."""
     max_failures: int = 0
-    """Lost ranks or machines after which the run starts again from its last checkpoint."""
 
     def __post_init__(self) -> None:
         if self.launcher not in (known := get_args(LauncherName)):

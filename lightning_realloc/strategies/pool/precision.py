@@ -27,11 +27,7 @@ _ADAPTER_WEIGHT = ".lora_"
 
 
 def refuse_precision(precision: str) -> None:
-    """Refuse by name a precision that cannot work.
-
-    Raises:
-        MisconfigurationException: with the reason.
-    """
+    """Raise MisconfigurationException, with the reason, for a precision that cannot work."""
     if precision in REFUSED_PRECISIONS:
         raise MisconfigurationException(
             f"precision={precision!r} cannot be used with strategy='realloc': {REFUSED_PRECISIONS[precision]}; "

@@ -26,7 +26,6 @@ class RemoteFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file."""
         place = RemotePath.parse(str(path))
         with place.open(mode) as stream:
             if mode == "rb":
@@ -40,7 +39,6 @@ class RemoteFiles(FileSystem):
         self.records[place.name] = counted.record()
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """Return the address of a file in a folder."""
         return f"{path}/{suffix}"
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -51,7 +49,6 @@ class RemoteFiles(FileSystem):
         self.records[new.name] = self.records.pop(old.name)
 
     def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path."""
         return path
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
@@ -59,15 +56,12 @@ class RemoteFiles(FileSystem):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether the path is an address."""
         return is_remote(checkpoint_id)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether there is a file."""
         return RemotePath.parse(str(path)).exists()
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file."""
         RemotePath.parse(str(path)).unlink()
 
 
