@@ -148,11 +148,7 @@ class RoleCheckpoints:
             raise CheckpointError(f"ModelCheckpoint: {problem}")
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is written in the background. Collective over all ranks.
-
-        Raises:
-            CheckpointError: on every rank, if it could not be written.
-        """
+        """Wait for the checkpoint that is written in the background; see `BackgroundSave.finish`. Collective."""
         self._background.finish()
 
     def close(self) -> None:

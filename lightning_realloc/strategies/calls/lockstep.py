@@ -30,11 +30,7 @@ class Lockstep:
         self._others_wait = True
 
     def __call__(self, has_work: bool) -> bool:
-        """Return whether any rank has work. Collective over the group.
-
-        Raises:
-            PeerFailure: when another rank gave up.
-        """
+        """Return whether any rank has work. Raises PeerFailure if another rank gave up. Collective over the group."""
         status = self._agree(_WORKING if has_work else _IDLE)
         self._others_wait = status == _WORKING
         if status == _FAILED:

@@ -77,11 +77,7 @@ class VersionLog:
                 file.write(versions.line())
 
     def replayed(self, iteration: int, call: str) -> BatchVersions | None:
-        """Return the versions to take again; None if there are none to follow.
-
-        Raises:
-            ConfigError: if the log lacks the batch.
-        """
+        """Return the versions to take again; None if no log is followed. Raises ConfigError if it lacks them."""
         if self._replayed is None:
             return None
         if (iteration, call) not in self._replayed:
@@ -154,11 +150,7 @@ class WeightUpdates:
         return stream.version if due else None
 
     def end(self) -> None:
-        """Finish a generation: write its versions.
-
-        Raises:
-            ConfigError: if the log that is followed lists versions after more steps.
-        """
+        """Finish a generation: write its versions. Raises ConfigError if the log that is followed lists more."""
         if self._taken is None:
             return
         if self._wanted is not None and self._taken.updates != self._wanted.updates:

@@ -31,11 +31,7 @@ _MODEL_FILES = (CONFIG_FILE, "generation_config.json", "buffers.safetensors")
 
 
 def read_config(model_class: type[PreTrainedModel], description: Path) -> Any:
-    """Return a model's config.
-
-    Raises:
-        CheckpointError: if the file is missing or cannot be read.
-    """
+    """Return a model's config. Raises CheckpointError if the file is missing or cannot be read."""
     with name_read_errors(description / CONFIG_FILE):
         (description / CONFIG_FILE).stat()  # without a file, transformers silently uses the class's defaults
         config = _config_of(model_class, description)

@@ -89,11 +89,7 @@ class TrainedModels:
     """Trained role -> its model card, which exports of a checkpoint write."""
 
     def run_on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run an action on the first rank while the others wait. Collective.
-
-        Raises:
-            CheckpointError: on every rank, if the action raises.
-        """
+        """Run an action on the first rank while the others wait; all raise CheckpointError if it fails. Collective."""
         problem: CheckpointError | None = None
         if self.facts.rank == 0:
             try:
@@ -197,11 +193,7 @@ def _require_on_all_ranks(path: AnyPath, *, rank: int, world_size: int) -> None:
 
 
 def refuse_folder(path: AnyPath) -> None:
-    """Refuse a folder as the checkpoint of a module without calls.
-
-    Raises:
-        CheckpointError: for a checkpoint of several models, or any other folder.
-    """
+    """Raise CheckpointError for a folder as the checkpoint of a module without calls."""
     if path.is_dir():
         kind = "a checkpoint of several models" if is_checkpoint(path) else "a folder"
         raise CheckpointError(

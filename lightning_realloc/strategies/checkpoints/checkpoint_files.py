@@ -203,11 +203,7 @@ def _text_checksum(content: Mapping[str, Any]) -> str:
 
 # ---- the other files
 def file_records(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return path below ``folder`` -> size and checksum.
-
-    Raises:
-        CheckpointError: for a file that cannot be read.
-    """
+    """Return path below ``folder`` -> size and checksum. Raises CheckpointError for a file that cannot be read."""
     return {file.relative_to(folder).as_posix(): _record(file) for file in files}
 
 

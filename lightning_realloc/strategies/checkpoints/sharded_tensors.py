@@ -359,11 +359,7 @@ def load(state: State, folder: AnyPath) -> None:
 
 
 def read_whole(folder: AnyPath, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return full tensors by name, in this process alone, reading no others.
-
-    Raises:
-        CheckpointError: if ``folder`` does not hold one of the names.
-    """
+    """Return full tensors by name, in this process alone, reading no others. Raises CheckpointError without one."""
     stored = stored_tensors(folder)
     state: dict[str, ShardedTensor] = {}
     for name in names:

@@ -58,11 +58,7 @@ class LightningOptimizers:
         return {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self._strategy.optimizers}
 
     def optimizer_of(self, role: str) -> Optimizer:
-        """Return the optimizer whose parameter groups are named after ``role``.
-
-        Raises:
-            ConfigError: if there is none.
-        """
+        """Return the optimizer whose parameter groups are named after ``role``. Raises ConfigError without one."""
         optimizers = self.by_role()
         if role not in optimizers:
             raise ConfigError(

@@ -63,11 +63,7 @@ _ROLES_ATTRIBUTE = "_realloc_roles"
 
 
 def read_plan_source(plan: PlanSource) -> NamedPlan:
-    """Read a plan from a file or a mapping; plans and names are returned unchanged.
-
-    Raises:
-        PlanError: for anything else.
-    """
+    """Read a plan from a file or a mapping; plans and names are returned unchanged. Raises PlanError for others."""
     if isinstance(plan, ExecutionPlan):
         return plan
     if isinstance(plan, Mapping):

@@ -95,11 +95,7 @@ def describe_with_adapters(
 
 
 def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
-    """Return the engine's settings that its memory depends on.
-
-    Raises:
-        GenerationError: for a draft model whose configuration cannot be read.
-    """
+    """Return the engine's settings that its memory depends on. Raises GenerationError for an unreadable draft model."""
     if "keeps_cache" not in CAPABILITIES[module.engine]:
         return EngineMemory()
     speculation = module.speculation

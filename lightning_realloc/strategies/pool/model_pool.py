@@ -168,11 +168,7 @@ class ModelPool:
         return new
 
     def release(self, role: str) -> None:
-        """Free a role's weights on every rank for good. Collective over all ranks.
-
-        Raises:
-            PlanError: if training changes the role's weights.
-        """
+        """Free a role's weights on every rank for good. Raises PlanError if training changes them. Collective."""
         if role in self.changing_roles:
             raise PlanError(f"the weights of role {role!r} change as training goes on; it cannot be released")
         if role in self.sharers:

@@ -101,11 +101,7 @@ class PoolOptions:
         )
 
     def require_same(self, options: PoolOptions) -> None:
-        """Refuse other settings than the models were laid out with.
-
-        Raises:
-            ConfigError: naming what differs.
-        """
+        """Raise ConfigError, naming what differs, unless the models were laid out with these settings."""
         for path in ("facts.world_size", "copy_dtype", "mixed_precision", "transport", "tp_plans", "sharers"):
             ours, theirs = map(attrgetter(path), (self, options))
             if ours != theirs:
