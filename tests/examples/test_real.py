@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -40,8 +40,11 @@ def chain_sum(name: str, *, size: int, seed: int, **_: Any) -> list[dict[str, An
 
 def imported_demo() -> ModuleType:
     """Return the demo, with the problems above."""
-    with mock.patch.dict(sys.modules, {"reasoning_gym": SimpleNamespace(create_dataset=chain_sum)}):
+    sys.modules["reasoning_gym"] = cast(ModuleType, SimpleNamespace(create_dataset=chain_sum))
+    try:  # mock.patch.dict would also forget all modules that the demo imports
         from examples import demo_real
+    finally:
+        del sys.modules["reasoning_gym"]
     return demo_real
 
 

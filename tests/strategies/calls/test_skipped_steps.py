@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_realloc.algorithms.losses.kl import KL
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
@@ -216,7 +217,7 @@ def nan_model(role: str) -> Fitted:
     if role == "critic":
         module = runs.ppo(train_options=options)
     else:
-        module = runs.grpo(train_options=options, kl_coef=0.1, kl_place="reward")
+        module = runs.grpo(train_options=options, kl=KL(0.1, place="reward"))
     module.configure_model()
     model = getattr(module, role)
     with torch.no_grad():

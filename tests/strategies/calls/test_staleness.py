@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from lightning_realloc.algorithms.losses.kl import KL
 from lightning_realloc.batch.samples import Samples, samples_from_state
 from lightning_realloc.callbacks import AutoTuner
 from lightning_realloc.errors import ConfigError
@@ -190,7 +191,8 @@ def test_generation_on_separate_ranks_changes_no_result(run: Run, overlap: str) 
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "settings"), [("grpo", {}), ("grpo", {"kl_place": "reward"}), ("grpo", {"kl_coef": 0.0}), ("ppo", {})]
+    ("algorithm", "settings"),
+    [("grpo", {}), ("grpo", {"kl": KL(0.04, place="reward")}), ("grpo", {"kl_coef": 0.0}), ("ppo", {})],
 )
 def test_training_on_a_batch_overlaps_generation_of_the_next(
     workers: WorkerPool, tmp_path: Path, algorithm: str, settings: dict[str, Any]
