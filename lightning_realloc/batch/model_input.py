@@ -27,8 +27,8 @@ class ModelInput:
     token_ids: tuple[int, ...]
     """Token ids of the prompt."""
     extras: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
-    """Further inputs by the keyword that the model's ``forward`` expects, each (rows, ...). Inputs of several samples
-    are concatenated along dim 0."""
+    """Further inputs by the keyword that the model's ``forward`` expects, each (rows, ...), for tokens of the prompt
+    before its last. Inputs of several samples are concatenated along dim 0."""
     prompt_key: int = -1
     """Key of equal prompts, 0 to 2^63 - 1: a digest of token ids and further inputs; -1: worked out here."""
 

@@ -102,3 +102,8 @@ def test_engines_and_models_that_cannot_read_an_input_refuse_it() -> None:
         GenerationEngine(tiny_model("llama")).generate([given], GREEDY)
     with pytest.raises(GenerationError, match="batch_invariant=True"):
         GenerationEngine(model_with_features(), batch_invariant=True).generate([given], GREEDY)
+    alone = ModelInput((PLACEHOLDER,), {"features": torch.zeros(1, 64)})
+    with pytest.raises(GenerationError, match=r"prompt 1 is one token, .* input 'features' .* add a token after its"):
+        GenerationEngine(model_with_features()).generate([given, alone], GREEDY)
+    without = ModelInput((5,), {"features": torch.zeros(0, 64)})
+    assert len(GenerationEngine(model_with_features()).generate([without], GREEDY)) == GREEDY.n

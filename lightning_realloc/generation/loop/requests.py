@@ -197,7 +197,14 @@ class Requests:
                     f"{name} holds {len(prompt)} tokens and leaves no room for a response within {what} of "
                     f"{bound}; shorten the prompt to at most {bound - 1} tokens or drop it from the data"
                 )
-        return given if isinstance(given, ModelInput) else ModelInput(prompt)
+        if not isinstance(given, ModelInput):
+            return ModelInput(prompt)
+        if len(prompt) == 1 and (inputs := [key for key, values in given.extras.items() if len(values)]):
+            raise GenerationError(
+                f"{name} is one token, and the model reads its input {inputs[0]!r} with the tokens before a prompt's "
+                f"last; add a token after its placeholders"
+            )
+        return given
 
     def _per_request(self, name: str, given: Sequence[int] | None, default: int) -> Sequence[int]:
         num_prompts, total = len(self.prompts), len(self.prompts) + len(self.resume)
