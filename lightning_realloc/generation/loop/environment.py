@@ -32,7 +32,9 @@ class Turn:
     """The model's last turn, as an environment sees it."""
 
     sample_id: int
+    """Unique among the samples of a call. Those of an evaluation have ids of trained ones."""
     prompt_index: int
+    """Index of the prompt in the call that started the response, which other ranks and calls use for other prompts."""
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
     """The response so far, including environments' tokens; its last token ended the turn."""
@@ -43,7 +45,10 @@ class Turn:
 
 
 class Environment(Protocol):
-    """Answers the model's turns: a tool, a simulated user, a game. Called from several threads at once."""
+    """Answers the model's turns: a tool, a simulated user, a game. Called from several threads at once.
+
+    A turn may be asked about again, also while its first question is open, and by another rank or a resumed run.
+    """
 
     def __call__(self, turn: Turn) -> Sequence[int] | None:
         """Return the tokens to append, including those of the chat template; None: the response is finished."""
