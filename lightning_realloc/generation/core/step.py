@@ -103,7 +103,8 @@ class DrawRule(Protocol):
 class StepExecutor(Protocol):
     """Runs the steps of one generation: the forward, the draw and the verification of drafts.
 
-    It keeps keys and values in slots 0, 1, 2 …; a step's running samples are those of the first slots, in order.
+    It keeps keys and values in slots 0, 1, 2 …; a step's running samples are those of the first slots, in order. Each
+    step is collected before slots change or another one is submitted; until then its samples do not change.
     """
 
     @property
