@@ -92,7 +92,7 @@ def read(state: dict[str, ShardedTensor], folder: Path, clock: Clock) -> None:
     with clock.step("verify checksums"):
         check_files(folder, read_description(folder))
     with clock.step("read"):
-        load(state, folder, alone=True)
+        load(state, folder)
 
 
 def copy(state: dict[str, ShardedTensor], folder: Path, clock: Clock) -> None:

@@ -159,18 +159,17 @@ def test_an_answer_that_arrives_during_the_last_step_is_kept() -> None:
     ends, goes_on = (one.token_ids for one in engine_of(model).generate([[5], [6]], greedy))
     params = replace(greedy, stop_token_ids=ends[:1])
     assert ends[0] not in goes_on
-    asked = threading.Event()
+    asked, earlier = threading.Event(), set(threading.enumerate())
 
     def environment(turn: Turn) -> list[int]:
         asked.wait(10)
         return [7, 8]
 
     def answer_now(*_: object) -> None:
-        if sum(thread.name == "environment of sample 0" for thread in threading.enumerate()):
-            asked.set()
-            for thread in threading.enumerate():
-                if thread.name == "environment of sample 0":
-                    thread.join(10)
+        for thread in set(threading.enumerate()) - earlier:
+            if thread.name == "environment of sample 0":
+                asked.set()
+                thread.join(10)
 
     hook = model.register_forward_pre_hook(answer_now)
     try:
