@@ -139,7 +139,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         empty = int(samples.ids[int(totals.argmin())])
         raise DataError(f"a packed sequence needs at least one token; prompt and response of sample {empty} are empty")
     shared = _shared_prompt_lengths(samples) if share_prompts else torch.zeros_like(totals)
-    held = _without(prompts, shared > 0)
+    held, holders = _without(prompts, shared > 0), (shared == 0).nonzero().flatten()
     lengths = totals - shared
     sample_index = torch.repeat_interleave(torch.arange(len(samples)), lengths)
     starts = lengths.cumsum(0) - lengths
@@ -163,7 +163,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         sample_index=sample_index.to(device),
         predecessors=_predecessors(starts, shared, positions).to(device),
         shared=tuple(shared.tolist()),
-        extras={name: rows.to(device) for name, rows in _kept_extras(samples, shared == 0).items()},
+        extras={name: column.select(holders).values.to(device) for name, column in extra_inputs(samples).items()},
         columns={name: _packed_column(samples, name, responses, in_response) for name in columns},
         data=samples.data,
     )
@@ -258,12 +258,6 @@ def _shared_prompt_lengths(samples: Samples) -> Tensor:
                 f"samples.without_columns('prompt_key')"
             )
     return torch.where(same & (samples.ragged("response_ids").lengths > 0), prompts.lengths, 0)
-
-
-def _kept_extras(samples: Samples, holds_prompt: Tensor) -> dict[str, Tensor]:
-    """Return the further inputs of the samples where ``holds_prompt`` (B,) is True, concatenated."""
-    rows = holds_prompt.nonzero().flatten()
-    return {name: column.select(rows).values for name, column in extra_inputs(samples).items()}
 
 
 def _without(prompts: Ragged, dropped: Tensor) -> Ragged:

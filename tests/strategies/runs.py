@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -237,3 +238,13 @@ def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor])
     """Return the largest absolute difference between two sets of weights."""
     assert ours.keys() == theirs.keys(), f"only in one: {ours.keys() ^ theirs.keys()}"
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def check_equal_to_one_rank(outcomes: Sequence[Outcome], alone: Outcome) -> None:
+    """Assert that all ranks got the tokens, rewards, metrics and weights of a run on one rank, up to rounding."""
+    for outcome in outcomes:
+        assert outcome.tokens == alone.tokens
+        assert outcome.rewards == alone.rewards
+        for ours, theirs in zip(outcome.logged, alone.logged, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    assert largest_difference(outcomes[0].weights, alone.weights) <= 1e-5

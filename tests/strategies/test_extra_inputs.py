@@ -54,12 +54,7 @@ def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool) -> None:
     ((alone,),) = workers.run(_train, ["heuristic"], world_size=1, init_process_group=False)
     everyone = workers.run(_train, PLANS, init_process_group=False, deadline_s=150.0)
     for outcomes in zip(*everyone, strict=True):
-        for outcome in outcomes:
-            assert outcome.tokens == alone.tokens
-            assert outcome.rewards == alone.rewards
-            for ours, theirs in zip(outcome.logged, alone.logged, strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
-        assert runs.largest_difference(outcomes[0].weights, alone.weights) <= 1e-5
+        runs.check_equal_to_one_rank(outcomes, alone)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
