@@ -35,9 +35,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks, max_over_ranks, turns_within
 from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
+from lightning_realloc.limits import MAX_STAGING_BYTES
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
-from lightning_realloc.runtime.transfer.executor import MAX_STAGING_BYTES, Reallocation
+from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.runtime.transfer.point_to_point import region_view
 
 WORLD_SIZE = 4

@@ -26,12 +26,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.harness import BenchmarkReport, be_quiet, make_parser
 from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ModelSpec
+from lightning_realloc.limits import MAX_STAGING_BYTES
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.realloc.schedule import schedule_transfers
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry, rank_groups
-from lightning_realloc.runtime.transfer.executor import MAX_STAGING_BYTES
 from lightning_realloc.strategies.pool.memory_check import settings_of_precision
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.search.planning_task import PlanningTask

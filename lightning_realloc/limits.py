@@ -45,6 +45,12 @@ VECTOR_VALUES = 16
 """Most values that torch's CPU kernels compute at a time; what is left over is computed otherwise."""
 THREAD_VALUES = 32768
 """Values of an elementwise function from which on torch uses one more thread (``at::internal::GRAIN_SIZE``)."""
+MAX_STAGING_BYTES = 32 << 20
+"""Staging memory of the direct transport in each direction; both together are one bucket of 64 MB. Measured with 254M
+parameters over gloo, twice as much is no faster (`docs/benchmarks/reallocation.md`)."""
+PACK_BELOW_BYTES = 64 << 10
+"""Pieces of weights below this size are packed into one message per peer and round, because a copy costs less than a
+message."""
 TILED_ROWS_PER_WIDTH = 2
 """Rows of logits for each feature of a hidden state, up to which the logits of a trained head are computed whole: the
 gradients of its weight, of a tile and summed, take more memory than so few logits."""

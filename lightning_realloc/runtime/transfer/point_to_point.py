@@ -17,9 +17,6 @@ from lightning_realloc.errors import ReallocError
 from lightning_realloc.realloc.plan import Transfer
 from lightning_realloc.runtime.transfer.shared_memory import ALIGNMENT_BYTES
 
-PACK_BELOW_BYTES = 64 << 10
-"""Pieces below this size are packed into one message per peer and round, because a copy costs less than a message."""
-
 _TAG = 7411  # prevents gloo from matching these messages with others on the default group
 
 

@@ -7,6 +7,7 @@ the bytes that a call adds. ``callbacks.memory_monitor`` measures the same; ``do
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -23,11 +24,10 @@ from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RoleElements, elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
+from lightning_realloc.tuning.shapes.traffic import staging_bytes
 
 SET_UP = "set-up"
 """Name of the phase in which models are built and sharded."""
-MAX_STAGING_BYTES = 64 << 20
-"""Most bytes that a reallocation over the direct transport stages, for sending and receiving together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +220,21 @@ class _Forecaster:
         return [place for place in places if self._is_copied(*place)]
 
     @cached_property
+    def _staging(self) -> dict[_Place, Counter[int]]:
+        """Role and layout of a replica -> rank -> bytes that its moves stage."""
+        copy, master = self.settings.copy_bytes, self.settings.master_bytes
+        return {
+            (name, layout): staging_bytes(
+                self.elements[name],
+                self._home(name),
+                layout,
+                element_bytes=copy,
+                casts_trained=copy != master and (self._is_trained(name) or self.roles[name].average_of is not None),
+            )
+            for name, layout in self._copied
+        }
+
+    @cached_property
     def _moved(self) -> set[Layout]:
         """Layouts that weights move from or to."""
         return {layout for role, copy in self._copied for layout in (copy, self._home(role))}
@@ -250,7 +265,7 @@ class _Forecaster:
         element = self.settings.copy_bytes
         if layout.dims.fsdp > 1:
             sharded = self.elements[name].on_rank(layout, rank).num_sharded * element if rank in layout else 0
-            return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
+            return MemoryParts(copies=sharded, staging=self._staging[name, layout][rank])
         # A tensor that the home holds in the same form is shared with the replica.
         may_alias = self._home_bytes(name) == element
         if self.settings.pushes_weights and self._is_trained(name) and not set(home.ranks) & set(layout.ranks):
@@ -263,7 +278,7 @@ class _Forecaster:
             return MemoryParts(copies=self._shared_copy(role, layout, home if may_alias else None, fresh, rank))
         unlike = home if may_alias else None
         own = self.elements[name].tensors(layout, rank, unlike=unlike, trained_too=trained_too) if rank in layout else 0
-        return MemoryParts(copies=own * element, staging=self._staging(name, layout, rank))
+        return MemoryParts(copies=own * element, staging=self._staging[name, layout][rank])
 
     def _shared_copy(self, role: RoleMemory, layout: Layout, home: Layout | None, fresh: Set[str], rank: int) -> int:
         """Return a rank's share of a replica in shared memory, where equal shards are stored once.
@@ -280,14 +295,6 @@ class _Forecaster:
             if rank in readers:
                 size += math.prod(shard.shape) * self.settings.copy_bytes / len(readers)
         return int(size)
-
-    def _staging(self, name: str, layout: Layout, rank: int) -> int:
-        """Return the most bytes that sending and receiving stage; direct copies between storages need less."""
-        element, half, staged = self.settings.copy_bytes, MAX_STAGING_BYTES // 2, 0
-        for one in (self._home(name), layout) if layout != self._home(name) else ():
-            if rank in one:
-                staged += min(half, self.elements[name].tensors(one, rank) * element)
-        return staged
 
     def _set_up(self, rank: int) -> MemoryParts:
         """Return the bytes of building models: shards, one whole tensor, and on CPU the models that are built whole.

@@ -146,6 +146,10 @@ class RoleElements:
             total -= equal[common].sum(axis=0) @ (sizes * is_same)
         return int(total)
 
+    def shapes(self, dims: ParallelDims) -> list[tuple[int, ...]]:
+        """Return the shape of each family's tensor on the first rank."""
+        return [shard.shape for shard in self._shards_at(inside(dims), 0)]
+
     def places(self, pp: int, stage: int) -> slice:
         """Return the places of a pipeline stage."""
         run = stage_blocks(self.role.model.num_blocks, pp)[stage]

@@ -1,4 +1,4 @@
-"""Count the elements that move between two layouts, on the busiest ranks and nodes.
+"""Count the elements that move between two layouts, on the busiest ranks and nodes, and the bytes that ranks stage.
 
 This gives in a few milliseconds the sizes that the planner in ``realloc`` derives transfer by transfer. A property test
 compares the two.
@@ -6,6 +6,9 @@ compares the two.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout
+from lightning_realloc.limits import MAX_STAGING_BYTES, PACK_BELOW_BYTES
 from lightning_realloc.tuning.shapes.role_elements import CUTTING_AXES, IntArray, RoleElements, Shards, inside
 
 
@@ -48,31 +52,30 @@ def traffic(
         trained_only: Whether only parameters that are trained move.
     """
     counts = elements.trained_counts if trained_only else elements.counts
-    before, after = _Mesh.from_layout(elements, source, cluster), _Mesh.from_layout(elements, target, cluster)
-    nodes = int(max(before.nodes.max(), after.nodes.max())) + 1
-    reader, holder = _neighbours(after.nodes, before.nodes, nodes)
+    before, after = _Mesh.from_layout(elements, source), _Mesh.from_layout(elements, target)
+    before_nodes, after_nodes = (mesh.ranks // cluster.devices_per_node for mesh in (before, after))
+    nodes = int(max(before_nodes.max(), after_nodes.max())) + 1
+    reader, holder = _neighbours(after_nodes, before_nodes, nodes)
     is_same = after.ranks[reader] == before.ranks[holder]
     needed, kept, near = (np.zeros(len(target.ranks)) for _ in range(3))
     ingress = np.zeros(nodes)
-    begin = np.maximum(after.begin[reader], before.begin[holder])
-    shared = begin, np.maximum(begin, np.minimum(after.end[reader], before.end[holder]))
-    shards = zip(elements.shards(inside(target.dims)), elements.shards(inside(source.dims)), strict=True)
-    for count, (wanted, held) in zip(counts.T, shards, strict=True):
-        upto = np.concatenate(([0], np.cumsum(count)))  # parameters before each place
+    shared = _common_places(after, reader, before, holder)
+    for count, (wanted, held) in zip(counts.T, _shards(elements, target, source), strict=True):
+        upto = _parameters_before(count)
         wanted_by, held_by = wanted.number[after.position], held.number[before.position]
         own = (upto[after.end] - upto[after.begin]) * wanted.sizes[wanted_by]
         common = (upto[shared[1]] - upto[shared[0]]) * _overlap(wanted, wanted_by[reader], held, held_by[holder])
         needed += own
         kept += np.bincount(reader[is_same], weights=common[is_same], minlength=len(needed))
         # Equal shards on a node count once.
-        first_reader, first_holder = after.is_first(wanted_by), before.is_first(held_by)
+        first_reader, first_holder = after.is_first(wanted_by, after_nodes), before.is_first(held_by, before_nodes)
         found = np.bincount(reader, weights=common * first_holder[holder], minlength=len(needed))
         near += found
-        ingress += np.bincount(after.nodes, weights=(own - found) * first_reader, minlength=nodes)
+        ingress += np.bincount(after_nodes, weights=(own - found) * first_reader, minlength=nodes)
     lacking = needed - kept
-    sent = np.bincount(after.nodes, weights=near - kept, minlength=nodes)
-    sources = np.bincount(before.nodes, minlength=nodes)
-    targets = np.bincount(after.nodes, minlength=nodes)
+    sent = np.bincount(after_nodes, weights=near - kept, minlength=nodes)
+    sources = np.bincount(before_nodes, minlength=nodes)
+    targets = np.bincount(after_nodes, minlength=nodes)
     return Traffic(
         received=float(lacking.max()),
         needed=float(needed.max()),
@@ -84,11 +87,72 @@ def traffic(
     )
 
 
+def staging_bytes(
+    elements: RoleElements, home: Layout, replica: Layout, *, element_bytes: int, casts_trained: bool
+) -> Counter[int]:
+    """Return rank -> the bytes that it stages to fill a replica from its home, for sending and receiving together.
+
+    A piece that is large, contiguous on both ranks and of one dtype goes from storage to storage. The others are
+    staged, by the rules of ``runtime.transfer.point_to_point``. Pieces are taken to be equal, and senders equally busy.
+
+    Args:
+        element_bytes: Bytes of a weight of the replica.
+        casts_trained: Whether trained weights have another dtype at home. Frozen ones have the replica's.
+    """
+    shapes = elements.shapes(home.dims), elements.shapes(replica.dims)
+    pieces = [tuple(map(min, *pair)) for pair in zip(*shapes, strict=True)]
+    is_small = np.array([math.prod(piece) * element_bytes < PACK_BELOW_BYTES for piece in pieces])
+    leaves_apart, arrives_apart = (_is_apart(pieces, whole) for whole in shapes)
+    trained, found = elements.trained_counts, Counter[int]()
+    for counts, is_cast in ((trained, casts_trained), (elements.counts - trained, False)):  # which move separately
+        lacking = count_lacking(elements, home, replica, counts)
+        sent = lacking.sum(axis=0) / len(home.ranks)
+        # A small piece is packed for each of its receivers, a large one is staged once for all of them.
+        outgoing = np.where(is_small, sent, np.minimum(sent, _count_held(elements, home, counts)))
+        for ranks, staged in (
+            (replica.ranks, lacking @ (is_small | arrives_apart)),
+            (home.ranks, outgoing @ (is_small | is_cast | leaves_apart)),
+        ):
+            sizes = np.minimum(MAX_STAGING_BYTES, staged * element_bytes)
+            found.update(dict(zip(ranks, map(int, sizes), strict=True)))
+    return found
+
+
+def _is_apart(pieces: Iterable[tuple[int, ...]], shapes: Iterable[tuple[int, ...]]) -> NDArray[np.bool_]:
+    """Return whether pieces are a part of tensors along any dim but the first, and so are not contiguous there."""
+    return np.array([piece[1:] != shape[1:] for piece, shape in zip(pieces, shapes, strict=True)])
+
+
+def _count_held(elements: RoleElements, layout: Layout, counts: IntArray) -> IntArray:
+    """Return the elements of each family on each rank of a layout: (ranks, families), without padding."""
+    mesh, upto = _Mesh.from_layout(elements, layout), _parameters_before(counts)
+    sizes = [shards.sizes[shards.number[mesh.position]] for shards in elements.shards(inside(layout.dims))]
+    held: IntArray = (upto[mesh.end] - upto[mesh.begin]) * np.stack(sizes, axis=1)
+    return held
+
+
+def count_lacking(elements: RoleElements, source: Layout, target: Layout, counts: IntArray) -> IntArray:
+    """Return the elements of each family that a rank of ``target`` does not hold under ``source``: (ranks, families).
+
+    Args:
+        counts: Number of parameters for each place and family, such as `RoleElements.trained_counts`.
+    """
+    before, after = _Mesh.from_layout(elements, source), _Mesh.from_layout(elements, target)
+    upto, lacking = _parameters_before(counts), _count_held(elements, target, counts)
+    _, reader, holder = np.intersect1d(after.ranks, before.ranks, return_indices=True)
+    begin, end = _common_places(after, reader, before, holder)
+    overlaps = [
+        _overlap(wanted, wanted.number[after.position[reader]], held, held.number[before.position[holder]])
+        for wanted, held in _shards(elements, target, source)
+    ]
+    lacking[reader] -= (upto[end] - upto[begin]) * np.stack(overlaps, axis=1)
+    return lacking
+
+
 class _Mesh(NamedTuple):
-    """Nodes, positions and places of a layout's ranks, as arrays."""
+    """Positions and places of a layout's ranks, as arrays."""
 
     ranks: IntArray
-    nodes: IntArray
     position: IntArray
     """Position of each rank within its stage and replica."""
     begin: IntArray
@@ -97,7 +161,7 @@ class _Mesh(NamedTuple):
     """One past the last place of each rank's stage."""
 
     @classmethod
-    def from_layout(cls, elements: RoleElements, layout: Layout, cluster: ClusterSpec) -> _Mesh:
+    def from_layout(cls, elements: RoleElements, layout: Layout) -> _Mesh:
         """Return the arrays of a layout."""
         dims, ranks = layout.dims, np.array(layout.ranks)
         along = dict(zip(AXES, np.unravel_index(np.arange(dims.size), dims.degrees), strict=True))
@@ -107,15 +171,30 @@ class _Mesh(NamedTuple):
         )
         places = [elements.places(dims.pp, index) for index in range(dims.pp)]
         begin, end = np.array([[run.start, run.stop] for run in places])[stage].T
-        return cls(ranks, ranks // cluster.devices_per_node, position, begin, end)
+        return cls(ranks, position, begin, end)
 
-    def is_first(self, shard: IntArray) -> NDArray[np.bool_]:
+    def is_first(self, shard: IntArray, nodes: IntArray) -> NDArray[np.bool_]:
         """Return, for each rank, whether it is the first on its node with its stage and its shard."""
-        keys = (self.nodes * (self.end.max() + 1) + self.begin) * (shard.max() + 1) + shard
+        keys = (nodes * (self.end.max() + 1) + self.begin) * (shard.max() + 1) + shard
         _, first = np.unique(keys, return_index=True)
         result = np.zeros(len(self.ranks), dtype=np.bool_)
         result[first] = True
         return result
+
+
+def _parameters_before(counts: IntArray) -> IntArray:
+    """Return the number of parameters before each place, and of all."""
+    return np.concatenate((np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)))
+
+
+def _shards(elements: RoleElements, one: Layout, other: Layout) -> Iterator[tuple[Shards, Shards]]:
+    return zip(elements.shards(inside(one.dims)), elements.shards(inside(other.dims)), strict=True)
+
+
+def _common_places(one: _Mesh, ranks: IntArray, other: _Mesh, others: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the first place, and one past the last, that the stages of each pair of ranks share."""
+    begin = np.maximum(one.begin[ranks], other.begin[others])
+    return begin, np.maximum(begin, np.minimum(one.end[ranks], other.end[others]))
 
 
 def _neighbours(after: IntArray, before: IntArray, nodes: int) -> tuple[IntArray, IntArray]:

@@ -15,6 +15,9 @@ from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout import ClusterSpec, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
 from lightning_realloc.runtime.transfer import shared_memory, transport
 from lightning_realloc.runtime.transfer.executor import Reallocation
+from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.traffic import staging_bytes
 from tests.matrices import crossed, matrix
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
 from tests.workers import WorkerPool
@@ -402,6 +405,33 @@ def test_only_strided_pieces_are_staged(workers: WorkerPool) -> None:
     # must be copied first, and receives as many into whole rows of 256, in place.
     piece = 150 * 256 * 4
     assert workers.run(_large_pieces, world_size=2) == [piece] * 2
+
+
+STAGED = ("fsdp4 dp4", "fsdp4 tp4", "fsdp2.tp2 dp2.tp2", "dp4 tp4", "tp4 dp4", "fsdp2@0-1 dp4", "fsdp2@0-1 dp1@3")
+"""Pairs of layouts."""
+
+
+def _staged_bytes() -> list[tuple[int, int]]:
+    """Return this rank's staged bytes and their forecast for every pair of layouts, in both dtypes."""
+    cut = [("column", (512, 300), 0), ("row", (300, 512), 1), ("small", (64, 12), 1)]
+    params = tuple(ParamSpec(name, shape, sharded(TensorParallelCut(dim)), "output") for name, shape, dim in cut)
+    model = ModelSpec((*params, ParamSpec("bias", (300,), section="output")), 0)
+    full, elements, found = full_tensors(model), RoleElements(RoleMemory(model=model)), []
+    for pair in STAGED:
+        source, target = (lay_out(text, model) for text in pair.split())
+        held = local_reference(full, source, dist.get_rank())
+        for dtype in (torch.float32, torch.bfloat16):
+            there = _make(source, target, held, transport="direct", dtype=dtype)
+            casts, size = dtype != torch.float32, dtype.itemsize
+            forecast = staging_bytes(elements, source.layout, target.layout, element_bytes=size, casts_trained=casts)
+            found.append((there.staging_bytes, forecast[dist.get_rank()]))
+    return found
+
+
+def test_forecasts_count_the_staged_bytes(workers: WorkerPool) -> None:
+    for number, case in enumerate(zip(*workers.run(_staged_bytes), strict=True)):
+        staged, forecast = map(sum, zip(*case, strict=True))  # a replica's holders may divide the sending unequally
+        assert forecast == pytest.approx(staged, rel=0.05), (STAGED[number // 2], case)
 
 
 def _one_rank_stays_away() -> str:

@@ -81,6 +81,30 @@ def test_weights_that_are_pushed_wait_on_both_ends() -> None:
     assert forecast(together, pushes_weights=True) == forecast(together)
 
 
+def test_weights_are_staged_if_they_are_cast_or_cut_otherwise() -> None:
+    rows, columns = (
+        ParamSpec(name, (1024, 64), sharded(TensorParallelCut(dim)), block=0)
+        for name, dim in (("rows", 0), ("columns", 1))
+    )
+    role = RoleMemory(model=ModelSpec((rows, columns), num_blocks=1))
+
+    def staging(generate: str, train: str, role: RoleMemory = role, **settings: object) -> int:
+        roles = {"actor": role, "reference": role}
+        return forecast(plan(generate, "dp2", train), roles=roles, **settings).at("actor.generate", 0).staging
+
+    # Each rank sends half of the rows of both to the other one, from storage to storage; in bf16 it casts them.
+    assert staging("dp2", "fsdp2") == 0
+    assert staging("dp2", "fsdp2", copy_bytes=2) == 2 * (512 * 64) * 2
+    frozen = replace(role, frozen_params=frozenset({"rows", "columns"}))
+    assert staging("dp2", "fsdp2", frozen, copy_bytes=2) == 0
+    # Half of the rows of half of the columns lies apart in the sender's tensor, and together in the receiver's.
+    assert staging("tp2", "fsdp2") == (512 * 32) * 4
+    assert staging("tp2", "dp2") == 0  # nothing is sent
+    # Biases, and other small weights, are packed for sending and for receiving.
+    small = replace(role, model=ModelSpec((ParamSpec("bias", (64,), sharded(), block=0),), num_blocks=1))
+    assert staging("dp2", "fsdp2", small) == 2 * 32 * 4
+
+
 def test_tied_weights_count_once() -> None:
     assert forecast(plan("dp1", "dp1", "dp1")).at("actor.generate", 0).weights == 2 * 4 * SPEC.num_elements
 

@@ -12,7 +12,7 @@ from lightning_realloc.layout.model import ModelLayout, stage_blocks
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.shapes.traffic import traffic
+from lightning_realloc.tuning.shapes.traffic import count_lacking, traffic
 from tests.tuning.examples import SMALL, role_of, with_adapters
 
 CLUSTER = ClusterSpec.parse("h100:4x4")
@@ -55,10 +55,13 @@ def fitting(role: RoleMemory, layout: Layout) -> Layout:
 def test_traffic_equals_the_elements_that_the_planner_moves(role: RoleMemory, source: Layout, target: Layout) -> None:
     before, after = (ModelLayout(role.model, fitting(role, layout)) for layout in (source, target))
     plan = plan_reallocation(before, after, CLUSTER, element_bytes=1)
-    moved = traffic(RoleElements(role), before.layout, after.layout, CLUSTER)
+    elements, rows = RoleElements(role), plan.bytes_by_rank()
+    moved = traffic(elements, before.layout, after.layout, CLUSTER)
+    lacking = count_lacking(elements, before.layout, after.layout, elements.counts).sum(axis=1)
+    assert lacking.tolist() == [rows[rank].received_bytes for rank in after.layout.ranks]
     assert moved.total_received == plan.bytes_minimum
     assert moved.total_between == plan.inter_node_bytes_minimum
-    assert moved.received == max(row.received_bytes for row in plan.bytes_by_rank().values())
+    assert moved.received == max(row.received_bytes for row in rows.values())
     assert moved.needed == max(after.num_local_elements(rank) for rank in after.layout.ranks)
 
 
