@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache, lru_cache, partial
 
-from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -18,10 +18,8 @@ from lightning_realloc.tuning.estimate.cost import CallCost, Placement, Tokens
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels
-from lightning_realloc.tuning.memory.call_memory import CallMemory
-from lightning_realloc.tuning.memory.generation_memory import draft_bytes
+from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role_elements import elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.traffic import Traffic, traffic
 
@@ -60,20 +58,18 @@ class RooflineEstimator:
         self.cluster = cluster
         self.roles = dict(roles)
         self.settings = settings
+        self._memory = MemoryModel(dataflow, roles, settings, workload)
+        self.owner, self.generates_in_copy = self._memory.owner, self._memory.generates_in_copy
         self.tokens = Tokens(workload, responses or (workload.response_tokens,))
         self.efficiency = efficiency or Efficiency()
         self._cores = cores_per_node
-        self._elements = {name: elements_of(role) for name, role in roles.items()}
+        self._elements = self._memory.elements
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
         self._active: dict[tuple[object, ...], int] = {}
         self.place = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(partial(Placement.from_layout, cluster=cluster))
         """Layout -> its placement on the cluster."""
         self._move = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(self._estimate_move)
         self._kernels = cache(self._make_kernels)
-
-    def owner(self, role: str) -> str:
-        """Return the role whose replicas a role's calls use."""
-        return self.roles[role].shares or role
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call, from the moment its inputs and weights exist."""
@@ -155,21 +151,10 @@ class RooflineEstimator:
 
         The home of a trained role keeps its optimizer state as well.
         """
-        settings, ends = self.settings, self._elements[role].on_stages(layout.dims)
+        ends = self._elements[role].on_stages(layout.dims)
         if not is_home:
-            return max(sizes.num_sharded for sizes in ends) * settings.copy_bytes
-        trains = role in self.dataflow.trained_roles
-        optimizer = settings.optimizer_bytes if trains else 0
-        return max(
-            settings.weights_bytes(self.roles[role], sizes.num_sharded, sizes.num_trained_sharded, is_trained=trains)
-            + sizes.num_trained_sharded * optimizer
-            for sizes in ends
-        )
-
-    def generates_in_copy(self, role: str, layout: Layout) -> bool:
-        """Return whether generation reads a replica of its own in the layout of the role's home, in another dtype."""
-        trains = role in self.dataflow.trained_roles
-        return self.settings.generates_in_copy(self.roles[role], layout, is_trained=trains)
+            return max(sizes.num_sharded for sizes in ends) * self.settings.copy_bytes
+        return max(sum(self._memory.home_shard(role, sizes)) for sizes in ends)
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return the bytes that a call adds, on the rank where it adds most."""
@@ -179,35 +164,17 @@ class RooflineEstimator:
         return self._active[key]
 
     def _peak(self, call: str, plan: CallPlan) -> int:
+        """Return the bytes that a call adds; those of a draft model stay, but count for the generating call only."""
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return 0
         role = self.owner(chosen.role)
-        is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
-        merges = chosen.kind == "generate" and role == chosen.role and plan.layout.dims.fsdp == 1
+        is_home = chosen == self.dataflow.home_call(role)
         ends = (
-            CallMemory(
-                role=self.roles[role],
-                plan=plan,
-                settings=self.settings,
-                workload=self.tokens.workload,
-                sizes=sizes,
-                is_home=is_home,
-                is_trained=is_trained,
-            )
+            self._memory.call_memory(chosen, plan, sizes, is_home=is_home)
             for sizes in self._elements[role].on_stages(plan.layout.dims)
         )
-        merged = self.settings.copy_bytes if merges else 0
-        added = max(end.peak(chosen.kind).total + end.sizes.num_adapted * merged for end in ends)
-        return self._draft_bytes(chosen, is_home=is_home) + added
-
-    def _draft_bytes(self, call: ModelFunctionCall, *, is_home: bool) -> int:
-        """Return the bytes of a draft model; they stay between calls, but count for the generating call only."""
-        if call.kind != "generate" or self.settings.engine.draft is None:
-            return 0
-        role, trains = str(call.role), call.role in self.dataflow.trained_roles
-        home = self.settings.home_bytes(self.roles[role], is_trained=trains)
-        return draft_bytes(self.settings.engine.draft, element_bytes=home if is_home else self.settings.copy_bytes)
+        return max(end.peak.total + end.draft_bytes for end in ends)
 
     def slowdown(self, busy: int) -> float:
         """Return the number of busy ranks for each core, at least 1; 1 without ``cores_per_node``."""

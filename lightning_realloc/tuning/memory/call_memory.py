@@ -13,7 +13,7 @@ from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.limits import CHUNK_ELEMENTS, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
 from lightning_realloc.tuning.memory.call_shape import CallShape
-from lightning_realloc.tuning.memory.generation_memory import Cache, distillation_memory, packed_bytes
+from lightning_realloc.tuning.memory.generation_memory import Cache, distillation_memory, draft_bytes, packed_bytes
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -27,6 +27,8 @@ class CallMemory:
     """Memory model of one call on one rank."""
 
     role: RoleMemory
+    """The role whose replicas the call uses."""
+    kind: CallKind
     plan: CallPlan
     settings: MemorySettings
     workload: Workload | None
@@ -36,6 +38,8 @@ class CallMemory:
     """Whether the call runs on the role's home, and not on a replica next to it."""
     is_trained: bool
     """Whether the dataflow trains the role."""
+    reads_base: bool = False
+    """Whether the call reads the role's weights without their adapters."""
     is_wrapped: bool = field(init=False)
     """Whether FSDP2 wraps the model."""
     weight_bytes: int = field(init=False)
@@ -44,24 +48,43 @@ class CallMemory:
     """Bytes of an activation."""
 
     def __post_init__(self) -> None:
-        dims, settings = self.plan.layout.dims, self.settings
+        dims, settings, weight = self.plan.layout.dims, self.settings, self._stored_bytes
         is_wrapped = dims.fsdp > 1 or (dims.dp > 1 and self.is_home and self.is_trained)
-        weight = settings.home_bytes(self.role, is_trained=self.is_trained) if self.is_home else settings.copy_bytes
         if is_wrapped:
             weight = min(weight, settings.gathered_bytes)
         object.__setattr__(self, "is_wrapped", is_wrapped)
         object.__setattr__(self, "weight_bytes", weight)
         object.__setattr__(self, "activation_bytes", min(weight, settings.copy_bytes))
 
-    def peak(self, kind: CallKind) -> MemoryParts:
-        """Return the bytes at the moment with the largest total."""
-        moments = {"train": self._train, "infer": self._infer, "generate": self._generate}[kind]()
-        return max(moments, key=lambda parts: parts.total)
+    @property
+    def peak(self) -> MemoryParts:
+        """Bytes at the moment with the largest total."""
+        moments = {"train": self._train, "infer": self._infer, "generate": self._generate}[self.kind]()
+        return max(moments, key=lambda parts: parts.total) + self._merged
 
     @property
-    def kept_cache_bytes(self) -> int:
-        """Bytes of keys and values that stay where they are not freed; a draft model frees its own."""
-        return 0 if self.cache is None else self.cache.distilling_bytes
+    def kept(self) -> MemoryParts:
+        """Bytes of a generating call that stay where caches are not freed; a draft model frees its own."""
+        return MemoryParts(kv_cache=0 if self.cache is None else self.cache.distilling_bytes) + self._merged
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model of a generating call between generations, in the dtype of the weights."""
+        if self.kind != "generate":
+            return 0
+        return draft_bytes(self.settings.engine.draft, element_bytes=self._stored_bytes)
+
+    @property
+    def _merged(self) -> MemoryParts:
+        """Bytes of weights with merged adapters, which generation reads; FSDP merges none."""
+        merges = self.kind == "generate" and not self.reads_base and self.sizes.dims.fsdp == 1
+        return MemoryParts(copies=self.sizes.num_adapted * self.settings.copy_bytes if merges else 0)
+
+    @property
+    def _stored_bytes(self) -> int:
+        """Bytes of a weight of the replica that the call reads."""
+        settings = self.settings
+        return settings.home_bytes(self.role, is_trained=self.is_trained) if self.is_home else settings.copy_bytes
 
     # ---- weights that FSDP gathers
     @property
@@ -149,13 +172,14 @@ class CallMemory:
         """Whether the rank computes logits, as those of the last pipeline stage do."""
         return self.sizes.stage == self.sizes.dims.pp - 1
 
-    def _shape(self, kind: CallKind) -> CallShape | None:
+    @property
+    def _shape(self) -> CallShape | None:
         load = self.workload
-        return None if load is None else CallShape.from_plan(kind, self.plan, load, load.longest)
+        return None if load is None else CallShape.from_plan(self.kind, self.plan, load, load.longest)
 
-    def _micro_batches(self, kind: CallKind) -> tuple[int, int, int]:
+    def _micro_batches(self) -> tuple[int, int, int]:
         """Return the number of micro-batches, the tokens of the largest, and those that logits are computed for."""
-        shape, load = self._shape(kind), self.workload
+        shape, load = self._shape, self.workload
         if shape is None or load is None:
             return 1, 0, 0
         largest = shape.largest_micro_batch
@@ -164,7 +188,7 @@ class CallMemory:
 
     # ---- calls
     def _infer(self) -> list[MemoryParts]:
-        _, tokens, rows = self._micro_batches("infer")
+        _, tokens, rows = self._micro_batches()
         return [
             *self._gathering(tokens),
             MemoryParts(
@@ -191,7 +215,7 @@ class CallMemory:
     def _generate(self) -> list[MemoryParts]:
         body = MemoryParts(gathered=self._root + self._block + self._buffer(self._block))
         shape, load, cache, engine = self.role.shape, self.workload, self.cache, self.settings.engine
-        division = self._shape("generate")
+        division = self._shape
         if shape is None or load is None or cache is None or division is None:
             return [*self._gathering(0), body]
         share, slots, last = division.share, division.slots, cache.final_bytes
@@ -222,7 +246,7 @@ class CallMemory:
     @property
     def cache(self) -> Cache | None:
         """Keys and values of a generating call; None where its lengths or the model's shape are not known."""
-        shape, load, engine, division = self.role.shape, self.workload, self.settings.engine, self._shape("generate")
+        shape, load, engine, division = self.role.shape, self.workload, self.settings.engine, self._shape
         if shape is None or load is None or division is None:
             return None
         return Cache(
@@ -246,7 +270,7 @@ class CallMemory:
 
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when the gradients of the others exist."""
-        count, tokens, rows = self._micro_batches("train")
+        count, tokens, rows = self._micro_batches()
         pipelined = self.sizes.dims.pp - self.sizes.stage
         in_flight = min(count, pipelined) if self.sizes.dims.pp > 1 else 1
         kept = in_flight * self._kept_activations(tokens)

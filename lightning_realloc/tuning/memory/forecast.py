@@ -19,10 +19,9 @@ from lightning_realloc.layout.dims import AXES, Layout, format_ranks
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.memory.call_memory import CallMemory
-from lightning_realloc.tuning.memory.generation_memory import draft_bytes
+from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role_elements import RoleElements, elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.shapes.traffic import staging_bytes
 
@@ -105,8 +104,7 @@ def forecast_memory(
     """
     if missing := [role for role in dataflow.roles if role not in roles]:
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
-    elements = {name: elements_of(role) for name, role in roles.items()}
-    forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
+    forecaster = _Forecaster(dataflow, roles, settings, workload, plan)
     positions = {rank: forecaster.position(rank) for rank in ranks}
     rank_at = {position: rank for rank, position in positions.items()}
     by_position = {position: list(forecaster.rank_phases(rank)) for position, rank in rank_at.items()}
@@ -118,13 +116,8 @@ _Place = tuple[str, Layout]
 
 
 @dataclass(frozen=True)
-class _Forecaster:
-    dataflow: Dataflow
+class _Forecaster(MemoryModel):
     plan: ExecutionPlan
-    roles: Mapping[str, RoleMemory]
-    settings: MemorySettings
-    workload: Workload | None
-    elements: Mapping[str, RoleElements]
 
     def position(self, rank: int) -> tuple[int | None, ...]:
         """Return the rank's place in every layout, as far as its bytes depend on it; None outside of a layout.
@@ -151,43 +144,30 @@ class _Forecaster:
                 continue
             base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
             base = sum((parts for place, parts in caches.items() if place != self._place(call)), base)
-            own = copies[self._owner(call.role), self.plan.layout(call.name)] if self._reads_copy(call) else None
-            if own is not None and self._frees_copies(self._owner(call.role)):
+            own = copies[self.owner(call.role), self.plan.layout(call.name)] if self._reads_copy(call) else None
+            if own is not None and self._frees_copies(self.owner(call.role)):
                 base += own
             if own is not None:
                 yield PhaseMemory(f"-> {call.name}", rank, base + caches.get(self._place(call), MemoryParts()))
             yield PhaseMemory(call.name, rank, base + self._during(call, rank))
 
-    def _owner(self, role: str) -> str:
-        """Return the role whose replicas a role's calls use."""
-        return self.roles[role].shares or role
-
     @property
     def _owners(self) -> tuple[str, ...]:
         """Roles of the dataflow that have replicas of their own."""
-        return tuple(role for role in self.dataflow.roles if self._owner(role) == role)
+        return tuple(role for role in self.dataflow.roles if self.owner(role) == role)
 
     def _frees_copies(self, role: str) -> bool:
         return self.settings.frees_copies or role in self.plan.offload
 
     def _drafts(self, rank: int) -> int:
         """Return the bytes of draft models; every replica that generates has one."""
-        calls = [call for call in self.dataflow.iteration_calls if call.kind == "generate"]
-        generating = {(str(call.role), self.plan.layout(call.name)) for call in calls}
-        return sum(
-            draft_bytes(
-                self.settings.engine.draft,
-                element_bytes=self.settings.copy_bytes if self._is_copied(role, layout) else self._home_bytes(role),
-            )
-            for role, layout in generating
-            if rank in layout
-        )
+        return sum({place: memory.draft_bytes for place, memory in self._generating(rank)}.values())
 
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
         """Return the bytes of weights and optimizer states, without the parts in ``away``, which are offloaded."""
         parts = MemoryParts(weights=self._quantized_bytes)
         for name in self._owners:
-            weights, optimizer = self._home_shard(name, rank)
+            weights, optimizer = self.shard_on(name, self._home(name), rank)
             parts += MemoryParts(
                 weights=0 if name in away else weights, optimizer=0 if name + OPTIMIZER_SUFFIX in away else optimizer
             )
@@ -198,25 +178,13 @@ class _Forecaster:
         """Bytes of 4-bit weights, which are on every rank and are not offloaded."""
         return sum(self.roles[name].quantized_bytes for name in self._owners)
 
-    def _home_shard(self, role: str, rank: int) -> tuple[int, int]:
-        """Return the bytes of a rank's shard of the home, and of its optimizer state."""
-        is_trained = self._is_trained(role)
-        return _shard_bytes(self.elements[role], self._home(role), rank, self.settings, is_trained=is_trained)
-
-    def _is_trained(self, role: str) -> bool:
-        return role in self.dataflow.trained_roles
-
-    def _home_bytes(self, role: str) -> int:
-        """Return the bytes of a weight that the home computes with."""
-        return self.settings.home_bytes(self.roles[role], is_trained=self._is_trained(role))
-
     def _home(self, role: str) -> Layout:
         return self.plan.layout(self.dataflow.home_call(role).name)
 
     @cached_property
     def _copied(self) -> list[_Place]:
         """Roles and layouts of the replicas next to homes."""
-        places = {(self._owner(str(call.role)), self.plan.layout(call.name)) for call in self.dataflow.model_calls}
+        places = {(self.owner(str(call.role)), self.plan.layout(call.name)) for call in self.dataflow.model_calls}
         return [place for place in places if self._is_copied(*place)]
 
     @cached_property
@@ -229,7 +197,7 @@ class _Forecaster:
                 self._home(name),
                 layout,
                 element_bytes=copy,
-                casts_trained=copy != master and (self._is_trained(name) or self.roles[name].average_of is not None),
+                casts_trained=copy != master and (self.is_trained(name) or self.roles[name].average_of is not None),
             )
             for name, layout in self._copied
         }
@@ -246,15 +214,13 @@ class _Forecaster:
         """
         if layout != self._home(role):
             return True
-        calls = (call for call in self.dataflow.model_calls if self._owner(str(call.role)) == role)
+        calls = (call for call in self.dataflow.model_calls if self.owner(str(call.role)) == role)
         generates = any(call.kind == "generate" and self.plan.layout(call.name) == layout for call in calls)
-        return generates and self.settings.generates_in_copy(
-            self.roles[role], layout, is_trained=self._is_trained(role)
-        )
+        return generates and self.generates_in_copy(role, layout)
 
     def _reads_copy(self, call: ModelFunctionCall) -> bool:
         """Return whether a call reads a replica other than the home."""
-        name, layout = self._owner(str(call.role)), self.plan.layout(call.name)
+        name, layout = self.owner(str(call.role)), self.plan.layout(call.name)
         return layout != self._home(name) or (call.kind == "generate" and self._is_copied(name, layout))
 
     def _copy(self, name: str, layout: Layout, rank: int) -> MemoryParts:
@@ -267,12 +233,12 @@ class _Forecaster:
             sharded = self.elements[name].on_rank(layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging[name, layout][rank])
         # A tensor that the home holds in the same form is shared with the replica.
-        may_alias = self._home_bytes(name) == element
-        if self.settings.pushes_weights and self._is_trained(name) and not set(home.ranks) & set(layout.ranks):
+        may_alias = self.home_bytes(name) == element
+        if self.settings.pushes_weights and self.is_trained(name) and not set(home.ranks) & set(layout.ranks):
             own = self.elements[name].tensors(layout, rank) if rank in layout else 0
             held = self.elements[name].tensors(home, rank) if rank in home else 0
             return MemoryParts(copies=own * element, staging=(own + held) * element)
-        trained_too = self.settings.master_bytes == element or not self._is_trained(name)
+        trained_too = self.settings.master_bytes == element or not self.is_trained(name)
         if self.settings.shares_memory:
             fresh = set() if trained_too else {p.name for p in role.model.params} - role.frozen_params
             return MemoryParts(copies=self._shared_copy(role, layout, home if may_alias else None, fresh, rank))
@@ -307,36 +273,24 @@ class _Forecaster:
         most = undivided
         for name in self._owners:
             if rank in self._home(name):
-                filled = 0 if name in whole else self._home_shard(name, rank)[0]
-                largest = self.elements[name].largest * self._home_bytes(name)
+                filled = 0 if name in whole else self.shard_on(name, self._home(name), rank)[0]
+                largest = self.elements[name].largest * self.home_bytes(name)
                 most = max(most, undivided + shards + filled + largest)
             undivided -= whole.get(name, 0)
-            shards += self._home_shard(name, rank)[0]
+            shards += self.shard_on(name, self._home(name), rank)[0]
         return MemoryParts(weights=most + self._quantized_bytes)
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
-        memory = self._call_memory(call, rank)
-        return MemoryParts() if memory is None else memory.peak(call.kind) + self._merged(call, memory)
+        memory = self._on_rank(call, rank)
+        return MemoryParts() if memory is None else memory.peak
 
-    def _merged(self, call: ModelFunctionCall, memory: CallMemory) -> MemoryParts:
-        """Return the bytes of weights with merged adapters, which generation reads."""
-        merges = call.kind == "generate" and self._owner(str(call.role)) == call.role and memory.sizes.dims.fsdp == 1
-        return MemoryParts(copies=memory.sizes.num_adapted * self.settings.copy_bytes if merges else 0)
-
-    def _call_memory(self, call: ModelFunctionCall, rank: int) -> CallMemory | None:
+    def _on_rank(self, call: ModelFunctionCall, rank: int) -> CallMemory | None:
         """Return the memory of a call on a rank; None if it does not run there."""
-        chosen, name = self.plan.call(call.name), self._owner(str(call.role))
+        chosen = self.plan.call(call.name)
         if rank not in chosen.layout:
             return None
-        return CallMemory(
-            role=self.roles[name],
-            plan=chosen,
-            settings=self.settings,
-            workload=self.workload,
-            sizes=self.elements[name].on_rank(chosen.layout, rank),
-            is_home=not self._reads_copy(call),
-            is_trained=self._is_trained(name),
-        )
+        sizes = self.elements[self.owner(str(call.role))].on_rank(chosen.layout, rank)
+        return self.call_memory(call, chosen, sizes, is_home=not self._reads_copy(call))
 
     def _place(self, call: ModelFunctionCall) -> _Place | None:
         """Return role and layout of a generating call, which its engine belongs to; None for other calls."""
@@ -345,13 +299,16 @@ class _Forecaster:
     def _kept_caches(self, rank: int) -> dict[_Place | None, MemoryParts]:
         """Return the bytes that stay between generations: caches, and weights with merged adapters."""
         found: dict[_Place | None, MemoryParts] = {}
-        for call in () if self.settings.engine.frees_cache else self.dataflow.iteration_calls:
-            place = self._place(call)
-            memory = None if place is None else self._call_memory(call, rank)
-            if memory is not None:
-                size = max(found.get(place, MemoryParts()).kv_cache, memory.kept_cache_bytes)
-                found[place] = MemoryParts(kv_cache=size) + self._merged(call, memory)
+        for place, memory in () if self.settings.engine.frees_cache else self._generating(rank):
+            found[place] = max(memory.kept, found.get(place, MemoryParts()), key=lambda parts: parts.total)
         return found
+
+    def _generating(self, rank: int) -> Iterator[tuple[_Place | None, CallMemory]]:
+        """Yield the place and the memory of every generating call on a rank."""
+        for call in self.dataflow.iteration_calls:
+            memory = None if self._place(call) is None else self._on_rank(call, rank)
+            if memory is not None:
+                yield self._place(call), memory
 
 
 def transition_bytes(
@@ -372,6 +329,7 @@ def transition_bytes(
         LayoutError: for a layout that does not fit its model.
     """
     most = held = 0
+    model = MemoryModel(dataflow, roles, settings, workload=None)
     for name in dataflow.roles:
         if roles[name].shares is not None:
             continue
@@ -379,24 +337,9 @@ def transition_bytes(
         old, new = before.call(call), after.call(call)
         if (old.layout, old.gradient_checkpointing) == (new.layout, new.gradient_checkpointing):
             continue
-        elements, trains = elements_of(roles[name]), name in dataflow.trained_roles
-        freed = _shard_bytes(elements, old.layout, rank, settings, is_trained=trains)
-        weights, state = _shard_bytes(elements, new.layout, rank, settings, is_trained=trains)
-        most = max(most, held + weights + state)
-        held += weights + state - sum(freed)
+        most = max(most, held + sum(model.shard_on(name, new.layout, rank)))
+        held += sum(model.shard_on(name, new.layout, rank)) - sum(model.shard_on(name, old.layout, rank))
     return most
-
-
-def _shard_bytes(
-    elements: RoleElements, layout: Layout, rank: int, settings: MemorySettings, *, is_trained: bool
-) -> tuple[int, int]:
-    """Return the bytes of a home's weights and of its optimizer state on a rank; zeros outside of its layout."""
-    if rank not in layout:
-        return 0, 0
-    sizes = elements.on_rank(layout, rank)
-    num, num_trained = sizes.num_sharded, sizes.num_trained_sharded
-    weights = settings.weights_bytes(elements.role, num, num_trained, is_trained=is_trained)
-    return weights, num_trained * settings.optimizer_bytes if is_trained else 0
 
 
 def _mebibytes(size: int) -> str:

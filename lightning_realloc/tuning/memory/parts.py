@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.dims import Layout
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -88,22 +87,6 @@ class MemorySettings:
         """Return the bytes of a weight that a role's home computes with; with adapters, of a weight of the base."""
         whole = not role.frozen_params if is_trained else role.average_of is not None
         return self.master_bytes if whole else self.copy_bytes
-
-    def generates_in_copy(self, role: RoleMemory, layout: Layout, *, is_trained: bool) -> bool:
-        """Return whether generation reads a replica of its own in the layout of the role's home, in another dtype."""
-        return layout.dims.fsdp == 1 and self.home_bytes(role, is_trained=is_trained) != self.copy_bytes
-
-    def weights_bytes(self, role: RoleMemory, num: int, num_trained: int, *, is_trained: bool) -> int:
-        """Return the bytes of weights in a role's home, where only weights that change have ``master_bytes``.
-
-        A role that averages another one's weights keeps all of its weights in ``master_bytes``.
-
-        Args:
-            num: Number of weights.
-            num_trained: Number of them that are trained.
-        """
-        exact = num_trained if is_trained else num if role.average_of is not None else 0
-        return exact * self.master_bytes + (num - exact) * self.copy_bytes
 
     def with_kept_caches(self, keeps: bool = True) -> MemorySettings:
         """Return the settings of a run whose engines keep their caches between generations, if ``keeps``."""

@@ -45,6 +45,7 @@ def call_of(model: nn.Module, engine: EngineMemory, load: Workload = LOAD) -> Ca
     role = described(model)
     return CallMemory(
         role=role,
+        kind="generate",
         plan=CallPlan(ALONE, max_slots=SLOTS),
         settings=MemorySettings(engine=engine),
         workload=load,
@@ -96,7 +97,7 @@ def test_a_bounded_cache_takes_the_forecast_pages_and_buffer(bound: int, *, draf
     assert cache is not None
     measured = Measured(target(), load, max_cache_bytes=bound, speculation=blocks if drafts else None)
     assert cache.final_bytes == measured.stats.cache_bytes <= bound
-    assert counted.peak("generate").total >= 0.85 * measured.peak_bytes
+    assert counted.peak.total >= 0.85 * measured.peak_bytes
 
 
 def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> None:
@@ -123,7 +124,7 @@ def test_an_unbounded_cache_and_that_of_a_draft_model_are_counted(prompt: int) -
     of_drafts = Measured(model, load, speculation=THREE_AHEAD, drafter=ModelDrafter(small, model))
     with_drafter = EngineMemory(draft=DraftMemory(model=described(small)), num_ahead=3)
     for engine, found in ((EngineMemory(), measured), (with_drafter, of_drafts)):
-        assert call_of(model, engine, load).peak("generate").total == pytest.approx(found.peak_bytes, rel=0.2)
+        assert call_of(model, engine, load).peak.total == pytest.approx(found.peak_bytes, rel=0.2)
 
 
 def test_a_draft_model_keeps_weights_and_a_distilled_one_also_its_optimizer() -> None:
@@ -137,7 +138,7 @@ def test_a_draft_model_keeps_weights_and_a_distilled_one_also_its_optimizer() ->
     measured = Measured(model, speculation=THREE_AHEAD, drafter=of_drafts)
     state = [value for kept in distillation._optimizer.state.values() for value in kept.values() if value.dim()]
     assert draft_bytes(learning, element_bytes=2) == weights + sum(value.nbytes for value in state)
-    peak = call_of(model, EngineMemory(draft=learning, num_ahead=3)).peak("generate")
+    peak = call_of(model, EngineMemory(draft=learning, num_ahead=3)).peak
     assert peak.drafts == weights  # gradients, at the end
     assert peak.total + sum(value.nbytes for value in state) == pytest.approx(measured.peak_bytes, rel=0.15)
 

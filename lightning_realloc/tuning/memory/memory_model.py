@@ -1,0 +1,81 @@
+"""Bytes of one role's home and of one call on a rank, which forecasts of plans and estimates of single calls share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.memory.call_memory import CallMemory
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements, elements_of
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of the roles of a dataflow under some settings, for any layout."""
+
+    dataflow: Dataflow
+    roles: Mapping[str, RoleMemory]
+    settings: MemorySettings
+    workload: Workload | None
+
+    @cached_property
+    def elements(self) -> dict[str, RoleElements]:
+        """Role -> its counts of elements."""
+        return {name: elements_of(role) for name, role in self.roles.items()}
+
+    def owner(self, role: str) -> str:
+        """Return the role whose replicas a role's calls use."""
+        return self.roles[role].shares or role
+
+    def is_trained(self, role: str) -> bool:
+        """Return whether the dataflow trains a role."""
+        return role in self.dataflow.trained_roles
+
+    def home_bytes(self, role: str) -> int:
+        """Return the bytes of a weight that the home computes with."""
+        return self.settings.home_bytes(self.roles[role], is_trained=self.is_trained(role))
+
+    def generates_in_copy(self, role: str, layout: Layout) -> bool:
+        """Return whether generation reads a replica of its own in the layout of the role's home, in another dtype."""
+        return layout.dims.fsdp == 1 and self.home_bytes(role) != self.settings.copy_bytes
+
+    def home_shard(self, role: str, sizes: RankElements) -> tuple[int, int]:
+        """Return the bytes of the home's weights and of its optimizer state on a rank.
+
+        Only weights that change have ``master_bytes``: trained ones, and all of a role that averages another one's.
+        """
+        settings, is_trained = self.settings, self.is_trained(role)
+        num, num_trained = sizes.num_sharded, sizes.num_trained_sharded if is_trained else 0
+        exact = num if self.roles[role].average_of is not None else num_trained
+        weights = exact * settings.master_bytes + (num - exact) * settings.copy_bytes
+        return weights, num_trained * settings.optimizer_bytes
+
+    def shard_on(self, role: str, layout: Layout, rank: int) -> tuple[int, int]:
+        """Return the `home_shard` of a rank if the home has some layout; zeros outside of it."""
+        return self.home_shard(role, self.elements[role].on_rank(layout, rank)) if rank in layout else (0, 0)
+
+    def call_memory(self, call: ModelFunctionCall, plan: CallPlan, sizes: RankElements, *, is_home: bool) -> CallMemory:
+        """Return the memory of a call on a rank.
+
+        Args:
+            sizes: Element counts of the owner of the call's role, on the rank.
+            is_home: Whether the call runs on the owner's home, and not on a replica next to it.
+        """
+        owner = self.owner(str(call.role))
+        return CallMemory(
+            role=self.roles[owner],
+            kind=call.kind,
+            plan=plan,
+            settings=self.settings,
+            workload=self.workload,
+            sizes=sizes,
+            is_home=is_home,
+            is_trained=self.is_trained(owner),
+            reads_base=owner != call.role,
+        )
