@@ -151,7 +151,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             self.turn.profile_s = table.seconds
             self.turn.crowding = {tp: curve.points for tp, curve in table.crowding.items()}
             evaluator = strategy.plan_evaluator(lengths, self.profile)
-            self._prices = evaluator.estimate(evaluator.lengths)
+            self._prices = evaluator.estimator
             found = random_plans(strategy, seed)
             self._plans = [next(found) for _ in range(num_plans)]
 

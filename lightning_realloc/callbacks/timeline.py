@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,6 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
 from lightning_realloc.tuning.candidates import PlanEvaluator
-from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.timeline.simulator import simulate
 
 log = logging.getLogger(__name__)
 
@@ -283,19 +282,11 @@ class Timeline(PhaseCallback):
 
 
 def _prediction(evaluator: PlanEvaluator, trainer: Trainer, source: str) -> PlanPredicted:
-    run = run_view(trainer)
-    plan, settings = run.pool.plan, evaluator.settings.with_kept_caches(run.runner.engines.keeps_caches)
-    simulated = simulate(
-        evaluator.dataflow,
-        plan,
-        evaluator.estimate(evaluator.lengths),
-        overlap=evaluator.overlap,
-        generation_chunks=evaluator.generation_chunks,
-    )
-    ranks = range(trainer.world_size)
-    forecast = forecast_memory(evaluator.dataflow, plan, evaluator.roles, settings, evaluator.workload, ranks=ranks)
+    run, task = run_view(trainer), evaluator.task
+    plan, settings = run.pool.plan, task.settings.with_kept_caches(run.runner.engines.keeps_caches)
+    simulated = task.timeline(plan, evaluator.estimator)
     peaks: dict[str, list[int]] = {}
-    for entry in forecast.phases:
+    for entry in replace(task, settings=settings).forecast(plan).phases:
         peaks.setdefault(entry.phase, [0] * trainer.world_size)[entry.rank] = entry.parts.total
     return PlanPredicted.from_entries(
         simulated.entries,
@@ -304,7 +295,7 @@ def _prediction(evaluator: PlanEvaluator, trainer: Trainer, source: str) -> Plan
         source=source,
         seconds_per_iteration=simulated.seconds_per_iteration,
         peak_bytes={phase: tuple(sizes) for phase, sizes in peaks.items()},
-        memory_budget=evaluator.memory_budget,
+        memory_budget=task.usable_bytes,
     )
 
 

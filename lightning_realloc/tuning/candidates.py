@@ -1,4 +1,4 @@
-"""Price other plans of a running algorithm, and propose a few that are worth a trial.
+"""Propose a few plans that are worth a trial in a running algorithm, at the prices of a `PlanPricer`.
 
 The search's best plan is best by estimates, which have errors. The proposed plans therefore differ in kind: the best of
 all plans, the best with every call on all ranks, plans with one layout for all calls, and the heuristic plan. If an
@@ -11,23 +11,21 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from lightning_realloc.dataflow.dataflow import Dataflow
-from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.memory.forecast import SET_UP
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.plan_search import search_plan
-from lightning_realloc.tuning.search.space import CallOptions, common_dims
+from lightning_realloc.tuning.search.planning_task import PlanningTask
+from lightning_realloc.tuning.search.pricing import PlanPricer
+from lightning_realloc.tuning.search.space import CallOptions
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
-from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
-from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
-from lightning_realloc.tuning.timeline.simulator import simulate
+from lightning_realloc.tuning.shapes.role_memory import sharers_of
+from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX
 from lightning_realloc.tuning.tuner_actions import Candidate
 
 ANY_PLAN_SHARE = 0.8
@@ -42,58 +40,43 @@ NUM_STATIC_PLANS = 2
 """Number of proposed plans with one layout for all calls, the best ones by estimate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanEvaluator:
-    """Estimates the seconds and the memory of plans for one algorithm, and proposes plans.
+    """Proposes plans for lengths that iterations of a running algorithm had, and predicts what a plan's calls take.
 
-    ``strategy.plan_evaluator()`` returns one for a running algorithm.
+    Returned by ``strategy.plan_evaluator()``. Legal plans that fit are those of `PlanPricer`, which prices any plan.
     """
 
-    dataflow: Dataflow
+    task: PlanningTask
+    """The algorithm on its ranks; the workload is the largest one that memory must have room for."""
     estimate: Callable[[TypicalLengths], Estimator]
     """Lengths of iterations -> the estimator that prices plans for them."""
     lengths: TypicalLengths
     """Expected lengths of the next iterations."""
-    roles: dict[str, RoleMemory]
-    """Role -> the model that its memory depends on."""
-    settings: MemorySettings
-    workload: Workload
-    """Largest workload that memory must have room for."""
-    memory_budget: int
-    """Bytes of a device that a plan may fill."""
-    overlap: Overlap
-    generation_chunks: int = 1
-    """Number of chunks in which samples go to inference on other ranks."""
 
-    @property
-    def models(self) -> dict[str, ModelSpec]:
-        """Role -> its model."""
-        return {name: role.model for name, role in self.roles.items()}
+    @cached_property
+    def estimator(self) -> Estimator:
+        """Estimator for the expected lengths."""
+        return self.estimate(self.lengths)
 
     # ---- estimates
-    def seconds(self, plan: ExecutionPlan, estimator: Estimator | None = None) -> float:
+    def seconds(self, plan: ExecutionPlan) -> float:
         """Return the estimated seconds of an iteration."""
-        prices = estimator or self.estimate(self.lengths)
-        timeline = simulate(self.dataflow, plan, prices, overlap=self.overlap, generation_chunks=self.generation_chunks)
-        return timeline.seconds_per_iteration
+        return self.task.timeline(plan, self.estimator).seconds_per_iteration
 
     def call_seconds(self, plan: ExecutionPlan) -> dict[str, float]:
         """Return the estimated seconds of every call, with the move of its weights."""
-        prices = self.estimate(self.lengths)
-        timeline = simulate(
-            self.dataflow, plan, prices, iterations=2, overlap=self.overlap, generation_chunks=self.generation_chunks
-        )
         seconds: dict[str, float] = {}
-        for entry in timeline.entries:
+        for entry in self.task.timeline(plan, self.estimator, iterations=2).entries:
             if entry.iteration == 1:
-                call = entry.phase.removeprefix("-> ")
+                call = entry.phase.removeprefix(MOVE_PREFIX)
                 seconds[call] = seconds.get(call, 0.0) + entry.seconds
         return seconds
 
     def work(self, plan: ExecutionPlan, lengths: TypicalLengths) -> float:
         """Return the sum of the estimated seconds of all calls, in iterations of some lengths."""
         prices = self.estimate(lengths)
-        calls = [call.name for call in self.dataflow.iteration_calls if call.role is not None]
+        calls = [call.name for call in self.task.dataflow.iteration_calls if call.role is not None]
         return sum(prices.call_seconds(name, plan.call(name)).total for name in calls)
 
     def peak_bytes(self, plan: ExecutionPlan) -> dict[tuple[int, ...], int]:
@@ -102,22 +85,16 @@ class PlanEvaluator:
         Raises:
             LayoutError: for a layout that does not fit its model.
         """
-        groups = interchangeable_ranks(plan)
-        counted = [rank for ranks in groups for rank in _ranks_with_other_heads(plan, ranks)]
-        forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=counted)
-        calls = {f"{arrow}{call.name}" for call in self.dataflow.iteration_calls for arrow in ("", "-> ")}
-        return {
-            ranks: max(e.parts.total for e in forecast.phases if e.rank in ranks and e.phase in calls)
-            for ranks in groups
-        }
+        largest: dict[int, int] = {}
+        for entry in self.task.forecast(plan).phases:
+            if entry.phase != SET_UP:
+                largest[entry.rank] = max(largest.get(entry.rank, 0), entry.parts.total)
+        return {ranks: max(largest[rank] for rank in ranks) for ranks in interchangeable_ranks(plan)}
 
     def fits(self, plan: ExecutionPlan) -> bool:
         """Whether a plan is legal and fits into the memory of every rank."""
-        num_ranks = self.estimate(self.lengths).cluster.num_devices
         try:
-            plan.check(self.dataflow, num_ranks)
-            plan.check_models(self.dataflow, self.models)
-            return max(self.peak_bytes(plan).values()) <= self.memory_budget
+            return not PlanPricer(self.task, self.estimator).price(plan).missing_bytes
         except ReallocError:
             return False
 
@@ -129,60 +106,58 @@ class PlanEvaluator:
 
         Calls that no iteration runs keep their plan from ``start``.
         """
-        prices = self.estimate(self.lengths)
         found: dict[ExecutionPlan, float] = {}
-        for proposed in self._plans(prices, start, seconds, seed, clock):
+        for proposed in self._plans(start, seconds, seed, clock):
             plan = proposed.with_rest_of(start)
             if plan != start and plan not in found and self.fits(proposed):
-                found[plan] = self.seconds(proposed, prices)
+                found[plan] = self.seconds(proposed)
         return sorted((Candidate(plan, took) for plan, took in found.items()), key=lambda one: one.predicted_s)
 
     def _plans(
-        self, prices: Estimator, start: ExecutionPlan, seconds: float, seed: int, clock: Callable[[], float]
+        self, start: ExecutionPlan, seconds: float, seed: int, clock: Callable[[], float]
     ) -> Iterator[ExecutionPlan]:
-        options = self._options(start)
-        wholly = replace(options, num_ranks=prices.cluster.num_devices)
-        shares = ((options, ANY_PLAN_SHARE), (wholly, 1 - ANY_PLAN_SHARE))
-        for chosen, share in shares:
+        task, options = self.task, self._options(start)
+        wholly = replace(options, num_ranks=task.cluster.num_devices)
+        for chosen, share in ((options, ANY_PLAN_SHARE), (wholly, 1 - ANY_PLAN_SHARE)):
             try:
-                yield self._search(prices, chosen, share * seconds, seed, clock)
+                yield self._search(chosen, share * seconds, seed, clock)
             except ReallocError:
                 break  # no plan fits, and so none with every call on all ranks
-        yield from self._static_plans(prices, options)
+        static = sorted(PlanPricer(task, self.estimator, options=options).static_plans(), key=self.seconds)
+        yield from itertools.islice(filter(self.fits, static), NUM_STATIC_PLANS)
         try:
             yield heuristic_plan(
-                self.dataflow,
-                self.models,
-                prices.cluster,
-                world_size=prices.cluster.num_devices,
-                element_bytes=self.settings.copy_bytes,
-                sharers=sharers_of(self.roles),
-            ).completed(self.dataflow)
+                task.dataflow,
+                task.models,
+                task.cluster,
+                world_size=task.cluster.num_devices,
+                element_bytes=task.settings.copy_bytes,
+                sharers=sharers_of(task.roles),
+            ).completed(task.dataflow)
         except ReallocError:
             return
 
-    def _search(
-        self, prices: Estimator, options: CallOptions, seconds: float, seed: int, clock: Callable[[], float]
-    ) -> ExecutionPlan:
+    def _search(self, options: CallOptions, seconds: float, seed: int, clock: Callable[[], float]) -> ExecutionPlan:
         """Return the best plan found, in as much of ``seconds`` as improves it.
 
         A search cannot know that no better plan exists. It is repeated with twice the time until that saves less than
         `MIN_IMPROVEMENT`, so that small clusters take a fraction of a second.
         """
-        begin, allowed, best = clock(), min(seconds, max(MIN_FIRST_SEARCH_S, seconds / FIRST_SEARCH_DIVISOR)), None
+        task, begin, best = self.task, clock(), None
+        allowed = min(seconds, max(MIN_FIRST_SEARCH_S, seconds / FIRST_SEARCH_DIVISOR))
         while True:
             found = search_plan(
-                self.dataflow,
-                self.models,
-                prices.cluster,
-                prices,
+                task.dataflow,
+                task.models,
+                task.cluster,
+                self.estimator,
                 seed=seed,
                 seconds=allowed,
-                memory_budget=self.memory_budget,
-                overlap=self.overlap,
+                memory_budget=task.usable_bytes,
+                overlap=task.overlap,
                 options=options,
                 clock=clock,
-                generation_chunks=self.generation_chunks,
+                generation_chunks=task.generation_chunks,
             )
             if best is not None and found.seconds > (1 - MIN_IMPROVEMENT) * best.seconds:
                 return min(best, found, key=lambda one: one.seconds).plan
@@ -192,33 +167,13 @@ class PlanEvaluator:
 
     def _options(self, start: ExecutionPlan) -> CallOptions:
         """Return the options of calls: those of the start plan, and those that need less memory."""
+        assert self.task.workload is not None, "estimates of seconds need one"
         chosen = {plan.micro_batch_tokens for _, plan in start.calls}
-        tokens = sorted({size for size in chosen if size is not None} | {max(1, self.workload.micro_batch_tokens // 4)})
-        generating = [call.name for call in self.dataflow.model_calls if call.kind == "generate"]
+        fewer = max(1, self.task.workload.micro_batch_tokens // 4)
+        tokens = sorted({size for size in chosen if size is not None} | {fewer})
+        generating = [call.name for call in self.task.dataflow.model_calls if call.kind == "generate"]
         slots = sorted({start.call(name).max_slots for name in generating} or {64})
         return CallOptions(micro_batch_tokens=(None, *tokens), max_slots=tuple(slots))
-
-    def _static_plans(self, prices: Estimator, options: CallOptions) -> list[ExecutionPlan]:
-        """Return the best plans with one layout for all calls that fit."""
-        ranks = tuple(range(prices.cluster.num_devices))
-        common = sorted(common_dims(self.dataflow, self.models, prices.cluster), key=str)
-        layouts = [Layout(dims, ranks) for dims in common]
-        plain = [self._static_plan(layout, options, recompute=False) for layout in layouts]
-        plain.sort(key=lambda plan: self.seconds(plan, prices))
-        fitting = (self._fitting(plan, options) for plan in plain)
-        return list(itertools.islice((plan for plan in fitting if plan is not None), NUM_STATIC_PLANS))
-
-    def _fitting(self, plan: ExecutionPlan, options: CallOptions) -> ExecutionPlan | None:
-        """Return a static plan as it is or with gradient checkpointing, whichever fits first; None if neither does."""
-        variants = (plan, self._static_plan(plan.layouts[0], options, recompute=True))
-        return next(filter(self.fits, variants), None)
-
-    def _static_plan(self, layout: Layout, options: CallOptions, *, recompute: bool) -> ExecutionPlan:
-        calls = []
-        for call in self.dataflow.model_calls:
-            chosen = CallPlan(layout, None, recompute, options.max_slots[-1]).suited(call.kind)
-            calls.append((call.name, chosen))
-        return ExecutionPlan(tuple(calls))
 
 
 class WorkUnit:
@@ -250,21 +205,8 @@ def interchangeable_ranks(plan: ExecutionPlan) -> list[tuple[int, ...]]:
     """Return groups of ranks with the same calls and the same pipeline stages."""
     groups: dict[tuple[int | None, ...], list[int]] = {}
     for rank in sorted({rank for layout in plan.layouts for rank in layout.ranks}):
-        place = tuple(_index(layout, rank, layout.stage_axes) for layout in plan.layouts)
+        place = tuple(
+            layout.share(rank, *layout.stage_axes).position if rank in layout else None for layout in plan.layouts
+        )
         groups.setdefault(place, []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
-
-
-def _ranks_with_other_heads(plan: ExecutionPlan, ranks: Sequence[int]) -> list[int]:
-    """Return one of some interchangeable ranks for each place along ``tp``, where ranks may hold more or fewer heads.
-
-    FSDP pads its shards, so ranks with the same place along ``tp`` hold equally much.
-    """
-    by_place: dict[tuple[int | None, ...], int] = {}
-    for rank in ranks:
-        by_place.setdefault(tuple(_index(layout, rank, layout.tensor_axes) for layout in plan.layouts), rank)
-    return list(by_place.values())
-
-
-def _index(layout: Layout, rank: int, axes: Sequence[str]) -> int | None:
-    return layout.share(rank, *axes).position if rank in layout else None

@@ -16,6 +16,7 @@ from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.plan_search import search_plan
+from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import CallOptions
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
 from tests.tuning.examples import PPO_FLOW, SMALL, roles_of
@@ -34,15 +35,23 @@ def roofline(lengths: TypicalLengths) -> Estimator:
 
 
 PROSPECTS = PlanEvaluator(
-    dataflow=PPO_FLOW,
+    task=PlanningTask(
+        dataflow=PPO_FLOW,
+        roles=ROLES,
+        cluster=CLUSTER,
+        settings=MemorySettings(),
+        workload=Workload(num_sequences=2, prompt_tokens=12, response_tokens=64),
+        memory_budget=2**30,
+        headroom=0.0,
+    ),
     estimate=roofline,
     lengths=TYPICAL,
-    roles=ROLES,
-    settings=MemorySettings(),
-    workload=Workload(num_sequences=2, prompt_tokens=12, response_tokens=64),
-    memory_budget=2**30,
-    overlap="iterations",
 )
+
+
+def within(memory_budget: int) -> PlanEvaluator:
+    """Return the evaluator for devices with this many bytes."""
+    return replace(PROSPECTS, task=replace(PROSPECTS.task, memory_budget=memory_budget))
 
 
 def test_lengths_of_iterations_are_combined() -> None:
@@ -73,12 +82,12 @@ def test_a_proposal_is_never_the_plan_in_use() -> None:
 
 def test_plans_that_do_not_fit_are_not_proposed() -> None:
     least = max(PROSPECTS.peak_bytes(START).values())
-    tight = replace(PROSPECTS, memory_budget=least)
-    assert tight.fits(START) and not replace(PROSPECTS, memory_budget=least - 1).fits(START)
+    tight = within(least)
+    assert tight.fits(START) and not within(least - 1).fits(START)
     replicated = ExecutionPlan.static(PPO_FLOW, Layout.parse("dp4@0-3"))
     assert PROSPECTS.fits(replicated) and not tight.fits(replicated)
     assert all(tight.fits(candidate.plan) for candidate in tight.propose(START, seconds=0.3, seed=0))
-    assert replace(PROSPECTS, memory_budget=least // 8).propose(START, seconds=0.1, seed=0) == []
+    assert within(least // 8).propose(START, seconds=0.1, seed=0) == []
 
 
 def test_ranks_with_the_same_calls_and_stages_are_interchangeable() -> None:
@@ -121,7 +130,7 @@ def test_a_search_can_be_restricted_to_all_ranks() -> None:
     def sizes(num_ranks: int | None) -> set[int]:
         plan = search_plan(
             PPO_FLOW,
-            PROSPECTS.models,
+            PROSPECTS.task.models,
             CLUSTER,
             roofline(TYPICAL),
             seed=0,

@@ -42,7 +42,8 @@ from lightning_realloc.tuning.estimate.measured import MeasuredEstimator
 from lightning_realloc.tuning.estimate.pass_samples import TINY, TINY_STEP, Grid, Size
 from lightning_realloc.tuning.estimate.profile import Curve, ProfileTable
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
-from lightning_realloc.tuning.memory.parts import Workload, usable_bytes
+from lightning_realloc.tuning.memory.parts import Workload
+from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import legal_dims, sizes
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -309,17 +310,17 @@ def make_plan_evaluator(
         return roofline if profile is None else MeasuredEstimator(roofline, profile.table, profile.models)
 
     estimate(typical)  # raises errors now, not in the first search
-    return PlanEvaluator(
+    task = PlanningTask(
         dataflow=dataflow,
-        estimate=estimate,
-        lengths=typical,
         roles=roles,
+        cluster=cluster,
         settings=settings,
         workload=_workload(builder, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest),
-        memory_budget=usable_bytes(builder.memory_budget),
+        memory_budget=builder.memory_budget,
         overlap=overlap.overlap,
         generation_chunks=overlap.generation_chunks,
     )
+    return PlanEvaluator(task=task, estimate=estimate, lengths=typical)
 
 
 def _remaining_calls(builder: PoolBuilder) -> Dataflow:

@@ -1,4 +1,4 @@
-"""Models, workload, cluster and memory that plans are made for."""
+"""Models, workload, cluster and memory that plans are made for, with the timeline and the forecast of a plan."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.timeline.call_timeline import CallTimeline
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
+from lightning_realloc.tuning.timeline.simulator import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,8 @@ class PlanningTask:
     """Bytes of a device."""
     headroom: float = HEADROOM
     """Fraction of a device's bytes that a plan leaves free; 0 for the user's own plans."""
+    overlap: Overlap = "iterations"
+    """Work that may run at the same time on disjoint ranks."""
     generation_chunks: int = 1
     """Number of chunks in which samples go to inference on other ranks."""
 
@@ -38,6 +46,26 @@ class PlanningTask:
     def models(self) -> dict[str, ModelSpec]:
         """Role -> its model."""
         return {name: role.model for name, role in self.roles.items()}
+
+    def forecast(self, plan: ExecutionPlan) -> MemoryForecast:
+        """Return the bytes of all ranks under a plan.
+
+        Raises:
+            LayoutError: for a layout that does not fit its model.
+        """
+        ranks = range(self.cluster.num_devices)
+        return forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=ranks)
+
+    def timeline(self, plan: ExecutionPlan, estimator: Estimator, *, iterations: int = 8) -> CallTimeline:
+        """Return the simulated timeline of a plan; see `simulate`."""
+        return simulate(
+            self.dataflow,
+            plan,
+            estimator,
+            iterations=iterations,
+            overlap=self.overlap,
+            generation_chunks=self.generation_chunks,
+        )
 
     def on_nodes(self, num_nodes: int) -> PlanningTask:
         """Return the same task on another number of nodes."""

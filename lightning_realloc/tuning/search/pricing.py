@@ -16,14 +16,13 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, PhaseMemory, forecast_memory
+from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, PhaseMemory
 from lightning_realloc.tuning.search.default_plan import default_plan, largest_by_phase
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import CallOptions, common_dims
 from lightning_realloc.tuning.timeline.call_timeline import CallTimeline
-from lightning_realloc.tuning.timeline.simulator import simulate
 
 MAX_SEARCHES = 4
 """Most searches for one plan. A search counts bytes less exactly than the forecast, and is repeated with a smaller
@@ -79,7 +78,7 @@ SearchWithin: TypeAlias = Callable[[int], tuple[PricedPlan, SearchResult]]
 
 
 class PlanPricer:
-    """Prices plans for one task."""
+    """Prices plans for one task, and searches for the best one; `PlanEvaluator` proposes plans to a run."""
 
     def __init__(self, task: PlanningTask, estimator: Estimator, *, options: CallOptions | None = None) -> None:
         self.task, self.estimator, self.options = task, estimator, options or CallOptions()
@@ -93,18 +92,14 @@ class PlanPricer:
             PlanError: for a plan that does not fit the dataflow or the cluster.
             LayoutError: for a layout that does not fit its model.
         """
-        task, world_size = self.task, self.task.cluster.num_devices
+        task = self.task
         plan = plan.completed(task.dataflow)
-        plan.check(task.dataflow, world_size)
+        plan.check(task.dataflow, task.cluster.num_devices)
         plan.check_models(task.dataflow, task.models)
-        forecast = forecast_memory(
-            task.dataflow, plan, task.roles, task.settings, task.workload, ranks=range(world_size)
-        )
-        timeline = simulate(task.dataflow, plan, self.estimator, generation_chunks=task.generation_chunks)
         return PricedPlan(
             plan=plan,
-            timeline=timeline,
-            forecast=forecast,
+            timeline=task.timeline(plan, self.estimator),
+            forecast=task.forecast(plan),
             memory_budget=task.memory_budget,
             usable_bytes=task.usable_bytes,
         )
@@ -141,6 +136,7 @@ class PlanPricer:
                 options=self.options,
                 clock=clock,
                 max_evaluations=max_evaluations,
+                overlap=task.overlap,
                 generation_chunks=task.generation_chunks,
             )
             return self.price(found.plan), found
@@ -190,31 +186,25 @@ class PlanPricer:
 
     def heuristic(self) -> list[PricedPlan]:
         """Return the heuristic plan, and the plan that a run without one takes if it is another."""
+        task = self.task
         if self._heuristic is None:
-            self._heuristic = self._price_heuristic()
+            found = default_plan(
+                task, lambda plan: largest_by_phase(task.forecast(plan)), world_size=task.cluster.num_devices
+            )
+            self._heuristic = [self.price(plan) for plan in dict.fromkeys((found.heuristic, found.plan))]
         return self._heuristic
 
-    def _price_heuristic(self) -> list[PricedPlan]:
-        task, world_size = self.task, self.task.cluster.num_devices
-
-        def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
-            ranks = range(world_size)
-            return largest_by_phase(
-                forecast_memory(task.dataflow, plan, task.roles, task.settings, task.workload, ranks=ranks)
-            )
-
-        found = default_plan(task, phase_bytes, world_size=world_size)
-        return [self.price(plan) for plan in dict.fromkeys((found.heuristic, found.plan))]
-
     def static(self) -> list[PricedPlan]:
-        """Return every plan with one layout for all calls on all ranks, ordered by missing bytes, then by seconds."""
+        """Return the `static_plans`, ordered by missing bytes, then by seconds."""
+        plans = map(self.price, self.static_plans())
+        return sorted(plans, key=lambda priced: (priced.missing_bytes, priced.seconds))
+
+    def static_plans(self) -> Iterator[ExecutionPlan]:
+        """Yield every plan with one layout for all calls on all ranks, with its best options."""
         flow, cluster = self.task.dataflow, self.task.cluster
         ranks = tuple(range(cluster.num_devices))
-        plans = [
-            self.price(self.with_best_options(ExecutionPlan.static(flow, Layout(dims, ranks))))
-            for dims in common_dims(flow, self.task.models, cluster)
-        ]
-        return sorted(plans, key=lambda priced: (priced.missing_bytes, priced.seconds))
+        for dims in common_dims(flow, self.task.models, cluster):
+            yield self.with_best_options(ExecutionPlan.static(flow, Layout(dims, ranks)))
 
     # ---- options
     def with_best_options(self, plan: ExecutionPlan) -> ExecutionPlan:
@@ -236,15 +226,16 @@ class PlanPricer:
 
     def _kept_by_rank(self, plan: ExecutionPlan) -> Iterator[int]:
         """Yield the bytes that each rank keeps between calls: homes, and replicas."""
-        flow = self.task.dataflow
-        replicas = {(role, plan.layout(flow.home_call(role).name), True) for role in flow.roles}
-        for role, home, _ in tuple(replicas):
-            for call in flow.calls_of(role):
-                layout = plan.layout(call.name)
-                if layout != home or (call.kind == "generate" and self.estimator.generates_in_copy(role, layout)):
-                    replicas.add((role, layout, False))
+        flow, prices = self.task.dataflow, self.estimator
+        replicas: set[tuple[str, Layout, bool]] = set()
+        for call in flow.model_calls:
+            role, layout = prices.owner(str(call.role)), plan.layout(call.name)
+            home = plan.layout(flow.home_call(role).name)
+            replicas.add((role, home, True))
+            if layout != home or (call.kind == "generate" and prices.generates_in_copy(role, layout)):
+                replicas.add((role, layout, False))
         sizes = [
-            (set(layout.ranks), self.estimator.resident_bytes(role, layout, is_home=is_home))
+            (set(layout.ranks), prices.resident_bytes(role, layout, is_home=is_home))
             for role, layout, is_home in replicas
         ]
         for rank in range(self.task.cluster.num_devices):

@@ -142,7 +142,7 @@ class _Judged(Callback):
             return
         self.start = strategy.plan
         plan_evaluator = strategy.plan_evaluator(LENGTHS)
-        assert plan_evaluator.memory_budget == usable_bytes(strategy.cluster.device_memory_bytes)
+        assert plan_evaluator.task.usable_bytes == usable_bytes(strategy.cluster.device_memory_bytes)
         self.seconds = plan_evaluator.call_seconds(strategy.plan)
         self.bytes = max(plan_evaluator.peak_bytes(strategy.plan).values())
         proposed = [candidate.plan for candidate in plan_evaluator.propose(strategy.plan, seconds=0.2, seed=0)]

@@ -20,8 +20,8 @@ from lightning_realloc.tuning.search.plan_search import SearchResult, search_pla
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
 from tests.matrices import matrix
-from tests.tuning.examples import PPO_FLOW, role_of, roles_of
-from tests.tuning.timeline.test_simulator import plan_of
+from tests.tuning.examples import PPO_FLOW, role_of, roles_of, with_adapters
+from tests.tuning.timeline.test_simulator import SCORED_BY_BASE, plan_of
 
 MODEL = "layers=8,hidden=1024,intermediate=2816,heads=16,vocabulary=8000"
 HALF = MemorySettings(copy_bytes=2, gathered_bytes=2)
@@ -79,6 +79,24 @@ def test_a_plan_that_does_not_fit_has_the_smallest_options_and_its_missing_bytes
     priced = bench.price(bench.with_best_options(plan()))
     assert priced.missing_bytes == priced.peak.parts.total - (1 << 30) > 0
     assert dict(priced.plan.calls)["actor.train"].gradient_checkpointing
+
+
+def test_a_base_that_two_roles_share_counts_once_where_options_are_chosen() -> None:
+    actor = with_adapters(role_of(MODEL), rank=4)
+    task = PlanningTask(
+        dataflow=SCORED_BY_BASE,
+        roles={"actor": actor, "reference": replace(actor, frozen_params=frozenset(), shares="actor")},
+        cluster=ClusterSpec.parse("a100-80g:1x2"),
+        settings=HALF,
+        workload=LOAD,
+        memory_budget=80 << 30,
+    )
+    prices = RooflineEstimator(task.dataflow, task.cluster, task.roles, HALF, LOAD)
+    static = ExecutionPlan.static(task.dataflow, Layout.parse("dp2"))
+    fastest = PlanPricer(task, prices).with_best_options(static)
+    needed = PlanPricer(task, prices).price(fastest).peak.parts.total
+    tight = replace(task, memory_budget=needed, headroom=0.0)
+    assert PlanPricer(tight, prices).with_best_options(static) == fastest
 
 
 def test_static_plans_have_one_layout_and_the_fastest_that_fits_is_first() -> None:
