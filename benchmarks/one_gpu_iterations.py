@@ -32,7 +32,7 @@ from lightning_realloc import (
 from lightning_realloc.algorithms.base.generation_options import FreeCache
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import Workload
 
 MODEL = "1b"
@@ -213,10 +213,9 @@ def predict_peaks(strategy: Any, scale: Scale, num_sequences: int) -> dict[str, 
     )  # fmt: skip
     forecast = forecast_memory(strategy.dataflow, strategy.plan, builder.describe_roles(), settings, load, ranks=(0,))
     peaks: dict[str, int] = {}
-    for entry in forecast.phases:
-        if entry.phase != SET_UP:
-            call = entry.phase.removeprefix("-> ")
-            peaks[call] = max(peaks.get(call, 0), entry.parts.total)
+    for entry in forecast.iteration_phases:
+        call = entry.phase.removeprefix("-> ")
+        peaks[call] = max(peaks.get(call, 0), entry.parts.total)
     return peaks
 
 

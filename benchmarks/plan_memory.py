@@ -34,7 +34,7 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
     from lightning_realloc.runtime.measure.memory_stats import StorageMeter
     from lightning_realloc.strategies.pool.memory_check import describe_roles
     from lightning_realloc.tuning.memory import parts as memory_parts
-    from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+    from lightning_realloc.tuning.memory.forecast import forecast_memory
 
     work = replace(work, new_tokens=min(work.new_tokens, RESPONSE_TOKENS))
     gc.collect()
@@ -57,5 +57,5 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
         memory_parts.MemorySettings(shares_memory=True, builds_on_device=True), load, ranks=(trainer.global_rank,),
     )  # fmt: skip
     measured = max(*monitor.phases.values(), *monitor.transitions.values()) - standing.current_bytes
-    predicted = max(entry.parts.total for entry in forecast.phases if entry.phase != SET_UP)
+    predicted = forecast.iteration_peak.parts.total
     return tuple(gather_from_ranks(PeakBytes(predicted, measured)))

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.report.formats import gib, short_layout, short_ranks
 from lightning_realloc.tables import aligned
-from lightning_realloc.tuning.memory.forecast import SET_UP
 from lightning_realloc.tuning.memory.parts import MemoryParts
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PricedPlan
@@ -128,9 +127,9 @@ def _bar(entry: TimelineEntry, begin: float, length: float) -> str:
 
 def memory_table(priced: PricedPlan) -> str:
     """Return the bytes of every phase on its fullest ranks, the peaks of the fullest ranks, and warnings."""
-    entries = priced.forecast.phases
+    entries = priced.forecast.iteration_phases
     rows = [("", "GiB", "ranks", "of that")]
-    for phase in dict.fromkeys(entry.phase for entry in entries if entry.phase != SET_UP):
+    for phase in dict.fromkeys(entry.phase for entry in entries):
         inside = [entry for entry in entries if entry.phase == phase]
         most = max(inside, key=lambda entry: entry.parts.total).parts
         ranks = [entry.rank for entry in inside if entry.parts.total == most.total]
@@ -147,8 +146,8 @@ def _largest(parts: MemoryParts) -> str:
 def _peaks(priced: PricedPlan) -> Iterator[str]:
     """Yield the peaks of the fullest ranks; ranks whose peaks look equal when printed form one group."""
     peaks: dict[int, tuple[int, str]] = {}
-    for entry in priced.forecast.phases:
-        if entry.phase != SET_UP and entry.parts.total > peaks.get(entry.rank, (-1, ""))[0]:
+    for entry in priced.forecast.iteration_phases:
+        if entry.parts.total > peaks.get(entry.rank, (-1, ""))[0]:
             peaks[entry.rank] = (entry.parts.total, entry.phase)
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, (size, phase) in sorted(peaks.items(), key=lambda item: (-item[1][0], item[0])):

@@ -25,7 +25,7 @@ from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOpti
 from lightning_realloc.strategies.placed_roles import PlacedRoles
 from lightning_realloc.strategies.pool.builder import PoolBuilder
 from lightning_realloc.trainers import trainer_callbacks
-from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _memory_line(builder: PoolBuilder, plan: ExecutionPlan, *, keeps_caches: boo
     except ReallocError as error:
         log.debug("no forecast of memory: %s", error)
         return
-    peak = max((one for one in forecast.phases if one.phase != SET_UP), key=lambda one: one.parts.total)
+    peak = forecast.iteration_peak
     without = "" if workload is not None else ", without activations and caches"
     kept = "; caches and CUDA graphs stay between generations" if keeps_caches else ""
     yield (

@@ -17,7 +17,6 @@ from typing import Any
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.memory.forecast import SET_UP
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.plan_search import search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
@@ -86,9 +85,8 @@ class PlanEvaluator:
             LayoutError: for a layout that does not fit its model.
         """
         largest: dict[int, int] = {}
-        for entry in self.task.forecast(plan).phases:
-            if entry.phase != SET_UP:
-                largest[entry.rank] = max(largest.get(entry.rank, 0), entry.parts.total)
+        for entry in self.task.forecast(plan).iteration_phases:
+            largest[entry.rank] = max(largest.get(entry.rank, 0), entry.parts.total)
         return {ranks: max(largest[rank] for rank in ranks) for ranks in interchangeable_ranks(plan)}
 
     def fits(self, plan: ExecutionPlan) -> bool:

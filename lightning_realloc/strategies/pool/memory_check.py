@@ -28,7 +28,7 @@ from lightning_realloc.runtime.model.training_mode import can_recompute
 from lightning_realloc.runtime.parallel.model_spec import MAX_TENSOR_PARALLEL, describe_model
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.tuning.memory.advice import SUGGESTED_ADAPTERS, find_excess, in_half_precision
-from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -214,8 +214,7 @@ def has_room_for_caches(
         return False
     try:
         forecast = forecast_memory(dataflow, plan, roles, settings.with_kept_caches(), workload, ranks=(rank,))
-        most = max(entry.parts.total for entry in forecast.phases if entry.phase != SET_UP)
-        has_room = most <= usable_bytes(budget_bytes)
+        has_room = forecast.iteration_peak.parts.total <= usable_bytes(budget_bytes)
     except ReallocError as error:
         log.debug("caches are freed after each generation, as there is no forecast of memory: %s", error)
         has_room = False

@@ -59,6 +59,16 @@ class MemoryForecast:
         known = ", ".join(dict.fromkeys(entry.phase for entry in self.phases))
         raise PlanError(f"the forecast has no phase {phase!r} on rank {rank}; it has {known}")
 
+    @property
+    def iteration_phases(self) -> tuple[PhaseMemory, ...]:
+        """Phases without `SET_UP`, which comes before the first iteration."""
+        return tuple(entry for entry in self.phases if entry.phase != SET_UP)
+
+    @property
+    def iteration_peak(self) -> PhaseMemory:
+        """The first of the `iteration_phases` with the largest total, on any rank."""
+        return max(self.iteration_phases, key=lambda entry: entry.parts.total)
+
     def peak(self, rank: int | None = None) -> PhaseMemory:
         """Return the first phase with the largest total, on one rank or, with None, on any rank."""
         return max((e for e in self.phases if rank in (None, e.rank)), key=lambda entry: entry.parts.total)

@@ -49,8 +49,7 @@ class PricedPlan:
     @property
     def peak(self) -> PhaseMemory:
         """Phase of an iteration with the largest total, on its fullest rank."""
-        running = (entry for entry in self.forecast.phases if entry.phase != SET_UP)
-        return max(running, key=lambda entry: entry.parts.total)
+        return self.forecast.iteration_peak
 
     @property
     def set_up_bytes(self) -> int:

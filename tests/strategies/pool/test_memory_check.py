@@ -28,7 +28,7 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.pool.memory_check import describe_roles, engine_memory, has_room_for_caches
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
-from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.devices import CPU_ALONE
@@ -270,7 +270,7 @@ def has_room(budget: float, offload: tuple[str, ...] = (), frees_copies: bool = 
     """Return whether caches may be kept, with a budget on rank 0 as a part of the peak with kept caches."""
     plan = replace(ExecutionPlan.static(FLOW, Layout.parse("dp2@0-1")), offload=offload)
     kept = forecast_memory(FLOW, plan, ROLES, MemorySettings().with_kept_caches(), LOAD, ranks=(0,))
-    most = max(entry.parts.total for entry in kept.phases if entry.phase != SET_UP)
+    most = kept.iteration_peak.parts.total
     rank, settings = int(os.environ.get("RANK", "0")), MemorySettings(frees_copies=frees_copies)
     budget_bytes = int(budget * most / (1 - HEADROOM)) + 2 if rank == 0 else 1 << 40
     return has_room_for_caches(FLOW, plan, ROLES, settings, LOAD, rank=rank, budget_bytes=budget_bytes)
