@@ -45,6 +45,8 @@ VECTOR_VALUES = 16
 """Most values that torch's CPU kernels compute at a time; what is left over is computed otherwise."""
 THREAD_VALUES = 32768
 """Values of an elementwise function from which on torch uses one more thread (``at::internal::GRAIN_SIZE``)."""
+GATHERED_SUM_BYTES = 256 << 10
+"""Bytes up to which CPU ranks sum tensors by gather and add: gloo's all-reduce takes twice as long as its gather."""
 MAX_STAGING_BYTES = 32 << 20
 """Staging memory of the direct transport in each direction; both together are one bucket of 64 MB. Measured with 254M
 parameters over gloo, twice as much is no faster (`docs/benchmarks/reallocation.md`)."""

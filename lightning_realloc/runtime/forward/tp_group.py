@@ -16,14 +16,13 @@ from torch import Tensor
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import chunk_bounds
+from lightning_realloc.limits import GATHERED_SUM_BYTES
 
 if TYPE_CHECKING:
     from lightning_realloc.runtime.transfer.collectives import SharedMemoryAllReduce
 
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gathers tensors of equal size into one; torch 2.13 deprecates its old name, ``all_gather_into_tensor``."""
-_GATHERED_SUM_BYTES = 256 * 1024
-"""Bytes up to which CPU tensors are summed by gather and add: gloo's all-reduce takes twice as long as its gather."""
 
 
 class TensorParallelGroup:
@@ -55,7 +54,7 @@ class TensorParallelGroup:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, bitwise equal on all; leaves ``tensor`` unchanged."""
-        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _GATHERED_SUM_BYTES:
+        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= GATHERED_SUM_BYTES:
             return self.gather(tensor).sum(0)
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.process_group)
@@ -65,7 +64,7 @@ class TensorParallelGroup:
         """Return the sum over the ranks by the fastest method available; may overwrite ``tensor``."""
         if self.inference_sum is not None and self.inference_sum.accepts(tensor):
             return self.inference_sum.sum_(tensor)
-        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _GATHERED_SUM_BYTES:
+        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= GATHERED_SUM_BYTES:
             return self.gather(tensor).sum(0)
         tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self.process_group)

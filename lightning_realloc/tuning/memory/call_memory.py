@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
-from lightning_realloc.limits import CHUNK_ELEMENTS, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
+from lightning_realloc.limits import CHUNK_ELEMENTS, GATHERED_SUM_BYTES, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.generation_memory import Cache, distillation_memory, draft_bytes, packed_bytes
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-
-GATHERED_SUM_BYTES = 256 << 10
-"""Largest message of an all-reduce that CPU ranks do by gathering; ``runtime.forward.tp_group`` has the same number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
