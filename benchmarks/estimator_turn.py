@@ -139,8 +139,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             self._before = now
             if phase == UNCOUNTED + COUNTED - 1:
                 parts = gather_from_ranks((time.perf_counter() - self._begin, self._calls))
-                flow = trainer.strategy.dataflow
-                self.turn.plans.append(_plan_point(self._plans[plan], flow, self._prices, overlap, parts))
+                self.turn.plans.append(_plan_point(self._plans[plan], self._prices, overlap, parts))
                 self._calls = []
 
         def _prepare(self, strategy: Any) -> None:
@@ -159,7 +158,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
 
 
 def _plan_point(
-    plan: Any, flow: Any, prices: Any, overlap: Any, parts: Sequence[tuple[float, Sequence[Mapping[str, float]]]]
+    plan: Any, prices: Any, overlap: Any, parts: Sequence[tuple[float, Sequence[Mapping[str, float]]]]
 ) -> PlanPoint:
     """Return the point of a plan; ``parts`` has each rank's seconds of all iterations, and of calls in each."""
     from lightning_realloc.tuning.timeline.simulator import simulate
@@ -171,5 +170,5 @@ def _plan_point(
         )
         for name, chosen in plan.calls
     )  # fmt: skip
-    predicted = simulate(flow, plan, prices, overlap=overlap).seconds_per_iteration
+    predicted = simulate(plan, prices, overlap=overlap).seconds_per_iteration
     return PlanPoint(predicted, max(seconds for seconds, _ in parts) / COUNTED, calls)

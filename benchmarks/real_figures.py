@@ -182,7 +182,7 @@ PLANS = {"baseline": baseline_plan, "searched": searched_plan}
 def predict(column: Column, response_tokens: int, efficiency: Efficiency, plan: str = "baseline") -> float:
     """Return the seconds of an iteration."""
     answers = estimator(column, response_tokens, efficiency)
-    return simulate(FLOW, PLANS[plan](column), answers, iterations=4).seconds_per_iteration
+    return simulate(PLANS[plan](column), answers, iterations=4).seconds_per_iteration
 
 
 def fit() -> Efficiency:

@@ -128,9 +128,7 @@ def run_small(report: BenchmarkReport, instances: int) -> None:
         middle = time.monotonic()
         try:
             found = search_plan(
-                estimator.dataflow,
                 models,
-                estimator.cluster,
                 estimator,
                 seed=seed,
                 seconds=30.0,
@@ -161,7 +159,6 @@ def run_small(report: BenchmarkReport, instances: int) -> None:
 
 def _problem(estimator: Estimator, models: dict, options: CallOptions, budget: int) -> Problem:
     return Problem(
-        estimator.dataflow,
         models,
         estimator,
         options=options,
@@ -191,9 +188,7 @@ def ppo(num_nodes: int, *, large: str = "70B") -> ToyEstimator:
 def search(report: BenchmarkReport, part: str, estimator: ToyEstimator, seconds: float, seed: int) -> SearchResult:
     """Run a search, and add a row."""
     begin, cpu = time.monotonic(), time.process_time()
-    result = search_plan(
-        PPO, estimator.models, estimator.cluster, estimator, seed=seed, seconds=seconds, clock=time.process_time
-    )
+    result = search_plan(estimator.models, estimator, seed=seed, seconds=seconds, clock=time.process_time)
     report.add_row(
         part=part,
         problem=_name(estimator),

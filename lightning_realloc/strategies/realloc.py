@@ -49,7 +49,7 @@ from lightning_realloc.strategies.run_summary import log_summary, warn_of_earlie
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
-from lightning_realloc.tuning.timeline.simulator import Overlap
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
 from lightning_realloc_autoload import STRATEGIES
 
 

@@ -145,9 +145,7 @@ class PlanEvaluator:
         allowed = min(seconds, max(MIN_FIRST_SEARCH_S, seconds / FIRST_SEARCH_DIVISOR))
         while True:
             found = search_plan(
-                task.dataflow,
                 task.models,
-                task.cluster,
                 self.estimator,
                 seed=seed,
                 seconds=allowed,

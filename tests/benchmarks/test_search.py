@@ -22,7 +22,6 @@ def problem_of(seed: int) -> Problem:
     estimator, options, _ = small_instance(seed)
     models = {role: decoder(2, 8, 4) for role in estimator.dataflow.roles}
     return Problem(
-        estimator.dataflow,
         models,
         estimator,
         options=options,

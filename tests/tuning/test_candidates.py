@@ -129,9 +129,7 @@ def test_seconds_of_calls_include_the_moves_before_them() -> None:
 def test_a_search_can_be_restricted_to_all_ranks() -> None:
     def sizes(num_ranks: int | None) -> set[int]:
         plan = search_plan(
-            PPO_FLOW,
             PROSPECTS.task.models,
-            CLUSTER,
             roofline(TYPICAL),
             seed=0,
             seconds=0.3,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.tuning.timeline.simulator import Overlap
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

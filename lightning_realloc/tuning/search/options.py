@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
+from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
@@ -54,8 +54,9 @@ class SearchedCall:
         return not self.is_home and len(self.siblings) == 2
 
 
-def searched_calls(dataflow: Dataflow, estimator: Estimator) -> tuple[SearchedCall, ...]:
+def searched_calls(estimator: Estimator) -> tuple[SearchedCall, ...]:
     """Return the calls of an iteration, and the home calls of all roles."""
+    dataflow = estimator.dataflow
     homes = {role: dataflow.home_call(estimator.owner(role)) for role in dataflow.roles}
     calls = [call for call in dataflow.model_calls if call in dataflow.iteration_calls or call in homes.values()]
     owners = [estimator.owner(str(call.role)) for call in calls]

@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.parts import usable_bytes
@@ -58,9 +56,7 @@ class SearchResult:
 
 
 def search_plan(
-    dataflow: Dataflow,
     models: Mapping[str, ModelSpec],
-    cluster: ClusterSpec,
     estimator: Estimator,
     *,
     seed: int,
@@ -78,6 +74,7 @@ def search_plan(
 
     Args:
         models: Role -> its model.
+        estimator: Has the dataflow and the cluster, too.
         seconds: Duration of the search. Pricing the options comes first, and may take most of it on a large cluster.
         memory_budget: Bytes of a device that plans may fill; None: all but `HEADROOM`, since forecasts have errors.
         options: Values to try for the options of calls; None: the defaults of `CallOptions`.
@@ -86,7 +83,7 @@ def search_plan(
 
     Raises:
         NothingFitsError: if no plan fits the budget, with the missing bytes and a sufficient number of nodes.
-        PlanError: for a role without a model, and for an estimator of another cluster or dataflow.
+        PlanError: for a role without a model.
 
     Example:
         >>> from lightning_realloc import ClusterSpec, Dataflow, ModelFunctionCall, search_plan
@@ -97,17 +94,14 @@ def search_plan(
         >>> cluster, roles = ClusterSpec.parse("h100:1x8"), read_roles({"actor": "Qwen2.5-0.5B"}, flow, is_priced=True)
         >>> load = Workload(num_sequences=64, prompt_tokens=256, response_tokens=512)
         >>> prices = RooflineEstimator(flow, cluster, roles, MemorySettings(), load)
-        >>> search_plan(flow, {"actor": roles["actor"].model}, cluster, prices, seed=0, seconds=2).plan.layouts[0].ranks
+        >>> search_plan({"actor": roles["actor"].model}, prices, seed=0, seconds=2).plan.layouts[0].ranks
         (0, 1, 2, 3, 4, 5, 6, 7)
     """
     if seconds <= 0:
         raise PlanError(f"seconds={seconds} of a search must be positive; ten are enough for 16 nodes")
-    if estimator.cluster != cluster or estimator.dataflow != dataflow:
-        raise PlanError("the estimator prices another cluster or dataflow than is searched; build it from the same two")
     progress = SearchProgress(clock, seconds, max_evaluations)
-    budget = usable_bytes(cluster.device_memory_bytes) if memory_budget is None else memory_budget
+    budget = usable_bytes(estimator.cluster.device_memory_bytes) if memory_budget is None else memory_budget
     problem = Problem(
-        dataflow,
         models,
         estimator,
         options=options or CallOptions(),

@@ -59,12 +59,7 @@ class PlanningTask:
     def timeline(self, plan: ExecutionPlan, estimator: Estimator, *, iterations: int = 8) -> CallTimeline:
         """Return the simulated timeline of a plan; see `simulate`."""
         return simulate(
-            self.dataflow,
-            plan,
-            estimator,
-            iterations=iterations,
-            overlap=self.overlap,
-            generation_chunks=self.generation_chunks,
+            plan, estimator, iterations=iterations, overlap=self.overlap, generation_chunks=self.generation_chunks
         )
 
     def on_nodes(self, num_nodes: int) -> PlanningTask:

@@ -125,9 +125,7 @@ class PlanPricer:
 
         def search_within(budget: int) -> tuple[PricedPlan, SearchResult]:
             found = search_plan(
-                task.dataflow,
                 task.models,
-                task.cluster,
                 self.estimator,
                 seed=seed,
                 seconds=seconds,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -71,7 +70,6 @@ class Problem:
 
     def __init__(
         self,
-        dataflow: Dataflow,
         models: Mapping[str, ModelSpec],
         estimator: Estimator,
         *,
@@ -81,12 +79,13 @@ class Problem:
         is_late: Callable[[], bool],
         generation_chunks: int = 1,
     ) -> None:
+        dataflow = estimator.dataflow
         missing = [role for role in dataflow.roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} needs a model; there are {', '.join(models) or 'none'}")
         self.dataflow, self.models, self.estimator = dataflow, models, estimator
         self.options, self.overlap, self.budget = options, overlap, memory_budget
-        self.calls = searched_calls(dataflow, estimator)
+        self.calls = searched_calls(estimator)
         pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
         self.tables, self.is_complete = pricing.tables(self.calls, is_late)
         self.work = Work(estimator, self.calls, self.tables)

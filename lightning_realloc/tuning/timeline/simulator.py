@@ -12,19 +12,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX, CallTimeline, TimelineEntry
 from lightning_realloc.tuning.timeline.contention import run_tasks
-from lightning_realloc.tuning.timeline.iteration_schedule import Overlap as Overlap
-from lightning_realloc.tuning.timeline.iteration_schedule import ScheduleBuilder, unroll
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap, ScheduleBuilder, unroll
 
 
 def simulate(
-    dataflow: Dataflow,
     plan: ExecutionPlan,
     estimator: Estimator,
     *,
@@ -32,7 +30,7 @@ def simulate(
     overlap: Overlap = "iterations",
     generation_chunks: int = 1,
 ) -> CallTimeline:
-    """Return the timeline of a plan, with the estimator's seconds in every iteration.
+    """Return the timeline of a plan for the estimator's dataflow, with its seconds in every iteration.
 
     A call of an offloaded role also takes the seconds in which its weights return from the host. In a run they may
     overlap with the call before. The return of an offloaded optimizer state does not count.
@@ -50,10 +48,11 @@ def simulate(
         raise PlanError(f"iterations={iterations} must be at least 1")
     if overlap not in get_args(Overlap):
         raise PlanError(f"overlap={overlap!r} is not one of {', '.join(get_args(Overlap))}")
+    dataflow = estimator.dataflow
     calls = tuple(call for call in dataflow.iteration_calls if call.role is not None)
-    tasks = _Tasks(dataflow, plan, estimator, calls)
+    tasks = _Tasks(plan, estimator, calls)
     builder = ScheduleBuilder(dataflow, calls, 1 if overlap == "none" else generation_chunks)
-    first, later = map(tasks.masks, itertools.islice(_moving_calls(dataflow, plan, estimator, calls), 2))
+    first, later = map(tasks.masks, itertools.islice(_moving_calls(plan, estimator, calls), 2))
     schedule = builder.schedule(first, plan.offload)
     masks = [first, *[later] * (iterations - 1)]
     times = run_tasks(unroll(schedule, masks, tasks.seconds, overlap), estimator.cluster, estimator.slowdown)
@@ -82,16 +81,14 @@ def _joined(entries: Sequence[TimelineEntry]) -> tuple[TimelineEntry, ...]:
 class _Tasks:
     """Phase, ranks and seconds of every task: task 2i moves weights to call i, and task 2i + 1 is call i."""
 
-    def __init__(
-        self, dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, calls: Sequence[ModelFunctionCall]
-    ) -> None:
+    def __init__(self, plan: ExecutionPlan, estimator: Estimator, calls: Sequence[ModelFunctionCall]) -> None:
         self.phases: list[str] = []
         self.ranks: list[tuple[int, ...]] = []
         self.seconds: list[float] = []
         for call in calls:
             role, chosen = str(call.role), plan.call(call.name)
             owner = estimator.owner(role)
-            home = plan.layout(dataflow.home_call(owner).name)
+            home = plan.layout(estimator.dataflow.home_call(owner).name)
             self.phases += [MOVE_PREFIX + call.name, call.name]
             self.ranks += [tuple(dict.fromkeys((*home.ranks, *chosen.layout.ranks))), chosen.layout.ranks]
             moved_s = 0.0 if chosen.layout == home else estimator.move_seconds(role, home, chosen.layout)
@@ -108,9 +105,7 @@ class _Tasks:
         ]
 
 
-def _moving_calls(
-    dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, calls: Sequence[ModelFunctionCall]
-) -> Iterator[set[int]]:
+def _moving_calls(plan: ExecutionPlan, estimator: Estimator, calls: Sequence[ModelFunctionCall]) -> Iterator[set[int]]:
     """Yield, for each iteration, the calls whose weights are moved; it is the same set from the second iteration on."""
     newest: set[tuple[str, Layout]] = set()  # replicas that hold the newest weights
     untrained: set[tuple[str, Layout]] = set()  # replicas that hold the weights that training does not change
@@ -120,7 +115,7 @@ def _moving_calls(
             role, layout = str(call.role), plan.layout(call.name)
             owner = estimator.owner(role)
             is_held = (owner, layout) in (newest if role == owner else untrained)
-            if layout != plan.layout(dataflow.home_call(owner).name) and not is_held:
+            if layout != plan.layout(estimator.dataflow.home_call(owner).name) and not is_held:
                 moving.add(i)
                 if owner not in plan.offload:  # replicas of offloaded roles are freed after each call
                     untrained.add((owner, layout))

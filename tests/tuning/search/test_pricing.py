@@ -168,9 +168,7 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     roles = {name: replace(role, deferred=name not in ("reward", "reference")) for name, role in task.roles.items()}
     task = replace(task, roles=roles, settings=replace(HALF, builds_on_device=True))
     bench = PlanPricer(task, RooflineEstimator(PPO_FLOW, task.cluster, roles, task.settings, task.workload))
-    fastest = search_plan(
-        task.dataflow, task.models, task.cluster, bench.estimator, memory_budget=task.memory_budget, **limits
-    )
+    fastest = search_plan(task.models, bench.estimator, memory_budget=task.memory_budget, **limits)
     refused = bench.price(fastest.plan)
     assert not refused.missing_bytes and not refused.can_start
     best, found = bench.search(clock=time.process_time, **limits)
@@ -199,7 +197,7 @@ def test_a_search_counts_the_replica_for_generation_in_the_training_layout(devic
     assert needed.copies == 2 * role_of(MODEL).model.num_elements
     for budget in (needed.total, needed.total - 1):
         found = search_plan(
-            PPO_FLOW, bench.task.models, bench.task.cluster, bench.estimator, memory_budget=budget, seed=0, seconds=0.5,
+            bench.task.models, bench.estimator, memory_budget=budget, seed=0, seconds=0.5,
             clock=time.process_time,
         )  # fmt: skip
         assert bench.price(found.plan).peak.parts.total <= budget

@@ -14,7 +14,8 @@ from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX, CallTimeline
-from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
+from lightning_realloc.tuning.timeline.simulator import simulate
 from tests.tuning.examples import PPO_FLOW, FixedEstimator
 
 SECONDS = {
@@ -39,7 +40,7 @@ def times(timeline: CallTimeline, iteration: int) -> dict[str, tuple[float, floa
 def test_calls_on_the_same_ranks_run_one_after_the_other() -> None:
     plan = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4"))
     for overlap in OVERLAPS:
-        timeline = simulate(PPO_FLOW, plan, FixedEstimator(PPO_FLOW, SECONDS), overlap=overlap)
+        timeline = simulate(plan, FixedEstimator(PPO_FLOW, SECONDS), overlap=overlap)
         assert timeline.seconds_per_iteration == pytest.approx(4 + 1 + 2 + 1 + 6 + 3)
         assert timeline.mean_idle_share == pytest.approx(0)
 
@@ -57,9 +58,7 @@ MOVES = {"actor": 0.5, "critic": 0.25, "reward": 100.0}
 
 
 def test_a_timeline_computed_by_hand() -> None:
-    timeline = simulate(
-        PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2, overlap="calls"
-    )
+    timeline = simulate(plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2, overlap="calls")
     # The first move takes 0.5 s; generation ends at 4.5; the reward reads until 5.5, the reference until 6.5.
     # The critic's weights move on ranks 2-3: rank 2 is in reward.infer until 5.5, so from 5.5 to 5.75.
     first = {
@@ -82,7 +81,7 @@ def test_a_timeline_computed_by_hand() -> None:
 def test_the_next_generation_starts_during_an_independent_training() -> None:
     slow_critic = SECONDS | {"actor.train": 3.0, "critic.train": 6.0}
     answers = FixedEstimator(PPO_FLOW, slow_critic, MOVES)
-    timeline = simulate(PPO_FLOW, plan_of(SPLIT), answers, iterations=2, overlap="iterations")
+    timeline = simulate(plan_of(SPLIT), answers, iterations=2, overlap="iterations")
     assert times(timeline, 0)["actor.train"] == (6.75, 9.75)
     assert times(timeline, 0)["critic.train"] == (6.75, 12.75)
     assert times(timeline, 1)["-> actor.generate"] == (9.75, 10.25)
@@ -92,7 +91,6 @@ def test_the_next_generation_starts_during_an_independent_training() -> None:
 def test_fused_inference_starts_with_the_first_chunk_and_ends_after_the_last() -> None:
     layouts = SPLIT | {"reference.infer": "dp1@2"}
     timeline = simulate(
-        PPO_FLOW,
         plan_of(layouts),
         FixedEstimator(PPO_FLOW, SECONDS, MOVES),
         iterations=2,
@@ -110,17 +108,12 @@ def test_fused_inference_starts_with_the_first_chunk_and_ends_after_the_last() -
     assert by_call["reference.infer"] == [(4.0, 5.0), (5.5, 6.5)]
     assert by_call["critic.infer"] == [(3.5, 4.0), (4.5, 5.0)]
     assert by_call["actor.train"] == [(6.5, 12.5)]
-    alone = simulate(
-        PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none", generation_chunks=2
-    )
-    assert (
-        alone.entries
-        == simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none").entries
-    )
+    alone = simulate(plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none", generation_chunks=2)
+    assert alone.entries == simulate(plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none").entries
 
 
 def test_a_replica_moves_once_between_two_trainings() -> None:
-    timeline = simulate(PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=3)
+    timeline = simulate(plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=3)
     moved = [(entry.phase, entry.iteration) for entry in timeline.entries if entry.phase.startswith(MOVE_PREFIX)]
     assert moved == [(f"-> {call}", i) for i in range(3) for call in ("actor.generate", "critic.infer")]
 
@@ -137,8 +130,8 @@ SCORED_TWICE = Dataflow(
 def test_a_frozen_role_moves_once_and_an_offloaded_one_every_time() -> None:
     layouts = {"judge.infer": "tp2@0-1", "judge.check": "dp2@0-1", "actor.train": "fsdp2@0-1"}
     answers = FixedEstimator(SCORED_TWICE, dict.fromkeys(layouts, 1.0), {"judge": 0.5})
-    kept = simulate(SCORED_TWICE, plan_of(layouts), answers, iterations=4)
-    freed = simulate(SCORED_TWICE, plan_of(layouts, ("judge",)), answers, iterations=4)
+    kept = simulate(plan_of(layouts), answers, iterations=4)
+    freed = simulate(plan_of(layouts, ("judge",)), answers, iterations=4)
     assert kept.seconds_per_iteration == pytest.approx(3.0)
     assert freed.seconds_per_iteration == pytest.approx(3.5)
 
@@ -154,10 +147,10 @@ def test_an_offloaded_role_costs_the_transfer_of_its_weights_back() -> None:
 
     layouts = {"judge.infer": "tp2@0-1", "judge.check": "tp2@0-1", "actor.train": "fsdp2@0-1"}
     prices = Sized(SCORED_TWICE, dict.fromkeys(layouts, 1.0))
-    kept, offloaded = (simulate(SCORED_TWICE, plan_of(layouts, names), prices) for names in ((), ("judge",)))
+    kept, offloaded = (simulate(plan_of(layouts, names), prices) for names in ((), ("judge",)))
     assert kept.seconds_per_iteration == pytest.approx(3.0)
     assert offloaded.seconds_per_iteration == pytest.approx(3.0 + 2 * 1.5)  # the judge is offloaded after each call
-    optimizer = simulate(SCORED_TWICE, plan_of(layouts, ("actor.optimizer",)), prices)
+    optimizer = simulate(plan_of(layouts, ("actor.optimizer",)), prices)
     assert optimizer.seconds_per_iteration == pytest.approx(3.0)
 
 
@@ -180,7 +173,7 @@ def test_a_shared_base_moves_once_and_trained_weights_every_time(infer: str, mov
     answers = FixedEstimator(
         SCORED_BY_BASE, dict.fromkeys(layouts, 1.0), {"actor": 0.25, "reference": 8.0}, sharers={"reference": "actor"}
     )
-    timeline = simulate(SCORED_BY_BASE, plan_of(layouts), answers, iterations=4)
+    timeline = simulate(plan_of(layouts), answers, iterations=4)
     moved = [(entry.phase, entry.iteration) for entry in timeline.entries if entry.phase.startswith(MOVE_PREFIX)]
     first = [("-> reference.infer", 0)] if moves == "first" else []
     assert sorted(moved) == sorted([*(("-> actor.generate", i) for i in range(4)), *first])
@@ -205,7 +198,7 @@ def cases(draw: st.DrawFn) -> tuple[ExecutionPlan, FixedEstimator]:
 def test_ranks_run_one_task_at_a_time_after_its_inputs_exist(
     case: tuple[ExecutionPlan, FixedEstimator], overlap: Overlap
 ) -> None:
-    timeline = simulate(PPO_FLOW, case[0], case[1], iterations=3, overlap=overlap)
+    timeline = simulate(case[0], case[1], iterations=3, overlap=overlap)
     for rank in timeline.ranks:
         own = sorted((e.start, e.end) for e in timeline.entries if rank in e.ranks)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(own))
@@ -225,9 +218,9 @@ def test_ranks_run_one_task_at_a_time_after_its_inputs_exist(
 @given(case=cases())
 @settings(max_examples=150, deadline=None)
 def test_overlap_is_never_slower(case: tuple[ExecutionPlan, FixedEstimator]) -> None:
-    spans = [simulate(PPO_FLOW, *case, iterations=4, overlap=overlap).makespan for overlap in OVERLAPS]
+    spans = [simulate(*case, iterations=4, overlap=overlap).makespan for overlap in OVERLAPS]
     assert spans == sorted(spans)
-    in_turn = simulate(PPO_FLOW, *case, iterations=4, overlap="none")
+    in_turn = simulate(*case, iterations=4, overlap="none")
     assert in_turn.makespan == pytest.approx(sum(entry.seconds for entry in in_turn.entries))
 
 
@@ -248,7 +241,7 @@ def test_more_chunks_for_one_call_are_never_slower(
     # Several such calls can be slower: two calls on the same ranks alternate by chunk, and one of them ends later.
     estimator = FixedEstimator(SCORED_ONCE, case[1].seconds, case[1].moves)
     few, many = (
-        simulate(SCORED_ONCE, case[0], estimator, iterations=4, overlap=overlap, generation_chunks=count)
+        simulate(case[0], estimator, iterations=4, overlap=overlap, generation_chunks=count)
         for count in (parts, parts + 1)
     )
     assert many.makespan <= few.makespan * (1 + 1e-9)
@@ -265,15 +258,15 @@ def test_invalid_requests_are_refused() -> None:
     plan = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4"))
     answers = FixedEstimator(PPO_FLOW, SECONDS)
     with pytest.raises(PlanError, match="iterations=0 must be at least 1"):
-        simulate(PPO_FLOW, plan, answers, iterations=0)
+        simulate(plan, answers, iterations=0)
     with pytest.raises(PlanError, match="overlap='all' is not one of iterations, calls, none"):
-        simulate(PPO_FLOW, plan, answers, overlap="all")  # type: ignore[arg-type]
+        simulate(plan, answers, overlap="all")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="rank 9 takes part in no call; the timeline has ranks 0-3"):
-        simulate(PPO_FLOW, plan, answers).idle_share(9)
+        simulate(plan, answers).idle_share(9)
 
 
 def test_the_table_lists_the_last_iteration_from_its_first_phase() -> None:
-    text = simulate(PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="calls").table()
+    text = simulate(plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="calls").table()
     assert "-> actor.generate   0.00     0.50  0-1" in text
     assert "critic.train        6.75     3.00  2-3" in text
     assert "12.75 s an iteration" in text

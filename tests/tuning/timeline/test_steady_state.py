@@ -16,7 +16,8 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.search.exact import offload_sets
 from lightning_realloc.tuning.search.problem import Problem
 from lightning_realloc.tuning.search.space import CallOptions, rank_sets
-from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
+from lightning_realloc.tuning.timeline.simulator import simulate
 from lightning_realloc.tuning.timeline.steady_state import WaitGraph, seconds_per_iteration
 from tests.matrices import matrix
 from tests.tuning.search.test_heuristic import PPO_FLOW
@@ -110,7 +111,6 @@ def test_the_search_and_the_simulator_agree_on_whole_plans(setting: tuple[Overla
     estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed, cores_per_node=cores, sharers=sharers)
     models = {role: decoder(2, 4, 4) for role in PPO_FLOW.roles}
     problem = Problem(
-        PPO_FLOW,
         models,
         estimator,
         options=CallOptions(),
@@ -127,5 +127,5 @@ def test_the_search_and_the_simulator_agree_on_whole_plans(setting: tuple[Overla
     many = 240 if cores is None else 4  # on shared cores both take the mean over the same iterations
     offload = rng.choice(offload_sets(problem))
     plan = problem.execution_plan(state, offload)
-    timeline = simulate(PPO_FLOW, plan, estimator, iterations=many, overlap=overlap, generation_chunks=parts)
+    timeline = simulate(plan, estimator, iterations=many, overlap=overlap, generation_chunks=parts)
     assert problem.score(state, offload).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)
