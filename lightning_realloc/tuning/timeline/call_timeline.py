@@ -7,7 +7,6 @@ from typing import Literal
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import format_ranks
-from lightning_realloc.tables import aligned
 from lightning_realloc.tuning.timeline.picture import Bar, Lane, draw
 
 MOVE_PREFIX = "-> "
@@ -86,16 +85,6 @@ class CallTimeline:
         before = max((entry.end for entry in self.entries if entry.iteration < half), default=0.0)
         return before, self.makespan
 
-    def table(self) -> str:
-        """Return the last iteration as text, one phase a line, with times relative to its first phase."""
-        last = [entry for entry in self.entries if entry.iteration == self.num_iterations - 1]
-        begin = min((entry.start for entry in last), default=0.0)
-        rows = [("", "start", "seconds", "ranks")]
-        for entry in sorted(last, key=lambda entry: (entry.start, entry.end)):
-            times = (f"{entry.start - begin:.2f}", f"{entry.seconds:.2f}")
-            rows.append((entry.phase, *times, format_ranks(sorted(entry.ranks))))
-        return f"{aligned(rows, left=(0, 3), indent='')}\n{self._title}"
-
     def _repr_html_(self) -> str:
         """Return a picture of the last iteration, which notebooks show."""
         shown = [one for one in self.entries if one.iteration == self.num_iterations - 1]
@@ -103,11 +92,8 @@ class CallTimeline:
         lanes = [
             Lane(f"rank {rank}", tuple(_bar(one, begin) for one in shown if rank in one.ranks)) for rank in self.ranks
         ]
-        return draw(lanes, title=self._title)
-
-    @property
-    def _title(self) -> str:
-        return f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it"
+        title = f"{self.seconds_per_iteration:.2f} s an iteration, ranks idle {self.mean_idle_share:.0%} of it"
+        return draw(lanes, title=title)
 
 
 def _bar(entry: TimelineEntry, begin: float) -> Bar:

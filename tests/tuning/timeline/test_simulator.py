@@ -263,10 +263,3 @@ def test_invalid_requests_are_refused() -> None:
         simulate(plan, answers, overlap="all")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="rank 9 takes part in no call; the timeline has ranks 0-3"):
         simulate(plan, answers).idle_share(9)
-
-
-def test_the_table_lists_the_last_iteration_from_its_first_phase() -> None:
-    text = simulate(plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="calls").table()
-    assert "-> actor.generate   0.00     0.50  0-1" in text
-    assert "critic.train        6.75     3.00  2-3" in text
-    assert "12.75 s an iteration" in text
