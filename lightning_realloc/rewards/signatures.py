@@ -45,21 +45,45 @@ def import_function(
     return function
 
 
-def resolved(function: RewardFunction | str) -> RewardFunction:
+def resolved(
+    function: Callable[..., Any] | str, *, what: str = "reward function", error: type[ReallocError] = RewardError
+) -> Callable[..., Any]:
     """Return a function, imported if it is given as an import path.
 
+    Args:
+        what: Kind of the function, for messages.
+        error: Exception type.
+
     Raises:
-        RewardError: if it is not a callable, or is a class.
+        RewardError: or another ``error``, if it is not a callable, or is a class.
     """
-    found = import_function(function) if isinstance(function, str) else function
+    found = import_function(function, what=what, error=error) if isinstance(function, str) else function
     if inspect.isclass(found):
-        raise RewardError(
-            f"a reward function must be a function or a callable object; {found.__name__} is a class, "
+        raise error(
+            f"{what} must be a function or a callable object; {found.__name__} is a class, "
             f"make an instance: {found.__name__}(...), or in YAML class_path and init_args"
         )
     if not callable(found):
-        raise RewardError(f"a reward function must be callable; {found!r} is a {type(found).__name__}")
+        raise error(f"{what} must be callable; {found!r} is a {type(found).__name__}")
     return found
+
+
+def check_takes(
+    function: Callable[..., Any], argument: str, *, what: str, way_out: str, error: type[ReallocError]
+) -> None:
+    """Raise ``error`` for a function or class that cannot be called with one argument alone.
+
+    Args:
+        argument: Words for the argument, as ``what`` and ``way_out`` for the message.
+    """
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # a builtin, whose signature is not known
+        return
+    except TypeError as problem:
+        raise error(
+            f"{what} {function_name(function)} cannot be called with {argument} alone ({problem}); {way_out}"
+        ) from None
 
 
 def function_name(function: RewardFunction) -> str:

@@ -20,6 +20,7 @@ from lightning_realloc import (
     ReMax,
     SamplingParams,
 )
+from lightning_realloc.algorithms.losses.advantages import group_advantages
 from lightning_realloc.algorithms.losses.kl import KL
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -123,6 +124,14 @@ def above_half(samples: Samples) -> Tensor:
     return samples.tensor("rewards") - 0.5
 
 
+class AboveHalf:
+    """A rule that must be made first."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        """Return what `above_half` does."""
+        return above_half(samples)
+
+
 def by_place(samples: Samples) -> Ragged:
     """Return each token's place in its response, and NaN in the third one."""
     places = [torch.arange(length) * (1.0 if length > 1 else math.nan) for length in LENGTHS]
@@ -174,6 +183,8 @@ def test_invalid_combinations_are_refused() -> None:
         (GRPO, {"advantages": "gae"}, "advantages='gae' compares with the values of a critic; use PPO"),
         (GRPO, {"advantages": "no.such:rule"}, "advantages 'no.such:rule' cannot be imported"),
         (GRPO, {"advantages": {}}, r"advantages=\{\} must be one of group"),
+        (GRPO, {"advantages": group_advantages}, r"group_advantages cannot be called with samples alone \(missing"),
+        (GRPO, {"advantages": f"{__name__}:AboveHalf"}, r"advantages must be .* make an instance: AboveHalf\(...\)"),
         (
             ReMax,
             {"advantages": "group"},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.rewards.signatures import import_function
+from lightning_realloc.rewards.signatures import check_takes, resolved
 
 AdvantageRule = Callable[[Samples], Tensor | Ragged]
 """Function of samples with their ``rewards``, in whole groups, that returns (B,) advantages, or one per response token.
@@ -74,16 +74,17 @@ def resolve_advantages(given: str | AdvantageRule) -> AdvantageRule:
     """Return the rule of a name, a function or an import path.
 
     Raises:
-        ConfigError: for another name, and for a function that cannot be imported.
+        ConfigError: for another name, and for a function that cannot be imported or takes other arguments.
     """
-    if callable(given):
-        return given
     if isinstance(given, str) and given in ADVANTAGES:
         return partial(_of_groups, ADVANTAGES[given])
     if given == "gae":
         raise ConfigError("advantages='gae' compares with the values of a critic; use PPO, which has one")
-    if isinstance(given, str) and not given.isidentifier():
-        return import_function(given, what="advantages", error=ConfigError)
+    if callable(given) or (isinstance(given, str) and not given.isidentifier()):
+        rule = resolved(given, what="advantages", error=ConfigError)
+        way_out = "write one that reads samples.tensor('rewards') and samples.tensor('prompt_id')"
+        check_takes(rule, "samples", what="advantages:", way_out=way_out, error=ConfigError)
+        return rule
     raise ConfigError(
         f"advantages={given!r} must be one of {', '.join(ADVANTAGES)}, a function of samples, or its import path"
     )

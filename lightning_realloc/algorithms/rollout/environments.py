@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Environment
-from lightning_realloc.rewards.signatures import import_function
+from lightning_realloc.rewards.signatures import check_takes, import_function
 
 EnvironmentSource = str | Callable[..., Any]
 """An environment, a class of environments that are constructed from the tokenizer, or the import path of one."""
@@ -19,7 +19,8 @@ def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
     """Return the environment or class that a setting names.
 
     Raises:
-        ConfigError: for an import path that cannot be resolved, and for objects that cannot be called.
+        ConfigError: for an import path that cannot be resolved, and for objects that cannot be called, or not with one
+            argument.
     """
     found = import_function(source, what="environment", error=ConfigError) if isinstance(source, str) else source
     if not callable(found):
@@ -27,6 +28,8 @@ def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
             f"environment={source!r} is a {type(found).__name__}; give a function of a Turn, a class that is made from "
             f"the tokenizer, or the import path of one"
         )
+    argument = "the tokenizer" if isinstance(found, type) else "a Turn"
+    check_takes(found, argument, what="environment", way_out="give its other arguments defaults", error=ConfigError)
     return found
 
 

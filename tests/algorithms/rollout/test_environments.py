@@ -38,6 +38,14 @@ class Echo:
         return [turn.token_ids[-1]]
 
 
+class Limited(Echo):
+    """An environment with a setting of its own."""
+
+    def __init__(self, tokenizer: Any, limit: int) -> None:
+        super().__init__(tokenizer)
+        self.limit = limit
+
+
 class Mute:
     """A class whose objects are not callable."""
 
@@ -197,6 +205,8 @@ def test_environments_are_functions_classes_or_import_paths() -> None:
         ({"environment": 3}, "environment=3 is a int; give a function of a Turn"),
         ({"environment": "nowhere:tool"}, "environment 'nowhere:tool' cannot be imported"),
         ({"environment": "tool"}, "an? environment's import path is 'package.module:name'; got 'tool'"),
+        ({"environment": Limited}, r"Limited cannot be called with the tokenizer alone \(.*'limit'\); give its"),
+        ({"environment": lambda turn, rng: None}, r"environment <lambda> cannot be called with a Turn alone"),
         (
             {"environment": silent, "engine": "hf"},
             "environment needs an engine that asks an environment",
