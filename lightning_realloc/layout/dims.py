@@ -39,12 +39,13 @@ AXES = Coordinate._fields
 
 _degrees_of: Callable[[ParallelDims], tuple[int, ...]] = operator.attrgetter(*AXES)
 _DEGREE = re.compile(r"([a-z]+)([0-9]+)")
-_HINT = f'write degrees as in "fsdp2.tp2", axes in the order {", ".join(AXES)}'
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
     """Degree of parallelism along every axis, in the order of ``AXES``.
+
+    A later field may be the degree of an axis that divides the ranks of these anew; see ``Layout._spans``.
 
     >>> ParallelDims.parse("dp2.tp4").size
     8
@@ -60,7 +61,7 @@ class ParallelDims:
     """Number of tensor-parallel ranks that share the weights of each layer."""
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in self.__dataclass_fields__:
             degree = getattr(self, axis)
             if not is_count(degree):
                 raise LayoutError(f"{axis}={degree!r} must be a whole number of at least 1; leave it out for 1")
@@ -78,26 +79,28 @@ class ParallelDims:
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
         """Read ``"fsdp2.tp2"``; omitted axes have degree 1. Raises LayoutError for anything else."""
-        degrees: dict[str, int] = {}
+        axes, degrees = list(cls.__dataclass_fields__), dict[str, int]()
+        hint = f'write degrees as in "fsdp2.tp2", axes in the order {", ".join(axes)}'
         for part in text.strip().split("."):
             match = _DEGREE.fullmatch(part.strip())
-            if match is None or match[1] not in AXES:
+            if match is None or match[1] not in axes:
                 raise LayoutError(
-                    f"unknown layout {text!r}: {part!r} is not one of {', '.join(AXES)} and a degree; {_HINT}"
+                    f"unknown layout {text!r}: {part!r} is not one of {', '.join(axes)} and a degree; {hint}"
                 )
             if match[1] in degrees:
-                raise LayoutError(f"layout {text!r} names the axis {match[1]} twice; {_HINT}")
+                raise LayoutError(f"layout {text!r} names the axis {match[1]} twice; {hint}")
             degrees[match[1]] = int(match[2])
-        ordered = sorted(degrees, key=AXES.index)
+        ordered = sorted(degrees, key=axes.index)
         if list(degrees) != ordered:
             wanted = ".".join(f"{axis}{degrees[axis]}" for axis in ordered)
             raise LayoutError(
-                f"layout {text!r} must list its axes outermost first ({', '.join(AXES)}); write {wanted!r}"
+                f"layout {text!r} must list its axes outermost first ({', '.join(axes)}); write {wanted!r}"
             )
         return cls(**degrees)
 
     def __str__(self) -> str:
-        return ".".join(f"{axis}{n}" for axis, n in zip(AXES, self.degrees, strict=True) if n > 1) or "dp1"
+        degrees = ((axis, getattr(self, axis)) for axis in self.__dataclass_fields__)
+        return ".".join(f"{axis}{n}" for axis, n in degrees if n > 1) or "dp1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,25 @@ def test_any_layout_survives_text_and_pickle(layout: Layout) -> None:
 
 def test_degrees_and_coordinates_have_the_same_axes_and_the_guide_explains_each() -> None:
     guide = (Path(__file__).parents[2] / "docs/layouts-and-plans.md").read_text()
-    assert tuple(field.name for field in fields(ParallelDims)) == AXES
-    assert tuple(re.findall(r"(?m)^\| `(\w+)` \|", guide.partition("| axis |")[2].partition("\n\n")[0])) == AXES
+    degrees = tuple(field.name for field in fields(ParallelDims))
+    assert degrees[: len(AXES)] == AXES
+    assert tuple(re.findall(r"(?m)^\| `(\w+)` \|", guide.partition("| axis |")[2].partition("\n\n")[0])) == degrees
+    assert tuple(Layout.parse("dp1")._spans) == degrees, "a degree without a coordinate divides the ranks of other axes"
+
+
+@dataclass(frozen=True, slots=True)
+class WithExperts(ParallelDims):
+    """Degrees with groups of experts, which divide the ranks of ``fsdp`` and ``tp`` anew."""
+
+    ep: int = 1
+
+
+def test_a_degree_that_divides_the_ranks_of_other_axes_is_read_and_printed() -> None:
+    dims = WithExperts.parse("fsdp2.tp2.ep4")
+    assert (dims, dims.size, str(dims)) == (WithExperts(fsdp=2, tp=2, ep=4), 4, "fsdp2.tp2.ep4")
+    for text, words in (("ep2.tp2", "write 'tp2.ep2'"), ("ep0", "ep=0 must be"), ("zz2", ", ".join((*AXES, "ep")))):
+        with pytest.raises(LayoutError, match=words):
+            WithExperts.parse(text)
 
 
 @settings(max_examples=50, deadline=None)
