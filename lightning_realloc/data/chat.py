@@ -91,7 +91,7 @@ def readable_values(values: Mapping[str, Any], message_columns: Collection[str],
             raise DataError(
                 f"{place}: column {name!r} holds {_described(values[name])}, and models here read text alone, so they "
                 f"would learn without it; leave such rows out with bad_rows='drop', or rename the column if only "
-                f"reward functions read it"
+                f"reward functions or a tabulate() of your own read it"
             )
     return {
         name: plain_messages(value, place) if name in message_columns and is_conversation(value) else value

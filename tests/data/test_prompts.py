@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.cli import LightningCLI
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import EXTRA_INPUT, Ragged, Samples, model_inputs
 from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
 from tests.models import byte_tokenizer, tiny_model
 
@@ -225,6 +228,27 @@ def test_contradictory_settings_are_refused() -> None:
 class _Role:
     def config(self) -> Any:
         return tiny_model("llama").config  # 128 positions
+
+
+class _Pictures(PromptDataModule):
+    """Makes a further input of the model from a column of the rows: a row of pixels for each placeholder."""
+
+    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        """Return the kept rows with their pixels."""
+        made = super().tabulate(rows, tokenizer)
+        pixels = [torch.tensor(picture) for picture in made.objects("picture")]
+        return made.with_columns(**{f"{EXTRA_INPUT}pixels": Ragged.from_list(pixels)})
+
+
+def test_a_subclass_makes_further_inputs_of_the_rows_that_are_kept() -> None:
+    rows = [{"prompt": "#" * n, "picture": [[float(n), 0.5]] * n} for n in (1, 2, 9, 3, 4)]
+    data = _Pictures(rows, batch_size=2, tokenizer=byte_tokenizer(), max_prompt_tokens=5, long_prompts="drop")
+    data.setup()
+    for batch in data.train_dataloader():
+        for given, prompt in zip(model_inputs(batch), batch.objects("prompt"), strict=True):
+            assert given.extras["pixels"].tolist() == [[float(len(str(prompt))), 0.5]] * len(str(prompt))
+    with pytest.raises(DataError, match=r"column 'image' holds .* or a tabulate\(\) of your own read it"):
+        _module([{"prompt": "#", "image": "cat.png"}])
 
 
 class _Model(L.LightningModule):
