@@ -6,6 +6,7 @@ endpoints from its own environment variables and files.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightning_realloc.errors import CheckpointError, ConfigError
 
@@ -27,6 +28,8 @@ TRIES = 3
 """Attempts of an operation of an object store. More outlast longer failures, and report lasting ones later."""
 FIRST_WAIT_S = 0.5
 """Most seconds before the second attempt; they double with each further one."""
+HUB_TIMEOUT_S = 5.0
+"""Seconds that the hub gets to answer about a name. More wait for slower hubs, and report lost ones later."""
 _IS_RETRYING = ContextVar("_IS_RETRYING", default=False)
 """Whether an enclosing `retried` repeats this code if it fails."""
 _SEPARATOR = "://"
@@ -248,21 +251,57 @@ def is_path(source: str | Path) -> bool:
     return isinstance(source, Path) or begins_as_one or text.count("/") > 1 or os.path.exists(text)
 
 
-def require_files(source: str | Path, *patterns: str) -> None:
-    """Refuse a missing path, and a folder that lacks a file, before a loader looks for it on the hub.
+def require_files(source: str | Path, *patterns: str, kind: Literal["model", "dataset"] = "model") -> None:
+    """Refuse what no loader will find, before it looks on the hub: loaders ask a lost one for about a minute.
+
+    Refused are a missing path, a folder that lacks a file, and a name of which the cache holds nothing while the hub
+    cannot be reached. Without a connection allowed (``HF_HUB_OFFLINE``), names are left to the loader, which is fast.
 
     Args:
-        source: A path; for a name on the hub, nothing is checked.
+        source: A path, or a name on the hub.
         patterns: Patterns of file names; a folder needs a file of each.
+        kind: Content of the repository on the hub.
 
     Raises:
         FileNotFoundError: for what is missing, without the path.
     """
-    if is_path(source) and not os.path.exists(source):
+    if not is_path(source):
+        _require_hub(str(source), kind)
+    elif not os.path.exists(source):
         raise FileNotFoundError(f"there is no such folder or file in {Path.cwd()}")
     for pattern in patterns if os.path.isdir(source) else ():
         if not any(Path(source).glob(pattern)):
             raise FileNotFoundError(f"the folder has no {pattern}")
+
+
+@functools.lru_cache  # for names that are not refused; roles are made many times
+def _require_hub(name: str, kind: str) -> None:
+    """Raise FileNotFoundError for a name of which the cache holds nothing, if the hub does not answer."""
+    from huggingface_hub import constants
+
+    cached = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
+    if constants.HF_HUB_OFFLINE or cached.is_dir() or _failed_question(name, kind) is None:
+        return
+    time.sleep(1.0)
+    if (error := _failed_question(name, kind)) is not None:
+        raise FileNotFoundError(
+            f"there is no such folder in {Path.cwd()}, and the hub cannot be reached at {constants.ENDPOINT} "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _failed_question(name: str, kind: str) -> Exception | None:
+    """Return the error of a question about a name, without further tries; None if the hub answers."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type=kind), timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, ValueError):  # an answer, or no name that the hub may have; the loader says which
+        return None
+    except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
+        return error
+    return None
 
 
 def is_remote(address: object) -> bool:

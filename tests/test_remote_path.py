@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 
 import fsspec
@@ -11,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import lightning_realloc
 from lightning_realloc import remote_path
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.callbacks import AutoTuner, PredictionWriter, RolloutTable, SaveHuggingFace, Timeline
 from lightning_realloc.commands.chat_session import model_folder
 from lightning_realloc.commands.short_run import data_setting
@@ -40,6 +44,39 @@ def test_a_path_is_told_from_a_name_on_the_hub(
     require_files("org/name", "config.json")
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert is_path("org/name")
+
+
+class _Answering(BaseHTTPRequestHandler):
+    """A hub that knows no repository."""
+
+    def do_HEAD(self) -> None:
+        """Answer that there is none."""
+        self.send_error(404)
+
+
+def test_a_name_is_refused_at_once_only_where_neither_the_cache_nor_the_hub_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), _Answering) as hub:
+        address = f"http://127.0.0.1:{hub.server_port}"
+        pages = address + "/{repo_id}/resolve/{revision}/{filename}"
+        settings = {"HF_HUB_CACHE": str(tmp_path), "ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": pages}
+        for name, value in {"HF_HUB_OFFLINE": False, **settings}.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        Thread(target=hub.serve_forever, args=(0.05,), daemon=True).start()
+        require_files("known/to-the-hub")
+        hub.shutdown()
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    begun_at = time.monotonic()
+    for kind in ("model", "dataset"):
+        with pytest.raises(FileNotFoundError, match=f"no such folder in .*the hub cannot be reached at {address}"):
+            require_files("outputs/actor", kind=kind)
+    with pytest.raises(ConfigError, match=r"actor='outputs/actor': there is no such folder in .*, and the hub cannot"):
+        Role(name="actor", source="outputs/actor", trained=True)
+    assert time.monotonic() - begun_at < 5.0
+    (tmp_path / "models--outputs--actor" / "snapshots").mkdir(parents=True)
+    require_files("outputs/actor")
 
 
 def test_paths_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

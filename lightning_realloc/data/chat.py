@@ -69,7 +69,7 @@ def describe_load_error(source: str | Path, error: Exception) -> str:
     reason = (str(error).splitlines() or [""])[0]
     if not isinstance(error, OSError | ValueError):
         reason = f"{type(error).__name__}: {reason}"
-    if is_path(source):
+    if is_path(source) or type(error) is FileNotFoundError:  # of `require_files`, which names the place
         return reason
     hint = "a model of the hub needs a connection (HF_HUB_OFFLINE unset) or a download, and a gated one `hf auth login`"
     return f"there is no folder {str(source)!r} in {Path.cwd()}; {hint}; and: {reason}"

@@ -77,8 +77,8 @@ class DatasetSource:
         if files and builder is not None:
             table = datasets.load_dataset(builder, data_files=[str(file) for file in files], **settings)
         else:
-            if not is_remote(self.path):
-                require_files(path if builder is not None else expand_home(self.path))
+            if not is_remote(self.path) and not _is_prepared(datasets, self.path):
+                require_files(path if builder is not None else expand_home(self.path), kind="dataset")
             table = datasets.load_dataset(str(path) if path.exists() else self.path, self.name, **settings)
         return table
 
@@ -92,6 +92,13 @@ class DatasetSource:
             table = table[self.split]
         rows: Iterable[Mapping[str, Any]] = table.to_iterable_dataset() if self.streaming else table
         return rows
+
+
+def _is_prepared(datasets: Any, name: str) -> bool:
+    """Return whether the cache of ``datasets`` holds tables of a data set on the hub, which need no connection."""
+    namespace, slash, own = name.rpartition("/")
+    folder = f"{namespace}___{datasets.naming.camelcase_to_snakecase(own)}" if slash else own
+    return Path(datasets.config.HF_DATASETS_CACHE, folder).is_dir()
 
 
 def is_stream(source: object) -> bool:

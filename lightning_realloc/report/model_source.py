@@ -103,7 +103,8 @@ def _read_config(role: str, source: str, is_priced: bool) -> PreTrainedConfig:
 
 def _load_config(role: str, source: str, is_priced: bool) -> PreTrainedConfig:
     try:
-        require_files(source, "config.json")
+        if is_path(source) or not is_priced:
+            require_files(source, "config.json")
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=is_priced)
     except Exception as error:  # damaged files raise errors of any class
         raise ConfigError(

@@ -151,7 +151,7 @@ class Role:
             require_files(self.source, CONFIG_NAME)
         except FileNotFoundError as error:
             known = known_sources(self.name, trained=self.trained)
-            raise ConfigError(f"{self.name}={text!r}: {error}; {known}") from None
+            raise ConfigError(f"{self.name}={text!r}: {describe_load_error(text, error)}; {known}") from None
 
     @property
     def can_defer_weights(self) -> bool:

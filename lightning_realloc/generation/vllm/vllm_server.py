@@ -29,6 +29,7 @@ from lightning_realloc.generation.vllm.messages import (
 )
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+from lightning_realloc.remote_path import require_files
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
 _ALIKE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
@@ -79,6 +80,7 @@ class VLLMServer:
     def _served_config(self, source: str) -> dict[str, Any]:
         """Return the configuration of the served model, by its name or folder; the server itself does not show it."""
         try:
+            require_files(source)
             config: dict[str, Any] = AutoConfig.from_pretrained(source).get_text_config().to_dict()
         except (OSError, ValueError) as error:
             raise GenerationError(
