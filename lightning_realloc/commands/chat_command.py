@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from lightning_realloc.commands.chat_session import ChatSession, model_folder
+from lightning_realloc.commands.chat_session import ChatSession
 from lightning_realloc.commands.parsing import CommandParser
 from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import SamplingParams
@@ -40,18 +40,15 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
     """
     flags = chat_parser().parse(arguments)
     stdin = stdin or sys.stdin
-    model_folder(flags.folder)  # a wrong one is reported before standard input is read
-    is_interactive = flags.prompt is None and stdin.isatty()
-    question = flags.prompt if flags.prompt is not None or is_interactive else stdin.read()
-    if question is not None and not question.strip():
-        raise ConfigError("the question is empty; give --prompt TEXT, or text on standard input")
-
-    session = _session(flags, write)
-    if question is not None:
-        session.ask(question.strip())
+    session = _session(flags, write)  # a wrong folder is reported before standard input is read
+    if flags.prompt is None and stdin.isatty():
+        write(f"{_greeting(session, flags)}\n")
+        _talk(session, stdin, write)
         return 0
-    write(f"{_greeting(session, flags)}\n")
-    _talk(session, stdin, write)
+    question = (stdin.read() if flags.prompt is None else flags.prompt).strip()
+    if not question:
+        raise ConfigError("the question is empty; give --prompt TEXT, or text on standard input")
+    session.ask(question)
     return 0
 
 

@@ -119,7 +119,7 @@ def test_a_folder_without_a_model_says_what_to_do(folder: Path, tmp_path: Path) 
     assert model_folder("org/name") == "org/name"
     with pytest.raises(ConfigError, match=r"holds neither config\.json nor adapter_config\.json"):
         model_folder(str(tmp_path))
-    for missing in ("./nowhere", "runs/nowhere"):
+    for missing in ("./nowhere", "runs/nowhere", "outputs/nowhere"):
         with pytest.raises(ConfigError, match=f"there is no folder '{missing}'"):
             run_chat([missing], io.StringIO().write, io.StringIO(""))
     (tmp_path / "realloc.json").write_text("{}")
