@@ -34,7 +34,7 @@ from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_now
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from lightning_realloc.strategies.largest_workload import check_longest_sequences
-from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
+from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS, log_way_to_resume
 from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, prepare_optimizers
 from lightning_realloc.strategies.lightning.signals import StopRequest
@@ -193,6 +193,7 @@ class PlacedRoles:
                 timeout_s=math.inf if timeout_s is None else timeout_s,
                 action=self._options.on_stall,
                 folder=folder / FLIGHT_RECORDS,
+                before_end=lambda: log_way_to_resume(self.module.trainer),
             )
         self._watchdog.start()
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -75,15 +75,24 @@ class Watchdog:
         timeout_s: Seconds beyond the longest call so far of the same name, after which a rank asks.
         action: Whether the process continues to wait after the message.
         folder: Folder for flight records.
+        before_end: Called on one of the ranks that a stall ends, in a thread that may take `ANSWER_S`.
     """
 
     def __init__(
-        self, record: FlightRecord, *, rank: int, world_size: int, timeout_s: float, action: StallAction, folder: Path
+        self,
+        record: FlightRecord,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        action: StallAction,
+        folder: Path,
+        before_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.record = record
         """Activities of this rank."""
         self._rank, self._world_size = rank, world_size
-        self._timeout_s, self._action, self._folder = timeout_s, action, folder
+        self._timeout_s, self._action, self._folder, self._before_end = timeout_s, action, folder, before_end
         self._watched = threading.get_ident()
         self._store: Any = None
         self._store_thread: threading.Thread | None = None
@@ -192,10 +201,18 @@ class Watchdog:
             return
         log.warning("%s", message)
         if self._action == "end" and (is_certain(states) or own.seconds > FIRST_CALL_S):
-            file = write_flight_record(self.record, self._folder, self._rank)
-            log.error("rank %d ends because of on_stall='end'; its latest activities are in %s", self._rank, file)
-            logging.shutdown()
-            os._exit(STALL_EXIT_CODE)
+            self._end([rank for rank, state in states.items() if state is not None and state.waits_for is not None])
+
+    def _end(self, waiting: Sequence[int]) -> None:
+        """End the process, one of those that wait."""
+        file = write_flight_record(self.record, self._folder, self._rank)
+        log.error("rank %d ends because of on_stall='end'; its latest activities are in %s", self._rank, file)
+        if self._rank == min(waiting):
+            last_words = threading.Thread(target=self._before_end, daemon=True)  # may wait for an object store
+            last_words.start()
+            last_words.join(ANSWER_S)
+        logging.shutdown()
+        os._exit(STALL_EXIT_CODE)
 
     # ---- questions and answers through the store
     def _reach_store(self, action: Callable[[], T]) -> T:

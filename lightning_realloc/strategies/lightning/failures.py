@@ -40,6 +40,9 @@ CALLER_ERRORS = (ReallocError, MisconfigurationException)
 GRACE_S = 3.0
 """Seconds that started ranks get to print their errors and exit, after the process that started them has failed."""
 
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""Variable that torch reads when a process imports it."""
+
 
 def one_line_message(error: BaseException, rank: int) -> str:
     """Return the line that a rank prints for a mistake of the caller."""
@@ -118,6 +121,21 @@ def naming_taken_port(environment: ClusterEnvironment) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def without_cpp_warnings() -> Iterator[None]:
+    """Let processes that are started inside omit torch's C++ warnings, unless the user has chosen their level.
+
+    The one about a lost store of the process group has fifteen lines of frames, which would hide our message.
+    """
+    is_chosen = _CPP_LOG_LEVEL in os.environ
+    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
+    try:
+        yield
+    finally:
+        if not is_chosen:
+            del os.environ[_CPP_LOG_LEVEL]
+
+
 def is_started_by_torchrun() -> bool:
     """Return whether the parent process is an agent of torchrun, which ends after the ranks that it started."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -145,17 +163,17 @@ def report_failed_ranks(rank: int, failed: Mapping[int, int], launcher: object) 
         _write_stderr(f"rank {rank + number} {how}\n")
 
 
-def log_way_to_resume(trainer: Trainer | None, error: BaseException) -> None:
+def log_way_to_resume(trainer: Trainer | None, error: BaseException | None = None) -> None:
     """Log how to resume training from the newest checkpoint, unless the error may be about this checkpoint.
 
-    Rank 0 logs it, and every rank if rank 0 was lost.
+    Rank 0 logs it, and every rank if rank 0 was lost; without an error that all ranks have, the rank that calls this.
     """
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return
     newest = _newest_checkpoint(trainer)
     may_be_damaged = isinstance(error, CheckpointError) and newest == as_path(trainer.ckpt_path or "")
     if newest is not None and not may_be_damaged:
-        say = log.warning if is_loss_of_first_rank(error) else rank_zero_info
+        say = log.warning if error is None or is_loss_of_first_rank(error) else rank_zero_info
         say(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
 
 

@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.parent_watch import end_with_parent
 from lightning_realloc.runtime.messages.kept_states import last_seen, states_kept_in
-from lightning_realloc.strategies.lightning.failures import report_failures
+from lightning_realloc.strategies.lightning.failures import report_failures, without_cpp_warnings
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.signals import (
     INTERRUPT_EXIT_CODE,
@@ -63,6 +63,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
         with (
             TemporaryDirectory(prefix="realloc-states-", ignore_cleanup_errors=True) as states,
             states_kept_in(states),
+            without_cpp_warnings(),
             signals_forwarded(self),
             _stuck_processes_killed(self),
         ):
@@ -112,6 +113,8 @@ class FullStateLauncher(_MultiProcessingLauncher):
             if trainer is not None:
                 if isinstance(error, SIGTERMException):
                     _interrupt(trainer, error)
+                else:
+                    trainer.strategy.on_exception(error)
                 trainer._teardown()  # a thread that still used the process group at exit would abort the process
             if isinstance(error, KeyboardInterrupt):  # torch would report no error, and the parent would wait
                 raise SIGTERMException(INTERRUPT_EXIT_CODE) from None

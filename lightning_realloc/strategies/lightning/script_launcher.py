@@ -21,7 +21,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_realloc.errors import RankLost
 from lightning_realloc.parent_watch import children_watch_this_process
 from lightning_realloc.runtime.messages.kept_states import states_kept_in
-from lightning_realloc.strategies.lightning.failures import end_started_ranks, log_way_to_resume, report_failed_ranks
+from lightning_realloc.strategies.lightning.failures import (
+    end_started_ranks,
+    log_way_to_resume,
+    report_failed_ranks,
+    without_cpp_warnings,
+)
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
 from lightning_realloc.strategies.lightning.launchers import STUCK_S
 from lightning_realloc.strategies.lightning.process_group import LOOPBACK
@@ -65,7 +70,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         atexit.register(self._end_last)
         if self.num_nodes == 1:  # so that every process finds that all are on one host
             os.environ["MASTER_ADDR"] = LOOPBACK
-        with children_watch_this_process(), states_kept_in(self.states_folder):
+        with children_watch_this_process(), states_kept_in(self.states_folder), without_cpp_warnings():
             super()._call_children_scripts()
         threading.Thread(target=self._report_killed, name="names killed ranks", daemon=True).start()
 

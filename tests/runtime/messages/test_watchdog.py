@@ -98,6 +98,29 @@ def test_a_store_that_never_answers_is_reported_and_holds_nothing_up(
     assert "mostly rank 0, is stopped or lost" in caplog.messages[0]
 
 
+def test_one_of_the_ranks_that_a_stall_ends_says_how_to_resume(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+
+    def say() -> None:
+        watchdog.log.warning("To resume: ...")
+        time.sleep(60)  # as for an object store that does not answer
+
+    for rank in (1, 2):
+        watching = Watchdog(
+            FlightRecord(), rank=rank, world_size=3, timeout_s=60, action="end", folder=tmp_path, before_end=say
+        )
+        watching._end([1, 2])
+    assert ended == [124, 124]
+    first, hint, second = caplog.messages
+    assert first.startswith("rank 1 ends because of on_stall='end'") and hint == "To resume: ..."
+    assert second.startswith("rank 2 ends")
+
+
 def test_a_rank_that_moves_on_while_others_are_asked_reports_no_stall(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,24 @@ def test_the_process_that_waits_for_ranks_saves_no_checkpoint_after_their_error(
     if expected is RankLost:
         assert caught.value.__suppress_context__ and sys.excepthook is not sys.__excepthook__  # a short message, last
     assert [type(each) for each in trainer.callbacks if type(each) in (Callback, OnExceptionCheckpoint)] == kept
+
+
+def test_a_started_process_handles_its_error_before_it_is_torn_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    error, seen = RuntimeError("gloo/transport/tcp/pair.cc:1: Connection reset by peer"), list[object]()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
+    monkeypatch.setattr(launchers, "parent_process", lambda: SimpleNamespace(pid=1))
+    monkeypatch.setattr(launchers, "end_with_parent", lambda _: None)
+    trainer = runs.trainer("realloc_spawn", 2)
+    monkeypatch.setattr(trainer.strategy, "on_exception", seen.append)  # which logs how to resume
+    monkeypatch.setattr(trainer, "_teardown", lambda: seen.append("torn down"))
+    assert isinstance(trainer.strategy.launcher, launchers.FullStateLauncher)
+    with pytest.raises(RuntimeError, match="gloo"):
+        trainer.strategy.launcher._wrapping_function(0, trainer)
+    assert seen == [error, "torn down"]
 
 
 def test_processes_that_outlive_a_failed_one_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,18 @@ def test_a_killed_rank_is_named_at_once_with_its_last_known_call_and_the_way_to_
     )
 
 
+@pytest.mark.parametrize(("chosen", "level"), [(None, "ERROR"), ("INFO", "INFO")])
+def test_started_ranks_omit_cpp_warnings_unless_a_level_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, level: str
+) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", chosen)
+    with failures.without_cpp_warnings():
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == level
+    assert os.environ.get("TORCH_CPP_LOG_LEVEL") == chosen
+
+
 def leave(code: object) -> Callable[[], object]:
     """Return a run that calls ``sys.exit``."""
     return lambda: sys.exit(code)  # type: ignore[arg-type]
