@@ -146,9 +146,9 @@ class PlacedRoles:
     def choose_plan(self) -> None:
         """Choose the plan before models are built. Raises PlanError if it cannot fit into memory in training."""
         builder = self.builder()
-        self._plan, shortage = builder.choose_plan(self._options.plan)
+        self._plan = builder.choose_plan(self._options.plan)
         if self.module.trainer.state.fn == TrainerFn.FITTING:
-            builder.check_memory(self._plan, shortage=shortage)
+            builder.check_memory(self._plan)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
@@ -278,7 +278,7 @@ class PlacedRoles:
                 "after every iteration except an epoch's last; use max_staleness=0 where plans change"
             )
         builder, running = self.builder(), self.pool.plan
-        wanted, shortage = builder.choose_plan(plan)
+        wanted = builder.choose_plan(plan)
         if wanted == running:
             return
         try:
@@ -287,7 +287,7 @@ class PlacedRoles:
         except (ConfigError, DataError) as error:
             raise PlanError(str(error)) from error
         self.runner.engines.free_caches()  # the move needs their memory
-        builder.check_memory(wanted, shortage=shortage, running=running)
+        builder.check_memory(wanted, running=running)
         with self.runner.collective("set_plan"):
             self.runner.finish()
             self.pool.meshes.create(wanted.layouts)

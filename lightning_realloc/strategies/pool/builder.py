@@ -45,7 +45,7 @@ from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.strategies.pool.run_policies import RunPolicies
 from lightning_realloc.tuning.memory.forecast import forecast_memory, transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.search.default_plan import default_plan, largest_by_phase
+from lightning_realloc.tuning.search.default_plan import DefaultPlan, default_plan, largest_by_phase
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -162,28 +162,26 @@ class PoolBuilder:
             sharers=self.sharers,
         )
 
-    def choose_plan(self, source: NamedPlan) -> tuple[ExecutionPlan, str | None]:
-        """Return a checked plan; for ``"heuristic"`` one that fits, or else why none does.
+    def choose_plan(self, source: NamedPlan) -> ExecutionPlan:
+        """Return a checked plan; for ``"heuristic"`` one that fits, or else the heuristic one.
 
         Reads only the models' configurations. Collective over all ranks.
 
         Raises:
             PlanError: see `plan`.
         """
-        roles, shortage = self.describe_roles(), None
-        asked = gather_objects((source == "heuristic", self.memory_budget))
-        if all(is_default for is_default, _ in asked):  # else ranks were given different plans, which is refused below
-            least = min(budget for _, budget in asked)
-            source, shortage = self._default_plan(roles, budget_bytes=least)
-        return self.plan(source, {name: role.model for name, role in roles.items()}), shortage
+        roles = self.describe_roles()
+        if all(gather_objects(source == "heuristic")):  # else ranks were given different plans, which is refused below
+            found = self._default_plan(roles)
+            source = found.plan
+            if found.reason is not None:
+                rank_zero_info(found.reason)
+        return self.plan(source, {name: role.model for name, role in roles.items()})
 
-    def check_memory(
-        self, plan: ExecutionPlan, *, shortage: str | None = None, running: ExecutionPlan | None = None
-    ) -> None:
+    def check_memory(self, plan: ExecutionPlan, *, running: ExecutionPlan | None = None) -> None:
         """Refuse a plan that does not fit into memory. Reads only the models' configurations.
 
         Args:
-            shortage: Why no other plan fits; None if that is unknown.
             running: The plan in use. If given, devices must also have room for the move from it.
 
         Raises:
@@ -200,14 +198,14 @@ class PoolBuilder:
             rank=self.facts.rank,
             budget_bytes=self.memory_budget,
             adapted=adapted,
-            shortage=shortage,
+            shortage=lambda: self._default_plan(roles).shortage,
         )
         if running is not None and self.facts.device.type != "cpu":
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.facts.rank)
             require_free_memory(extra, self.facts.device, what="moving to the new plan")
 
-    def _default_plan(self, roles: Mapping[str, RoleMemory], *, budget_bytes: int) -> tuple[ExecutionPlan, str | None]:
-        """Return the plan of a run that is given none, or why none fits; log why it is not the heuristic one."""
+    def _default_plan(self, roles: Mapping[str, RoleMemory]) -> DefaultPlan:
+        """Return the plan of a run that is given none, on devices with the least memory that a rank may use."""
         settings, workload = self.memory_settings(), self.largest_workload()
 
         def phase_bytes(plan: ExecutionPlan) -> dict[str, int]:
@@ -222,12 +220,9 @@ class PoolBuilder:
             cluster=self.facts.cluster,
             settings=settings,
             workload=workload,
-            memory_budget=budget_bytes,
+            memory_budget=min(gather_objects(self.memory_budget)),
         )
-        found = default_plan(task, phase_bytes, world_size=self.facts.world_size)
-        if found.reason is not None:
-            rank_zero_info(found.reason)
-        return found.plan, found.shortage
+        return default_plan(task, phase_bytes, world_size=self.facts.world_size)
 
     def keeps_caches(self, plan: ExecutionPlan) -> bool:
         """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks."""

@@ -158,8 +158,8 @@ def refuse_too_large(
     *,
     rank: int,
     budget_bytes: int,
-    adapted: Callable[[], Mapping[str, RoleMemory] | None] = lambda: None,
-    shortage: str | None = None,
+    adapted: Callable[[], Mapping[str, RoleMemory] | None],
+    shortage: Callable[[], str | None],
 ) -> None:
     """Refuse a plan that needs more than ``budget_bytes`` on some rank, however short its sequences are.
 
@@ -168,7 +168,8 @@ def refuse_too_large(
     Args:
         adapted: Returns the roles with adapters in place of trained weights, for the message; None if they cannot have
             any.
-        shortage: Why no other plan fits, for the message; None if none was tried.
+        shortage: Tries the plans of a run that is given none, and returns why none fits, for the message; None if one
+            does. Collective.
 
     Raises:
         PlanError: on every rank, with phase, rank, bytes and changes that would fit.
@@ -190,7 +191,7 @@ def refuse_too_large(
     excess = find_excess(dataflow, plan, current, budget_bytes=budget_bytes, lighter=lighter)
     found = [text for text in gather_objects(excess) if text is not None]
     if found:
-        way_out = shortage or "lightning-realloc plan finds layouts that fit"
+        way_out = shortage() or "without plan=, or with plan='heuristic', the run takes one that fits"
         raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top; {way_out}")
 
 

@@ -96,7 +96,8 @@ def _shortage(task: PlanningTask, heuristic: ExecutionPlan, sizes: _Sizes, world
     return (
         f"none of the {len(sizes)} plans tried fits{included}: the smallest needs {gibibytes(size)} in {phase}, and a "
         f"device has {gibibytes(task.memory_budget)} ({_changes(heuristic, plan) or 'the heuristic plan'}); use "
-        f"{'' if phase == SET_UP else devices}a smaller model{shorter} or adapters (peft_config)"
+        f"{'' if phase == SET_UP else devices}a smaller model{shorter} or adapters (peft_config), also over 4-bit "
+        f"weights (quantization_config)"
     )
 
 
