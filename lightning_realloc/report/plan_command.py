@@ -256,7 +256,10 @@ def _roles(request: PlanRequest, *, is_priced: bool) -> dict[str, RoleMemory]:
 
 
 def _settings(request: PlanRequest) -> MemorySettings:
-    settings = settings_of_precision(request.flags.precision)
+    precision = request.flags.precision
+    if precision not in ("bf16-mixed", "bf16-true", "32-true"):
+        raise PlanError(f"precision={precision!r} cannot be used here; use bf16-mixed, bf16-true or 32-true")
+    settings = settings_of_precision(precision)
     if request.cluster is None or not request.is_cpu:
         return settings
     return replace(settings, builds_on_device=True, shares_memory=request.cluster.num_nodes == 1)

@@ -27,7 +27,6 @@ from lightning_realloc.runtime.messages.mailbox import Mailbox, rank_lost
 from lightning_realloc.runtime.messages.watchdog import StallAction, Watchdog, write_flight_record
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
@@ -42,7 +41,7 @@ from lightning_realloc.strategies.pool.builder import NamedPlan, PoolBuilder
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.offloader import Offloader
 from lightning_realloc.strategies.pool.phase_hooks import announced
-from lightning_realloc.strategies.pool.pool_options import RunFacts
+from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions, RunFacts
 from lightning_realloc.strategies.pool.replica import Replica
 from lightning_realloc.strategies.pool.run_policies import RunPolicies
 from lightning_realloc.strategies.pool.weight_averages import WeightAverages
@@ -120,12 +119,18 @@ class PlacedRoles:
 
     def builder(self) -> PoolBuilder:
         """Return the builder for the module that is trained now."""
-        return PoolBuilder(
-            module=self.module,
-            dataflow=self.module.dataflow,
+        roles = self.module.roles()
+        averaged = [role for role in roles if role.average_of is not None]
+        options = PoolOptions(
             facts=self.facts,
             transport=self._options.transport,
             tp_plans=self._options.tp_plans,
+            averages={role.name: MovingAverage(role.average_of, role.average_rate) for role in averaged},
+            sharers={role.name: role.shares for role in roles if role.shares is not None},
+        )
+        return PoolBuilder(
+            module=self.module,
+            options=options,
             memory_budget=self._options.memory_budget or self.facts.cluster.device_memory_bytes,
             policies=self.policies,
             pushes_weights=self._options.overlap.pushes_weights,
@@ -152,17 +157,15 @@ class PlacedRoles:
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
-        module = self.module
         self._watch(local_folder(trainer.default_root_dir))
         with self._naming_failures():
             if self._pool is None:
                 self._pool = self.builder().build(self._plan)
-                self._runner = self._make_runner(module, self._pool)
-            elif not self.runner.can_go_on():
-                self._runner = self._make_runner(module, self._pool)
+            if self._runner is None or not self._runner.can_go_on():
+                self._runner = self._make_runner(self._pool)
             self._offloader = self._make_offloader(self._pool)
         if trainer.state.fn == TrainerFn.FITTING:
-            check_longest_sequences(module, trainer, self._pool.plan, self._pool.dataflow.iteration_calls)
+            check_longest_sequences(self.module, trainer, self._pool.plan, self._pool.dataflow.iteration_calls)
         self.runner.version_log.write_to(local_folder(trainer.default_root_dir) / WEIGHT_VERSIONS)
 
     @contextmanager
@@ -336,9 +339,9 @@ class PlacedRoles:
         schedule = OffloadSchedule(pool.dataflow, pool.plan, self.facts.rank, pool.average_of, pool.sharers)
         return Offloader(pool, schedule, self.facts.device)
 
-    def _make_runner(self, module: RunnableAlgorithm, pool: ModelPool) -> CallRunner:
+    def _make_runner(self, pool: ModelPool) -> CallRunner:
         rank, device = self.facts.rank, self.facts.device
         mailbox = Mailbox(rank, self.facts.world_size, pool.meshes.new_host_group(), self._watchdog)
         log = VersionLog(rank, self._options.overlap.replay_versions)
-        context = CallContext(module, pool, mailbox, device, PeakMemory(device), rank, log)
+        context = CallContext(self.module, pool, mailbox, device, PeakMemory(device), rank, log)
         return CallRunner(context, self, self._optimizers, self._options.overlap, self._stop)

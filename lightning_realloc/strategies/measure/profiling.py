@@ -120,7 +120,7 @@ def _request(builder: PoolBuilder, iterations: Sequence[Lengths]) -> ProfileRequ
         workload=_workload(builder, dataflow, typical, prompt_tokens=typical.prompt_tokens, response_tokens=mean),
         mean_response=mean,
         new_optimizer=module.new_optimizer,
-        tp_plans=builder.tp_plans,
+        tp_plans=builder.options.tp_plans,
         compiled={role: backend for role, backend in compiled.items() if backend is not None},
         seed=module.seed,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
@@ -28,7 +27,6 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
-from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.pool.memory_check import (
@@ -38,9 +36,10 @@ from lightning_realloc.strategies.pool.memory_check import (
     has_room_for_caches,
     refuse_too_large,
     require_free_memory,
+    settings_of_precision,
 )
 from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.pool_options import MovingAverage, PoolOptions, RunFacts
+from lightning_realloc.strategies.pool.pool_options import PoolOptions, RunFacts
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.strategies.pool.run_policies import RunPolicies
 from lightning_realloc.tuning.memory.forecast import forecast_memory, transition_bytes
@@ -83,14 +82,8 @@ class PoolBuilder:
 
     module: Any
     """The algorithm."""
-    dataflow: Dataflow
-    """The algorithm's calls."""
-    facts: RunFacts
-    """This rank, and where it runs."""
-    transport: TransportName
-    """How weights travel; ``auto`` probes."""
-    tp_plans: Mapping[str, Mapping[str, str]]
-    """Role -> tensor-parallel styles, for models without a plan of their own."""
+    options: PoolOptions
+    """Settings of the pool that do not depend on a role."""
     memory_budget: int
     """Bytes of one device that a plan may use."""
     policies: RunPolicies
@@ -99,38 +92,15 @@ class PoolBuilder:
     """Whether trained weights travel in the background to ranks that only generate."""
 
     @property
-    def master_dtype(self) -> torch.dtype:
-        """Dtype of trained weights."""
-        return torch.bfloat16 if self.facts.precision == "bf16-true" else torch.float32
+    def dataflow(self) -> Dataflow:
+        """The algorithm's calls."""
+        flow: Dataflow = self.module.dataflow
+        return flow
 
     @property
-    def averages(self) -> dict[str, MovingAverage]:
-        """Role -> the moving average that its weights are."""
-        return {
-            role.name: MovingAverage(role.average_of, role.average_rate)
-            for role in self.module.roles()
-            if role.average_of is not None
-        }
-
-    @property
-    def sharers(self) -> dict[str, str]:
-        """Role -> the role whose base it shares."""
-        return {role.name: role.shares for role in self.module.roles() if role.shares is not None}
-
-    @property
-    def options(self) -> PoolOptions:
-        """Settings of the pool that do not depend on a role."""
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return PoolOptions(
-            facts=self.facts,
-            copy_dtype=torch.bfloat16 if self.facts.precision.startswith("bf16") else torch.float32,
-            mixed_precision=policy if self.facts.precision == "bf16-mixed" else None,
-            transport=self.transport,
-            master_dtype=self.master_dtype,
-            tp_plans=self.tp_plans,
-            averages=self.averages,
-            sharers=self.sharers,
-        )
+    def facts(self) -> RunFacts:
+        """This rank, and where it runs."""
+        return self.options.facts
 
     def plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
         """Return a checked plan for models of these shapes, the same on all ranks.
@@ -159,7 +129,7 @@ class PoolBuilder:
             self.facts.cluster,
             world_size=self.facts.world_size,
             element_bytes=self.options.copy_dtype.itemsize,
-            sharers=self.sharers,
+            sharers=self.options.sharers,
         )
 
     def choose_plan(self, source: NamedPlan) -> ExecutionPlan:
@@ -189,7 +159,7 @@ class PoolBuilder:
         """
         roles = self.describe_roles()
         plan, settings = self.for_forecast(plan)
-        adapted = partial(describe_with_adapters, self.module.roles(), self.tp_plans, max_tp=self.facts.world_size)
+        tp_plans, max_tp = self.options.tp_plans, self.facts.world_size
         refuse_too_large(
             self.dataflow,
             plan,
@@ -197,7 +167,7 @@ class PoolBuilder:
             settings,
             rank=self.facts.rank,
             budget_bytes=self.memory_budget,
-            adapted=adapted,
+            adapted=partial(describe_with_adapters, self.module.roles(), tp_plans, max_tp=max_tp),
             shortage=lambda: self._default_plan(roles).shortage,
         )
         if running is not None and self.facts.device.type != "cpu":
@@ -254,13 +224,9 @@ class PoolBuilder:
             GenerationError: for a draft model whose configuration cannot be read.
         """
         options, on_cpu = self.options, self.facts.device.type == "cpu"
-        master_bytes = self.master_dtype.itemsize
-        return MemorySettings(
-            master_bytes=master_bytes,
-            copy_bytes=options.copy_dtype.itemsize,
-            gathered_bytes=2 if options.mixed_precision is not None else master_bytes,
-            optimizer_bytes=self.module.optimizer_bytes * master_bytes // 4,
-            shares_memory=on_cpu and self.transport != "direct" and shared_memory_obstacle() is None,
+        return replace(
+            settings_of_precision(self.facts.precision, optimizer_bytes=self.module.optimizer_bytes),
+            shares_memory=on_cpu and options.transport != "direct" and shared_memory_obstacle() is None,
             builds_on_device=on_cpu,
             pushes_weights=self.pushes_weights and on_cpu,
             engine=engine_memory(self.module, self.facts.device, options.copy_dtype),
@@ -271,7 +237,7 @@ class PoolBuilder:
         kept: dict[str, RoleMemory] | None = vars(self.module).get(_ROLES_ATTRIBUTE)
         if kept is not None and kept.keys() >= set(self.dataflow.roles):
             return kept
-        roles = describe_roles(self.module.roles(), self.tp_plans, max_tp=self.facts.world_size)
+        roles = describe_roles(self.module.roles(), self.options.tp_plans, max_tp=self.facts.world_size)
         if _POOL_ATTRIBUTE in vars(self.module):
             setattr(self.module, _ROLES_ATTRIBUTE, roles)
         return roles
@@ -284,11 +250,11 @@ class PoolBuilder:
             ConfigError: when the earlier Trainer had another plan or other settings.
         """
         earlier: ModelPool | None = vars(self.module).get(_POOL_ATTRIBUTE)
-        models = self.module.models()
-        if self.master_dtype != torch.float32:
+        models, master_dtype = self.module.models(), self.options.master_dtype
+        if master_dtype != torch.float32:
             placed = {id(parameter) for model in models.values() for parameter in model.parameters()}
             others = {name for name, parameter in self.module.named_parameters() if id(parameter) not in placed}
-            cast_parameters(self.module, self.master_dtype, names=others)
+            cast_parameters(self.module, master_dtype, names=others)
         elif earlier is None:
             self._log_widened(models)
         specs = self._specs(models, earlier)
@@ -302,7 +268,7 @@ class PoolBuilder:
         meshes.create((*plan.layouts, Layout(ParallelDims(dp=num_ranks), tuple(range(num_ranks)))))
         pool = ModelPool(self.dataflow, plan, meshes, self.options)
         for role in self.dataflow.roles:
-            if role not in self.sharers:
+            if role not in self.options.sharers:
                 _announce(role, specs[role], plan.layout(self.dataflow.home_call(role).name))
                 pool.place(role, models[role], specs[role])
         setattr(self.module, _POOL_ATTRIBUTE, pool)
@@ -312,9 +278,9 @@ class PoolBuilder:
         """Log given models whose trained or averaged weights become float32: narrower ones lose small updates."""
         given = {role.name for role in self.module.roles() if isinstance(role.source, nn.Module)}
         found: dict[str, torch.dtype] = {}
-        for role in (*self.dataflow.trained_roles, *self.averages):
+        for role in (*self.dataflow.trained_roles, *self.options.averages):
             for parameter in models[role].parameters() if role in models and role in given else ():
-                changes = parameter.requires_grad or role in self.averages
+                changes = parameter.requires_grad or role in self.options.averages
                 if changes and parameter.is_floating_point() and parameter.dtype != torch.float32:
                     found.setdefault(role, parameter.dtype)
         if found:
@@ -326,7 +292,7 @@ class PoolBuilder:
 
     def _specs(self, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> dict[str, ModelSpec]:
         self._check_sharers(models)
-        sharers = self.sharers
+        sharers = self.options.sharers
         roles = [role for role in self.dataflow.roles if role not in sharers]
         missing = [role for role in roles if role not in models]
         if missing:
@@ -334,11 +300,11 @@ class PoolBuilder:
         if earlier is not None:  # a sharded model no longer shows its own shapes
             return earlier.specs
         describe = partial(describe_model, max_tp=self.facts.world_size)
-        specs = {role: describe(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
+        specs = {role: describe(models[role], tp_plan=self.options.tp_plans.get(role)) for role in roles}
         return specs | {role: specs[owner] for role, owner in sharers.items() if role in self.dataflow.roles}
 
     def _check_sharers(self, models: Mapping[str, nn.Module]) -> None:
-        for role, owner in self.sharers.items():
+        for role, owner in self.options.sharers.items():
             if owner not in models or not adapted_layers(models[owner]):
                 raise PlanError(
                     f"role {role!r} shares the base of {owner!r}, which is no role with adapters; give {owner} a "

@@ -27,6 +27,7 @@ from lightning_realloc.runtime.model.quantized import quantized_bytes
 from lightning_realloc.runtime.model.training_mode import can_recompute
 from lightning_realloc.runtime.parallel.model_spec import MAX_TENSOR_PARALLEL, describe_model
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.pool.precision import copy_dtype_of, master_dtype_of
 from lightning_realloc.tuning.memory.advice import SUGGESTED_ADAPTERS, find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload, usable_bytes
@@ -134,20 +135,15 @@ def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
     return RoleMemory(model=spec, shape=ModelShape.from_config(model.config, spec))
 
 
-def settings_of_precision(precision: str) -> MemorySettings:
-    """Return the bytes per element on CUDA devices under a Trainer's precision, with AdamW.
+def settings_of_precision(precision: str, *, optimizer_bytes: int = 8) -> MemorySettings:
+    """Return the bytes per element on CUDA devices under a Trainer's precision.
 
-    Raises:
-        PlanError: for a precision that cannot be used.
+    ``optimizer_bytes``: optimizer state of one float32 weight; by default that of AdamW.
     """
-    if precision not in ("bf16-mixed", "bf16-true", "32-true"):
-        raise PlanError(f"precision={precision!r} cannot be used here; use bf16-mixed, bf16-true or 32-true")
-    half, mixed = precision.startswith("bf16"), precision == "bf16-mixed"
-    master = 2 if precision == "bf16-true" else 4
+    master, copy = master_dtype_of(precision).itemsize, copy_dtype_of(precision).itemsize
     return MemorySettings(
-        master_bytes=master, copy_bytes=2 if half else 4, gathered_bytes=2 if mixed else master,
-        optimizer_bytes=2 * master,
-    )  # fmt: skip
+        master_bytes=master, copy_bytes=copy, gathered_bytes=copy, optimizer_bytes=optimizer_bytes * master // 4
+    )
 
 
 def refuse_too_large(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -15,6 +15,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.runtime.transfer.executor import Reallocation
+from lightning_realloc.strategies.pool.precision import copy_dtype_of, master_dtype_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +49,31 @@ class PoolOptions:
     """Settings that do not depend on a role."""
 
     facts: RunFacts
-    """This rank, and the cluster in which senders are chosen."""
-    copy_dtype: torch.dtype
-    """Dtype of every replica except home replicas."""
-    mixed_precision: MixedPrecisionPolicy | None
-    """Policy of FSDP for home replicas; None without mixed precision."""
+    """This rank, the cluster in which senders are chosen, and the precision that dtypes follow from."""
     transport: TransportName
     """How weights travel; ``auto`` probes."""
-    master_dtype: torch.dtype = torch.float32
-    """Dtype of weights that training changes, in home replicas."""
-    tp_plans: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tp_plans: Mapping[str, Mapping[str, str]]
     """Role -> tensor-parallel styles, for models without a plan of their own."""
-    averages: Mapping[str, MovingAverage] = field(default_factory=dict)
+    averages: Mapping[str, MovingAverage]
     """Role -> the moving average that its weights are."""
-    sharers: Mapping[str, str] = field(default_factory=dict)
+    sharers: Mapping[str, str]
     """Role without weights of its own -> the role whose base it uses, with adapters off."""
+
+    @property
+    def copy_dtype(self) -> torch.dtype:
+        """Dtype of every replica except home replicas."""
+        return copy_dtype_of(self.facts.precision)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of weights that training changes, in home replicas."""
+        return master_dtype_of(self.facts.precision)
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy | None:
+        """Policy of FSDP for home replicas; None without mixed precision."""
+        mixed = MixedPrecisionPolicy(param_dtype=self.copy_dtype, reduce_dtype=self.master_dtype)
+        return mixed if self.copy_dtype != self.master_dtype else None
 
     def home_dtypes(self, model: nn.Module, unchanged: Set[str] | None) -> dict[str, torch.dtype]:
         """Return the dtype of every parameter of a home replica.
@@ -102,7 +113,7 @@ class PoolOptions:
 
     def require_same(self, options: PoolOptions) -> None:
         """Raise ConfigError, naming what differs, unless the models were laid out with these settings."""
-        for path in ("facts.world_size", "copy_dtype", "mixed_precision", "transport", "tp_plans", "sharers"):
+        for path in ("facts.world_size", "facts.precision", "transport", "tp_plans", "sharers"):
             ours, theirs = map(attrgetter(path), (self, options))
             if ours != theirs:
                 name = path.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Check the Trainer's precision, cast parameters, and choose autocast for forward passes without gradients."""
+"""Check the Trainer's precision, derive dtypes from it, cast parameters, and choose autocast without gradients."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def refuse_precision(precision: str) -> None:
             f"precision={precision!r} cannot be used with strategy='realloc': {REFUSED_PRECISIONS[precision]}; "
             f"use '32-true', 'bf16-mixed' or 'bf16-true'"
         )
+
+
+def master_dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of weights that training changes."""
+    return torch.bfloat16 if precision == "bf16-true" else torch.float32
+
+
+def copy_dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of frozen weights, and of replicas other than home replicas."""
+    return torch.bfloat16 if precision.startswith("bf16") else torch.float32
 
 
 class SamplesHalfPrecision(HalfPrecision):
