@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -155,6 +156,11 @@ class ModelLayout:
                 if self.layout.count(axis) > 1:
                     found.setdefault(axis, set()).add(cut.dim)
         return dict(sorted(found.items()))
+
+    def subset(self, names: Collection[str]) -> ModelLayout:
+        """Return the layout of some of the parameters alone, without tied names."""
+        params = tuple(param for param in self.model.params if param.name in names)
+        return ModelLayout(replace(self.model, params=params, aliases=()), self.layout)
 
     def stage(self, name: str) -> int:
         """Return the pipeline stage that holds the parameter."""

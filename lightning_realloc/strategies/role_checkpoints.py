@@ -216,9 +216,8 @@ class RoleCheckpoints:
 
     def full_weights(self, role: str, names: Set[str] | None = None) -> dict[str, Tensor]:
         """Return a role's full weights on rank 0, {} elsewhere; ``names=None`` means all. Collective over all ranks."""
-        facts = self._placed.facts
         self._placed.bring_back()
-        return gather_weights(self._placed.pool.home(role), facts.rank, facts.world_size, facts.device, names=names)
+        return gather_weights(self._placed.pool.home(role), self._placed.facts, names=names)
 
     def check_release(self, role: str) -> None:
         """Raise ConfigError where a role's weights are needed after its last call."""

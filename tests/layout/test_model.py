@@ -113,6 +113,14 @@ def test_a_tied_name_is_looked_up_under_its_owner() -> None:
     assert tied.num_elements == 16
 
 
+def test_a_subset_has_its_parameters_in_the_models_order_and_no_tied_names() -> None:
+    params = tuple(ParamSpec(name, (4, 4), section="input") for name in ("embed", "scale", "shift"))
+    whole = lay("fsdp2", ModelSpec(params, 0, aliases=(("lm_head", "embed"),)))
+    part = whole.subset({"shift", "embed"})
+    assert part == lay("fsdp2", ModelSpec((params[0], params[2]), 0))
+    assert part.names(1) == ("embed", "shift")
+
+
 def test_tensor_parallel_degrees_are_those_that_every_parameter_allows() -> None:
     # Four query heads, one at least for every rank; two kv heads may be shared.
     assert SMALL.tensor_parallel_degrees(8) == (1, 2, 3, 4)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
+from lightning_realloc.layout.model import ModelLayout, ParamSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
-from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.runtime.transfer.executor import Reallocation
+from lightning_realloc.strategies.pool.pool_options import RunFacts
 from lightning_realloc.strategies.pool.replica import Replica
 
 WINDOW_ELEMENTS = 1 << 28
@@ -20,40 +19,32 @@ WINDOW_ELEMENTS = 1 << 28
 
 
 def gather_weights(
-    replica: Replica,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    *,
-    names: Set[str] | None = None,
-    window_elements: int = WINDOW_ELEMENTS,
+    replica: Replica, facts: RunFacts, *, names: Set[str] | None = None, window_elements: int = WINDOW_ELEMENTS
 ) -> dict[str, Tensor]:
     """Return name -> full tensor in host memory on rank 0, {} elsewhere, tied names included. Collective.
 
     Args:
-        names: Parameters to gather, the same on all ranks; None gathers all.
+        names: Parameters to gather, the same on all ranks, without tied names; None gathers all.
     """
-    spec = replica.model_layout.model
-    if names is not None:
-        spec = replace(spec, params=tuple(param for param in spec.params if param.name in names), aliases=())
-    dtypes = _agree_on_dtypes(replica)
-    held = local_tensors(replica.model) if rank in replica.layout else {}
+    model = replica.model_layout.model
+    chosen = [param for param in model.params if names is None or param.name in names]
+    dtypes, held = _agree_on_dtypes(replica), replica.held_tensors(facts.rank)
     full: dict[str, Tensor] = {}
-    for window in _make_windows(spec, window_elements, dtypes):
-        inside = {param.name for param in window.params}
+    for window in _make_windows(chosen, window_elements, dtypes):
+        source = replica.model_layout.subset(window)
         reallocation = Reallocation(
-            ModelLayout(window, replica.layout),
-            {name: tensor for name, tensor in held.items() if name in inside},
-            ModelLayout(window, Layout(ParallelDims(), (0,))),
-            rank=rank,
-            world_size=world_size,
-            dtype=dtypes[window.params[0].name],
-            device=device,
+            source,
+            {name: held[name] for name in window if name in held},
+            ModelLayout(source.model, Layout(ParallelDims(), (0,))),
+            rank=facts.rank,
+            world_size=facts.world_size,
+            dtype=dtypes[window[0]],
+            device=facts.device,
         )
         reallocation.run()
         full |= {name: tensor.to("cpu", copy=True) for name, tensor in reallocation.target_tensors.items()}
         reallocation.release()
-    return full | {alias: full[owner] for alias, owner in spec.aliases if owner in full}
+    return full | {alias: full[owner] for alias, owner in model.aliases if names is None and owner in full}
 
 
 def _agree_on_dtypes(replica: Replica) -> dict[str, torch.dtype]:
@@ -62,14 +53,16 @@ def _agree_on_dtypes(replica: Replica) -> dict[str, torch.dtype]:
     return {name: dtype for theirs in gather_objects(mine) for name, dtype in theirs.items()}
 
 
-def _make_windows(spec: ModelSpec, max_elements: int, dtypes: Mapping[str, torch.dtype]) -> Iterator[ModelSpec]:
-    """Cut a model into windows of one dtype, each of at most ``max_elements`` or of a single parameter."""
-    for dtype in dict.fromkeys(dtypes[param.name] for param in spec.params):
-        window, elements = list[ParamSpec](), 0
-        for param in (param for param in spec.params if dtypes[param.name] == dtype):
+def _make_windows(
+    params: Sequence[ParamSpec], max_elements: int, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[list[str]]:
+    """Yield the names of parameters of one dtype that have at most ``max_elements`` together, or of a single one."""
+    for dtype in dict.fromkeys(dtypes[param.name] for param in params):
+        window, elements = list[str](), 0
+        for param in (param for param in params if dtypes[param.name] == dtype):
             if window and elements + param.numel > max_elements:
-                yield replace(spec, params=tuple(window), aliases=())
+                yield window
                 window, elements = [], 0
-            window.append(param)
+            window.append(param.name)
             elements += param.numel
-        yield replace(spec, params=tuple(window), aliases=())
+        yield window

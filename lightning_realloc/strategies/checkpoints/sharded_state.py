@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
-from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors, reshard
+from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
 from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor
 from lightning_realloc.strategies.checkpoints.stored_metadata import StoredTensor
 from lightning_realloc.strategies.pool.replan import state_room
@@ -39,13 +39,13 @@ def optimizer_key(role: str, name: str, key: str, *, kind: str = "optimizer") ->
 
 def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) -> dict[str, ShardedTensor]:
     """Return this rank's shards of a role's weights, or of those in ``names``, to write or to fill in place."""
-    locals_ = local_tensors(replica.model) if rank in replica.layout else {}
+    held = replica.held_tensors(rank)
     return {
         weight_key(replica.role, param.name): ShardedTensor(
             param.shape,
-            locals_[param.name].dtype if param.name in locals_ else torch.float32,
+            held[param.name].dtype if param.name in held else torch.float32,
             replica.model_layout.pieces(param.name, rank),
-            locals_.get(param.name),
+            held.get(param.name),
         )
         for param in replica.model_layout.model.params
         if names is None or param.name in names

@@ -64,7 +64,7 @@ class AveragedRoles:
             )
         return self._options.reallocation(
             trained.model_layout,
-            local_tensors(trained.model) if self._options.facts.rank in trained.layout else {},
+            trained.held_tensors(self._options.facts.rank),
             average.model_layout,
             dtype=next(average.model.parameters()).dtype,
         )

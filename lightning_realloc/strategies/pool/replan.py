@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.messages.objects import gather_objects
-from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors, reshard
+from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
 
@@ -36,16 +34,13 @@ def _move(
     """
     names = {name for named in gather_objects([*held, *room]) for name in named}
     if names:
-        model = old.model_layout.model
-        spec = replace(model, params=tuple(p for p in model.params if p.name in names), aliases=())
-        source, target = ModelLayout(spec, old.layout), ModelLayout(spec, new.layout)
+        source, target = old.model_layout.subset(names), new.model_layout.subset(names)
         options.reallocation(source, held, target, dtype=dtype, transport="direct", target_tensors=room).run()
 
 
 def move_weights(old: Replica, new: Replica, options: PoolOptions) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
-    held = local_tensors(old.model) if options.facts.rank in old.layout else {}
-    room = local_tensors(new.model) if options.facts.rank in new.layout else {}
+    held, room = old.held_tensors(options.facts.rank), new.held_tensors(options.facts.rank)
     mine = {parameter.dtype for parameter in new.model.parameters()}  # a pipeline stage may lack some
     for dtype in sorted(set().union(*gather_objects(mine)), key=str):
         sent = {name: tensor for name, tensor in held.items() if tensor.dtype == dtype}

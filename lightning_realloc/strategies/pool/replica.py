@@ -7,14 +7,14 @@ stays where it is and megabytes of adapters move.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 from torch import Tensor, nn
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -93,6 +93,10 @@ class Replica:
         """Mark all weights as stale."""
         self.version = self.frozen_version = 0
 
+    def held_tensors(self, rank: int) -> dict[str, Tensor]:
+        """Return this rank's tensors, see `local_tensors`; {} outside the layout."""
+        return local_tensors(self.model) if rank in self.layout else {}
+
     @property
     def layout(self) -> Layout:
         """Parallel degrees and ranks."""
@@ -133,27 +137,23 @@ def connect_copy(
         frozen: Parameters that training leaves unchanged, the same on all ranks.
         is_shared: Whether ranks of a node may read the same memory.
     """
-    inside = options.facts.rank in target.layout.ranks
-    uses_storage = target.layout.is_sharded
-    existing = local_tensors(target.model) if inside and uses_storage else {}
-
-    held = local_tensors(home.model) if options.facts.rank in home.layout.ranks else {}
+    rank, uses_storage = options.facts.rank, target.layout.is_sharded
+    held, existing = home.held_tensors(rank), target.held_tensors(rank) if uses_storage else {}
 
     def reallocation(chosen: Set[str]) -> Reallocation | None:
         if not chosen:
             return None
-        spec = _part(home.model_layout.model, chosen)
-        source, there = ModelLayout(spec, home.layout), ModelLayout(spec, target.layout)
+        source, there = home.model_layout.subset(chosen), target.model_layout.subset(chosen)
         sent = {name: tensor for name, tensor in held.items() if name in chosen}
         if not uses_storage:
             return options.reallocation(source, sent, there, transport=None if is_shared else "direct")
         # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
-        room = {name: existing[name] for name in there.names(options.facts.rank)}
+        room = {name: existing[name] for name in there.names(rank)}
         return options.reallocation(source, sent, there, transport="direct", target_tensors=room)
 
     others = {param.name for param in home.model_layout.model.params} - frozen
     weight_copy = WeightCopy(reallocation(frozen), reallocation(others))
-    if inside and not uses_storage:
+    if rank in target.layout and not uses_storage:
         bind_tensors(target.model, weight_copy.target_tensors)
     return weight_copy
 
@@ -185,14 +185,6 @@ def refuse_thawed(role: str, model: nn.Module, frozen: Set[str]) -> None:
             f"{role} parameter {thawed[0]} was frozen when {role} was laid out and is trained now; replicas in other "
             f"layouts would keep its old values; leave it trained in configure_model, and freeze it in on_train_start"
         )
-
-
-def _part(spec: ModelSpec, names: Set[str]) -> ModelSpec:
-    return replace(
-        spec,
-        params=tuple(param for param in spec.params if param.name in names),
-        aliases=tuple((alias, owner) for alias, owner in spec.aliases if owner in names),
-    )
 
 
 def _added(one: ReallocationReport, other: ReallocationReport) -> ReallocationReport:

@@ -236,9 +236,8 @@ def _gather_in_windows(layout: str, world_size: int) -> list[dict[str, Tensor]]:
     strategy = ReallocStrategy(runs.calls(actor_train=layout))
     fitted = runs.trainer(strategy, world_size, max_steps=1)
     fitted.fit(runs.sft(actor=tiny_model("qwen2")), runs.Batches(1, responses=True))
-    home, device = strategy.pool.home("actor"), torch.device("cpu")
-    rank = fitted.global_rank
-    return [gather_weights(home, rank, world_size, device, window_elements=most) for most in (1, 10_000, 10**9)]
+    home, facts = strategy.pool.home("actor"), strategy._placed.facts
+    return [gather_weights(home, facts, window_elements=most) for most in (1, 10_000, 10**9)]
 
 
 @CPU_ALONE
