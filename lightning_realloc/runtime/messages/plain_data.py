@@ -10,9 +10,10 @@ import datetime
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 from uuid import UUID
@@ -86,14 +87,14 @@ def _to_json(value: Any, blobs: list[Any]) -> Any:
 
 
 def _own_object(value: Any, blobs: list[Any]) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _is_own(kind):
         if isinstance(value, Enum):
             return {"enum": [name, value.name]}
         if isinstance(value, ReallocError):
             return {"error": [name, str(value)]}
-        given = list(value) if isinstance(value, tuple) else [getattr(value, one.name) for one in _sent_fields(value)]
+        given = list(value) if isinstance(value, tuple) else [getattr(value, one) for one in _sent_fields(kind)]
         return {"object": [name, _to_json(given, blobs)]}
     plain: type | None = next((one for one in (int, float, str, list, tuple) if isinstance(value, one)), None)
     if plain is not None:  # of a class derived from it, its value alone
@@ -110,9 +111,10 @@ def _is_own(kind: type) -> bool:
     return is_value and kind.__module__.startswith(_PACKAGE)
 
 
-def _sent_fields(value: Any) -> list[Field[Any]]:
-    """Return the fields of a dataclass, or of its instance, that a message holds."""
-    return [one for one in fields(value) if one.init and one.metadata.get("sent", True)]
+@lru_cache(maxsize=256)
+def _sent_fields(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass that a message holds."""
+    return tuple(one.name for one in fields(kind) if one.init and one.metadata.get("sent", True))
 
 
 def _append(blob: Any, blobs: list[Any]) -> int:
@@ -186,13 +188,14 @@ class _Decoder:
         values = self.value(given)
         if issubclass(kind, tuple):
             return kind(*values)
-        return kind(**dict(zip((one.name for one in _sent_fields(kind)), values, strict=True)))
+        return kind(**dict(zip(_sent_fields(kind), values, strict=True)))
 
     def _blob(self, size: int) -> memoryview:
         begin, self._position = self._position, self._position + size
         return self._content[begin : self._position]
 
 
+@lru_cache(maxsize=256)
 def _own_class(name: str) -> type:
     """Return one of this package's classes of values by its name. Imports nothing: a rank that reads it has used it."""
     module, _, path = name.partition(":")

@@ -66,7 +66,7 @@ def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:  # aminmax and isfinite do not support 8-bit floats
         return True
     # aminmax propagates NaN; isfinite on the whole tensor would allocate a mask of its shape.
-    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, ShardedTensor]:

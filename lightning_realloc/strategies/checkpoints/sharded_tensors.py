@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -51,6 +51,7 @@ from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
 from lightning_realloc.remote_path import AnyPath, RemotePath
 from lightning_realloc.runtime.messages.objects import gather_on_first, scatter_objects
+from lightning_realloc.runtime.transfer.point_to_point import region_view
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors, raise_on_all_ranks
 from lightning_realloc.strategies.checkpoints.stored_metadata import METADATA_FILE, read_metadata, stored_tensors
 
@@ -68,18 +69,16 @@ class ShardedTensor:
     """Dtype of every shard."""
     pieces: tuple[Piece, ...]
     """Regions that this rank holds; () on a rank that holds nothing."""
-    local: Tensor | None
-    """This rank's local tensor, in which each piece begins at its offset; None on a rank that holds nothing."""
+    local: Tensor | None = field(default=None, metadata={"sent": False})
+    """This rank's local tensor, in which each piece begins at its offset; None on a rank that holds nothing, and for
+    the shard of another rank."""
 
     def view(self, starts: tuple[int, ...]) -> Tensor:
-        """Return the view of the local tensor with the region that begins at ``starts``."""
+        """Return the view of the local tensor with the region that begins at ``starts``, without gradients."""
         piece = next(piece for piece in self.pieces if piece.region.starts == starts)
         if self.local is None:
             raise KeyError(f"this rank holds no tensor for its region at {starts}")
-        view = self.local
-        for dim, (offset, extent) in enumerate(zip(piece.offset, piece.region.shape, strict=True)):
-            view = view.narrow(dim, offset, extent)
-        return view
+        return region_view(self.local.detach(), piece.offset, piece.region.shape)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         """Return the nonempty regions as torch's chunks."""
@@ -97,27 +96,12 @@ class WrittenRegion(NamedTuple):
     """Name of the tensor in the checkpoint."""
     starts: tuple[int, ...]
     """Begin of the region."""
-    num_bytes: int
-    """Bytes of its elements."""
     file: str
     """File below the checkpoint's folder."""
     offset: int
     """Position in the file."""
     length: int
     """Bytes in the file."""
-
-
-class RegionsToWrite(NamedTuple):
-    """The regions of one tensor that a rank holds, as plain data for the first rank."""
-
-    name: str
-    """Name of the tensor in the checkpoint."""
-    shape: tuple[int, ...]
-    """Shape of the global tensor."""
-    dtype: torch.dtype
-    """Dtype of its elements."""
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    """Begin and extents of each region."""
 
 
 State = Mapping[str, ShardedTensor]
@@ -132,20 +116,13 @@ class _SavePlanner(DefaultSavePlanner):
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._state = state
+        self.held = {name: tensor for name, tensor in state.items() if tensor.pieces}
+        """The tensors of which this rank holds regions."""
         self._copies: dict[MetadataIndex, Tensor] | None = None
 
-    def regions(self) -> list[RegionsToWrite]:
-        """Return the regions that this rank holds."""
-        return [
-            RegionsToWrite(name, tensor.shape, tensor.dtype, [(tuple(c.offsets), tuple(c.sizes)) for c in chunks])
-            for name, tensor in self._state.items()
-            if (chunks := tensor.chunks())
-        ]
-
-    def divide(self, everyone: Iterable[Iterable[RegionsToWrite]]) -> tuple[list[list[int]], Metadata]:
+    def divide(self, everyone: Iterable[State]) -> tuple[list[list[int]], Metadata]:
         """Return the positions of the regions that each rank writes, among those it holds, and the description."""
-        held = [_write_items(regions) for regions in everyone]
+        held = list(map(_write_items, everyone))
         plans, metadata = self.create_global_plan(list(map(SavePlan, held)))
         written = [{item.index for item in plan.items} for plan in plans]
         chosen = zip(held, written, strict=True)
@@ -153,33 +130,31 @@ class _SavePlanner(DefaultSavePlanner):
 
     def copy_to_host(self, plan: SavePlan) -> None:
         """Copy the regions that this rank writes, and let go of the tensors."""
-        self._copies = {item.index: self._view(item).to("cpu", copy=True).contiguous() for item in plan.items}
-        self._state = {}
+        indices = [item.index for item in plan.items]
+        self._copies = {index: _view(self.held, index).to("cpu", copy=True).contiguous() for index in indices}
+        self.held = {}
 
     def release_copies(self) -> None:
         """Free the copies. Not before all are written: a write that failed begins again with the first one."""
         self._copies = None
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        if self._copies is not None:
-            return self._copies[write_item.index]
-        return self._view(write_item).cpu().contiguous()
-
-    def _view(self, write_item: WriteItem) -> Tensor:
-        index = write_item.index
-        assert index.offset is not None, "regions are always written with their offset"
-        return self._state[index.fqn].view(tuple(index.offset)).detach()
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return _view(self.held, index).cpu().contiguous() if self._copies is None else self._copies[index]
 
 
-def _write_items(regions: Iterable[RegionsToWrite]) -> list[WriteItem]:
-    """Return torch's description of regions, in their order."""
+def _write_items(held: State) -> list[WriteItem]:
+    """Return torch's description of the regions that a rank holds, in their order."""
     items = []
-    for name, shape, dtype, boxes in regions:
-        for starts, sizes in boxes:
-            chunk = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
-            data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    for name, tensor in held.items():
+        for chunk in tensor.chunks():
+            data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
             items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
     return items
+
+
+def _view(state: State, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None, "regions are always named with their offset"
+    return state[index.fqn].view(tuple(index.offset))
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -189,12 +164,6 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._state = state
         self._folder = folder
-
-    def set_up_planner(
-        self, state_dict: object, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None, "the reader supplies the checkpoint's metadata"
@@ -206,16 +175,8 @@ class _LoadPlanner(DefaultLoadPlanner):
             items += create_read_items_for_chunk_list(name, stored, tensor.chunks())
         return LoadPlan(items)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        index = read_item.dest_index
-        assert index.offset is not None, "regions are always read with their offset"
-        view = self._state[index.fqn].view(tuple(index.offset)).detach()
-        for dim, (offset, extent) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, offset, extent)
-        return view
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: `resolve_tensor` returned the destination itself."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _view(self._state, index)
 
 
 class _Reader(FileSystemReader):
@@ -284,12 +245,11 @@ class ShardWriter(FileSystemWriter):
         with raise_on_all_ranks(self._folder, rank=rank, world_size=world_size), _name_failures(self._folder):
             self.set_up_storage_writer(rank == 0, rank=rank)
             self.prepare_local_plan(SavePlan([]))
-        mine = self._planner.regions()
-        everyone, chosen = gather_on_first(mine), list[list[int]]()
+        everyone, chosen = gather_on_first(self._planner.held), list[list[int]]()
         with raise_on_all_ranks(self._folder, rank=rank, world_size=world_size), _name_failures(self._folder):
             if rank == 0:
                 chosen, self._metadata = self._planner.divide(everyone)
-        items = _write_items(mine)
+        items = _write_items(self._planner.held)
         self._plan = SavePlan([items[at] for at in scatter_objects(chosen)], storage_data=_StoragePrefix(f"__{rank}_"))
 
     def copy_to_host(self) -> None:
@@ -299,14 +259,9 @@ class ShardWriter(FileSystemWriter):
 
     def write(self) -> list[WrittenRegion]:
         """Write this rank's regions, and return where they are. May be called again after an error."""
-        written = []
         results = super().write_data(self._plan, self._planner).value()
         self._planner.release_copies()
-        for each in results:
-            index, place = each.index, each.storage_data
-            starts, num_bytes = tuple(index.offset or ()), each.size_in_bytes
-            written.append(WrittenRegion(index.fqn, starts, num_bytes, place.relative_path, place.offset, place.length))
-        return written
+        return [_written_region(each.index, each.storage_data) for each in results]
 
     def complete(self, written: Iterable[Iterable[WrittenRegion]]) -> None:
         """Write ``.metadata`` from the results of `write` of all ranks. For the first rank."""
@@ -314,9 +269,13 @@ class ShardWriter(FileSystemWriter):
         self.finish(self._metadata, [list(map(_write_result, regions)) for regions in written])
 
 
+def _written_region(index: MetadataIndex, place: _StorageInfo) -> WrittenRegion:
+    return WrittenRegion(index.fqn, tuple(index.offset or ()), place.relative_path, place.offset, place.length)
+
+
 def _write_result(region: WrittenRegion) -> WriteResult:
     index = MetadataIndex(region.name, torch.Size(region.starts))
-    return WriteResult(index, region.num_bytes, _StorageInfo(region.file, region.offset, region.length))
+    return WriteResult(index, region.length, _StorageInfo(region.file, region.offset, region.length))
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
@@ -366,7 +325,7 @@ def read_whole(folder: AnyPath, names: Iterable[str]) -> dict[str, Tensor]:
         if name not in stored:
             raise CheckpointError(_MISSING.format(folder=folder, name=name))
         shape, dtype = stored[name]
-        whole = Piece(Region((0,) * len(shape), shape), (0,) * len(shape))
+        whole = Piece(Region.whole(shape), (0,) * len(shape))
         state[name] = ShardedTensor(shape, dtype, (whole,), torch.empty(shape, dtype=dtype))
     load(state, folder)
     return {name: tensor.local for name, tensor in state.items() if tensor.local is not None}
