@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
 
@@ -24,9 +24,11 @@ UPLOAD_EVERY_S = 60.0
 """Seconds between two uploads of a file that grows. Fewer: readers see lines earlier; each upload is the whole file."""
 
 
-def folder_problem(folder: AnyPath) -> str | None:
-    """Return why files cannot be written to a folder or an address, with the way out; None if they can."""
-    return folder.write_problem() if isinstance(folder, RemotePath) else write_problem(folder)
+def require_writable(folder: AnyPath, *, prefix: str = "", error: type[ReallocError] = CheckpointError) -> None:
+    """Raise an error, whose text begins with ``prefix``, if files cannot be written to a folder or an address."""
+    problem = folder.write_problem() if isinstance(folder, RemotePath) else write_problem(folder)
+    if problem is not None:
+        raise error(prefix + problem)
 
 
 def describe_store_error(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.run_view import run_view
-from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.remote_output import folder_problem
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_output import require_writable
 from lightning_realloc.remote_path import AnyPath, as_path, expand_home
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.strategies.checkpoints.checkpoint_files import run_on_first_rank
 from lightning_realloc.strategies.checkpoints.model_card import CARD_FILE, make_model_card
 from lightning_realloc.trainers import trainer_callbacks
 
@@ -103,15 +103,12 @@ class SaveHuggingFace(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before the first step that the role, the folder and the repository can be written."""
         run_view(trainer).check_huggingface(self._role_of(trainer), dtype=self.dtype)
-        problem = trainer.strategy.broadcast(folder_problem(self.dirpath) if trainer.is_global_zero else None)
-        if problem is not None:
-            raise CheckpointError(f"SaveHuggingFace: {problem}")
+        run_on_first_rank(lambda: require_writable(self.dirpath, prefix="SaveHuggingFace: "))
         if (hub := self.push_to_hub) is not None:
-            _run_on_rank_zero(
-                trainer,
+            run_on_first_rank(
                 lambda: huggingface_hub.HfApi().create_repo(hub, private=self.hub_private, exist_ok=True),
-                f"cannot write to {hub!r} on the hub; name it 'user/model' and log in with `hf auth login`, or leave "
-                f"push_to_hub out",
+                problem=f"cannot write to {hub!r} on the hub; name it 'user/model' and log in with `hf auth login`, or "
+                f"leave push_to_hub out",
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -141,8 +138,8 @@ class SaveHuggingFace(Callback):
                 repo_id=hub, folder_path=folder, allow_patterns=files, commit_message=message
             )
 
-        _run_on_rank_zero(
-            trainer, upload, f"the model is in {folder}, but not on the hub; try `hf upload {hub} {folder}`"
+        run_on_first_rank(
+            upload, problem=f"the model is in {folder}, but not on the hub; try `hf upload {hub} {folder}`"
         )
 
     def _role_of(self, trainer: Trainer) -> str:
@@ -193,26 +190,13 @@ class SaveHuggingFace(Callback):
                 )
             run.save_huggingface(role, folder, dtype=self.dtype, merge=self.merge)
         if self.model_card:
-            _run_on_rank_zero(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
+            problem = f"no {CARD_FILE} in {folder}"
+            run_on_first_rank(lambda: self._describe(trainer, module, folder), problem=problem)
 
     def _describe(self, trainer: Trainer, module: LightningModule, folder: AnyPath) -> None:
         named = self.dirpath.absolute() if isinstance(self.dirpath, Path) else self.dirpath
         title, is_adapter = named.name, (folder / "adapter_config.json").exists()
         make_model_card(trainer, module, self._role_of(trainer), title=title, is_adapter=is_adapter).write(folder)
-
-
-def _run_on_rank_zero(trainer: Trainer, action: Callable[[], object], problem: str) -> None:
-    """Run an action on rank 0 while the others wait; if it fails, all ranks raise. Collective."""
-    error: Exception | None = None
-    if trainer.is_global_zero:
-        try:
-            action()
-        except Exception as raised:
-            error = raised
-    message = None if error is None else f"{problem} ({type(error).__name__}: {error})"
-    message = trainer.strategy.broadcast(message)
-    if message is not None:
-        raise CheckpointError(message) from error
 
 
 def file_stamps(folder: Path) -> dict[str, tuple[int, int]]:

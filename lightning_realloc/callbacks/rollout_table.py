@@ -15,7 +15,7 @@ from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.remote_output import folder_problem
+from lightning_realloc.remote_output import require_writable
 from lightning_realloc.remote_path import as_path
 
 _TABLE_NAME = "rollouts"
@@ -66,9 +66,8 @@ class RolloutTable(Callback):
                 f"RolloutTable writes to {', '.join(WRITERS)}, but the loggers are: {names}; add one, or give "
                 f"path='rollouts.csv'"
             )
-        problem = None if self.path is None else folder_problem(self.path.parent)
-        if problem is not None:
-            raise ConfigError(f"RolloutTable's path: {problem}")
+        if self.path is not None:
+            require_writable(self.path.parent, prefix="RolloutTable's path: ", error=ConfigError)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start new files, unless the run is resumed."""

@@ -45,7 +45,7 @@ from lightning_realloc.recording.rank_recorder import (
     rank_file,
 )
 from lightning_realloc.recording.trace import write_trace
-from lightning_realloc.remote_output import folder_problem, local_copy
+from lightning_realloc.remote_output import local_copy, require_writable
 from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
@@ -121,9 +121,8 @@ class Timeline(PhaseCallback):
                 f"Timeline records the calls of this package's algorithms under strategy='realloc'; this is "
                 f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}, remove the callback"
             )
-        problem = folder_problem(self.folder) if stage == "fit" and self.folder is not None else None
-        if problem is not None:
-            raise ConfigError(f"Timeline's folder: {problem}")
+        if stage == "fit" and self.folder is not None:
+            require_writable(self.folder, prefix="Timeline's folder: ", error=ConfigError)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the files of the record. Collective over all ranks."""

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.remote_output import folder_problem
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.remote_output import require_writable
 from lightning_realloc.remote_path import RemotePath, as_path
 from lightning_realloc.runtime.messages.objects import broadcast_object, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
@@ -32,6 +32,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint import (
     read_checkpoint,
     unsharded_state,
 )
+from lightning_realloc.strategies.checkpoints.checkpoint_files import run_on_first_rank
 from lightning_realloc.strategies.checkpoints.checkpoint_writer import require_finite_weights, write_checkpoint
 from lightning_realloc.strategies.checkpoints.folders import finish_replacement, remove_checkpoint
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
@@ -140,12 +141,12 @@ class RoleCheckpoints:
                 "writing; use save_last=True, or leave async_checkpoints out"
             )
         folders = [path for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
-        problem = None
-        if self._placed.facts.rank == 0:
-            problem = next(filter(None, map(folder_problem, map(as_path, folders))), None)
-        problem = broadcast_object(problem, 0)
-        if problem is not None:
-            raise CheckpointError(f"ModelCheckpoint: {problem}")
+
+        def check() -> None:
+            for folder in folders:
+                require_writable(as_path(folder), prefix="ModelCheckpoint: ")
+
+        run_on_first_rank(check)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background; see `BackgroundSave.finish`. Collective."""
@@ -203,7 +204,7 @@ class RoleCheckpoints:
             if role in pool.changing_roles:
                 require_finite_weights(pool, role, placed.facts.rank, place)
             weights = self.full_weights(role, names)
-        models.run_on_first_rank(
+        run_on_first_rank(
             lambda: hf_folder.write_running_model(
                 pool.home(role).model, weights, models.tokenizer, place, role=role, dtype=parsed, merge=merge
             )

@@ -23,8 +23,8 @@ import random
 import socket
 import sys
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath
-from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.strategies.checkpoints import sharded_tensors
@@ -88,20 +88,9 @@ class TrainedModels:
     card_of: Callable[[str], ModelCard]
     """Trained role -> its model card, which exports of a checkpoint write."""
 
-    def run_on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run an action on the first rank while the others wait; all raise CheckpointError if it fails. Collective."""
-        problem: CheckpointError | None = None
-        if self.facts.rank == 0:
-            try:
-                action()
-            except CheckpointError as error:
-                problem = error
-            except Exception as error:
-                problem = CheckpointError(f"the first rank failed with {type(error).__name__}: {error}")
-                problem.__cause__ = error
-        problem = broadcast_object(problem, 0)
-        if problem is not None:
-            raise problem
+    def raising_together(self, folder: AnyPath) -> AbstractContextManager[None]:
+        """Raise one rank's CheckpointError about a checkpoint on every rank; see `raise_on_all_ranks`."""
+        return raise_on_all_ranks(folder, rank=self.facts.rank, world_size=self.facts.world_size)
 
 
 # ---- reading
@@ -124,15 +113,13 @@ def read_checkpoint(
         CheckpointError: on every rank. If the checkpoint is of other models, names the first difference. If it is
             damaged, names the file and the newest intact checkpoint next to it.
     """
-    ranks: dict[str, int] = {"rank": models.facts.rank, "world_size": models.facts.world_size}
-    together = partial(raise_on_all_ranks, folder, **ranks)
-    _require_on_all_ranks(folder, **ranks)
-    with together():
+    _require_on_all_ranks(folder, models)
+    with models.raising_together(folder):
         description = read_description(folder)
         check_roles(description, models, folder, resuming=resuming)
-        check_files(folder, description, **ranks)
+        check_files(folder, description, rank=models.facts.rank, world_size=models.facts.world_size)
     content = content_folder(folder, description)
-    with together():
+    with models.raising_together(folder):
         meta = read_meta(content, weights_only=weights_only)
         if has_checksums(description):
             require_listed(content, {name.rpartition("/")[2] for name in description["files"]})
@@ -146,12 +133,12 @@ def read_checkpoint(
             state |= weights if role not in averages_of else _weights_from_averages(role, weights, stored, folder)
             models.pool.weights_changed(role)
     if resuming:
-        with together(), name_read_errors(content / META_FILE):
+        with models.raising_together(folder), name_read_errors(content / META_FILE):
             settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
             restore_settings(optimizer, settings[role]["param_groups"], role)
             state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.facts.rank)
-    with together():
+    with models.raising_together(folder):
         sharded_tensors.load(state, content)
     for role in models.pool.roles:
         reshard(models.pool.home(role).model)
@@ -171,19 +158,19 @@ def _weights_from_averages(
     return {average if (average := averages[key]) in stored else key: tensor for key, tensor in weights.items()}
 
 
-def _require_on_all_ranks(path: AnyPath, *, rank: int, world_size: int) -> None:
+def _require_on_all_ranks(path: AnyPath, models: TrainedModels) -> None:
     """Require that a path that one rank has exists on all of them. Collective over all ranks if there are several.
 
     Raises:
         CheckpointError: on every rank, naming the ranks and hosts that lack it.
     """
-    if world_size == 1:
+    if models.facts.world_size == 1:
         return
-    with raise_on_all_ranks(path, rank=rank, world_size=world_size), name_read_errors(path):
+    with models.raising_together(path), name_read_errors(path):
         exists = path.exists()
     ranks = gather_objects((exists, socket.gethostname()))
     missing = [(number, host) for number, (has_it, host) in enumerate(ranks) if not has_it]
-    if 0 < len(missing) < world_size:
+    if 0 < len(missing) < len(ranks):
         shown = ", ".join(f"rank {number} ({host})" for number, host in missing[:_SHOWN_RANKS])
         others = f" and {len(missing) - _SHOWN_RANKS} more ranks" if len(missing) > _SHOWN_RANKS else ""
         raise CheckpointError(

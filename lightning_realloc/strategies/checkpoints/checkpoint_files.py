@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below, retried
-from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,26 @@ def raise_on_all_ranks(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -
         raise CheckpointError(f"{first}; {way_out} next to it") from problem
     if first is not None:
         raise first
+
+
+def run_on_first_rank(action: Callable[[], object], *, problem: str = "the first rank failed") -> None:
+    """Run an action on the first rank while the others wait. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank, if it fails: its own, or one that adds another error to the ``problem``.
+    """
+    failed: CheckpointError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except CheckpointError as error:
+            failed = error
+        except Exception as error:
+            failed = CheckpointError(f"{problem} ({type(error).__name__}: {error})")
+            failed.__cause__ = error
+    failed = broadcast_object(failed, 0)
+    if failed is not None:
+        raise failed
 
 
 # ---- the description

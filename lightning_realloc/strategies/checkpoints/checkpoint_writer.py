@@ -29,7 +29,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     FORMAT,
     META_FILE,
     MODELS_FOLDER,
-    raise_on_all_ranks,
+    run_on_first_rank,
 )
 from lightning_realloc.strategies.checkpoints.folders import LocalTarget, name_write_errors, writer_name
 from lightning_realloc.strategies.checkpoints.sharded_state import (
@@ -82,20 +82,20 @@ def write_checkpoint(
     token, writer = broadcast_object((uuid.uuid4().hex, writer_name()), 0)
     target = _target(folder, token, writer)
     save = _Save(folder, target, models.facts.rank, _state(meta, models, roles, include_frozen=include_frozen))
-    models.run_on_first_rank(lambda: save.begin(meta, models, roles))
+    run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
-        with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
+        with models.raising_together(folder):
             _wait_for_file(target.content, META_FILE, models.facts.rank)
         save.shards.plan_on_all_ranks()
         if background is not None:
-            with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
+            with models.raising_together(folder):
                 save.copy_to_host()
             background.start(save, token=token, rank=models.facts.rank, world_size=models.facts.world_size)
             return
-        with raise_on_all_ranks(folder, rank=models.facts.rank, world_size=models.facts.world_size):
+        with models.raising_together(folder):
             part = save.write()
         parts = gather_on_first(part)
-        models.run_on_first_rank(lambda: save.complete(parts))
+        run_on_first_rank(lambda: save.complete(parts))
     except CheckpointError:  # on all ranks, so none of them is still writing
         if models.facts.rank == 0:
             save.discard()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import PARTIAL
-from lightning_realloc.remote_output import folder_problem, local_copy
+from lightning_realloc.remote_output import local_copy, require_writable
 from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
@@ -94,8 +94,7 @@ def check_output(folder: AnyPath) -> None:
     """
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
-    if (problem := folder_problem(folder)) is not None:
-        raise CheckpointError(problem)
+    require_writable(folder)
     earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
     others = folder.is_dir() and any(file.name != PARTIAL for file in folder.iterdir())  # a kill leaves it
     if others and not any((folder / name).is_file() for name in earlier):

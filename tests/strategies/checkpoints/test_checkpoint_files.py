@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
@@ -24,6 +25,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     newest_intact,
     raise_on_all_ranks,
     read_description,
+    run_on_first_rank,
     write_description,
 )
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
@@ -363,6 +365,24 @@ def test_damage_is_reported_on_every_rank_with_the_newest_intact_checkpoint(
     assert newest_intact(last) is None
     with pytest.raises(CheckpointError, match="there is no intact checkpoint next to it"), raise_on_all_ranks(last):
         check_files(last, read_description(last))
+
+
+def _fail_on_the_first_rank(own: bool) -> tuple[bool, str]:
+    """Return whether this rank ran a failing action, and the error that it raised."""
+    ran: list[int] = []
+
+    def fail() -> None:
+        ran.append(dist.get_rank())
+        raise CheckpointError("no room") if own else OSError("disk")
+
+    with pytest.raises(CheckpointError) as caught:
+        run_on_first_rank(fail, problem="no card")
+    return bool(ran), str(caught.value)
+
+
+@pytest.mark.parametrize(("own", "text"), [(True, "no room"), (False, "no card (OSError: disk)")])
+def test_an_action_runs_on_the_first_rank_and_fails_on_all(workers: WorkerPool, own: bool, text: str) -> None:
+    assert workers.run(_fail_on_the_first_rank, own, world_size=2) == [(True, text), (False, text)]
 
 
 def test_a_checkpoint_without_checksums_is_read_and_its_damage_is_named(
