@@ -169,9 +169,8 @@ class LayerShape(NamedTuple):
     key: tuple[int, int]
     """Heads and head size."""
     value: tuple[int, int]
-    key_dtype: str
-    """Name without ``torch.``."""
-    value_dtype: str
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -180,16 +179,13 @@ class LayerShape(NamedTuple):
 
     def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return a key and a value of this shape."""
-        key = torch.empty(self.key, dtype=getattr(torch, self.key_dtype), device=device)
-        return key, torch.empty(self.value, dtype=getattr(torch, self.value_dtype), device=device)
+        key = torch.empty(self.key, dtype=self.key_dtype, device=device)
+        return key, torch.empty(self.value, dtype=self.value_dtype, device=device)
 
 
 def cache_shape(layer: int, key: Tensor, value: Tensor) -> LayerShape:
     """Return the shape of a layer with keys and values (…, heads, head size)."""
-    return LayerShape(
-        layer, (key.shape[-2], key.shape[-1]), (value.shape[-2], value.shape[-1]),
-        str(key.dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."),
-    )  # fmt: skip
+    return LayerShape(layer, (key.shape[-2], key.shape[-1]), (value.shape[-2], value.shape[-1]), key.dtype, value.dtype)
 
 
 def model_parts(content: Tensor, num_positions: int, tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.transfer.shared_memory import ALIGNMENT_BYTES, HEADER_BYTES, SharedSegment
@@ -94,7 +95,7 @@ class SharedMemoryHandOver:
             for slot in chunk:
                 weight = weights[slot.name]
                 segment.tensor(slot.begin, weight.shape, weight.dtype).copy_(weight)
-                described.append((slot.name, _name_of(weight.dtype), list(weight.shape), slot.begin))
+                described.append((slot.name, dtype_name(weight.dtype), list(weight.shape), slot.begin))
             handle = segment.handle
             yield {"path": handle.path, "token": handle.token.hex(), "begin": HEADER_BYTES, "tensors": described}
         segment.discard()
@@ -130,7 +131,7 @@ class CudaIPCHandOver:
         handles = [{uuid: reduce_tensor(weight)[1]} for weight in weights.values()]
         yield {
             "names": list(weights),
-            "dtype_names": [_name_of(weight.dtype) for weight in weights.values()],
+            "dtype_names": [dtype_name(weight.dtype) for weight in weights.values()],
             "shapes": [list(weight.shape) for weight in weights.values()],
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }
@@ -145,7 +146,3 @@ def write_weights(model: Any, folder: Path) -> None:
 
 def _end(chunk: Sequence[Slot], weights: Mapping[str, Tensor]) -> int:
     return max(slot.begin + weights[slot.name].nbytes for slot in chunk)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -39,6 +39,7 @@ from lightning_realloc.generation.vllm.messages import (
 )
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+from lightning_realloc.runtime.dtypes import dtype_name
 
 _PROGRAM = Path(__file__).with_name("child.py")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -120,10 +121,9 @@ class VLLMProcess:
         self, model: Any, options: VLLMOptions, max_slots: int, max_cache_bytes: int | None
     ) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         arguments: dict[str, Any] = {
             "model": str(self._folder.path),
-            "dtype": dtype,
+            "dtype": dtype_name(next(model.parameters()).dtype),
             "load_format": "dummy",
             "generation_config": "vllm",
             "seed": 0,

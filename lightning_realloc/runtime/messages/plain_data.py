@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.errors import DataError, ReallocError
+from lightning_realloc.runtime.dtypes import dtype_name, dtype_named
 
 _PACKAGE = "lightning_realloc."
 """Beginning of the modules whose classes a message may name."""
@@ -75,7 +76,7 @@ def _to_json(value: Any, blobs: list[Any]) -> Any:
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
         blob = plain.view(-1).view(torch.uint8).numpy() if plain.numel() else b""
-        return {"tensor": [_name(plain.dtype), list(plain.shape), _append(blob, blobs)]}
+        return {"tensor": [dtype_name(plain.dtype), list(plain.shape), _append(blob, blobs)]}
     if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
         return {"array": [value.dtype.str, list(value.shape), _append(value.tobytes(), blobs)]}
     if isinstance(value, np.generic):
@@ -122,20 +123,16 @@ def _append(blob: Any, blobs: list[Any]) -> int:
     return len(blob)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    found = dtype_named(name)
+    if found is None:
         raise ValueError(f"torch.{name} is no dtype")
     return found
 
 
 _TEXTS: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
     "path": (PurePath, str, Path),
-    "dtype": (torch.dtype, _name, _dtype),
+    "dtype": (torch.dtype, dtype_name, _dtype),
     "decimal": (Decimal, str, Decimal),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),

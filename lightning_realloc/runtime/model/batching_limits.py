@@ -11,6 +11,7 @@ from typing import Any
 from torch import bfloat16, float16, float32, nn
 
 from lightning_realloc.limits import EXPERT_COUNT_KEYS
+from lightning_realloc.runtime.dtypes import dtype_name
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies change beyond a length."""
@@ -104,8 +105,8 @@ def experts_obstacle(model: nn.Module) -> tuple[str, str] | None:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and parameter.dtype not in _GROUPED_DTYPES:
                 return (
-                    f"its experts are in {str(parameter.dtype).removeprefix('torch.')}, and torch multiplies all "
-                    f"experts of a layer at once in float32, bfloat16 and float16 only",
+                    f"its experts are in {dtype_name(parameter.dtype)}, and torch multiplies all experts of a layer "
+                    f"at once in float32, bfloat16 and float16 only",
                     "load it in one of these, or let experts multiply one by one: "
                     "model.set_experts_implementation('eager')",
                 )

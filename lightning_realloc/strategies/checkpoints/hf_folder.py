@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -27,6 +26,7 @@ from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import set_usual_modes
 from lightning_realloc.remote_output import uploaded_folder
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.runtime.dtypes import dtype_named
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.strategies.checkpoints.adapter_files import (
     ADAPTER_CONFIG_FILE,
@@ -217,8 +217,8 @@ def parse_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     """
     if given is None:
         return None
-    dtype: Any = getattr(torch, str(given).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    dtype = dtype_named(str(given))
+    if dtype is None or not dtype.is_floating_point:
         raise CheckpointError(f"dtype={given!r} is no floating-point dtype; use 'float32', 'bfloat16' or 'float16'")
     return dtype
 

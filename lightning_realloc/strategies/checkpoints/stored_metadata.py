@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region, tiles
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.runtime.dtypes import dtype_named
 from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint, name_read_errors
 
 METADATA_FILE = ".metadata"
@@ -139,8 +140,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        found = dtype if isinstance(dtype, torch.dtype) else _ALLOWED.get((module, name))
+        dtype = dtype_named(name) if module == "torch" else None
+        found = dtype or _ALLOWED.get((module, name))
         if found is None:
             raise CheckpointError(
                 f"{self._file} names {module}.{name}, which no checkpoint needs and which could run code; use a "

@@ -23,6 +23,7 @@ from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.remote_path import expand_home
+from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -284,7 +285,7 @@ class PoolBuilder:
                 if changes and parameter.is_floating_point() and parameter.dtype != torch.float32:
                     found.setdefault(role, parameter.dtype)
         if found:
-            casts = ", ".join(f"{role} ({str(dtype).removeprefix('torch.')})" for role, dtype in found.items())
+            casts = ", ".join(f"{role} ({dtype_name(dtype)})" for role, dtype in found.items())
             rank_zero_info(
                 f"precision={self.facts.precision!r} trains float32 weights, so these were cast: {casts}; set "
                 f"precision='bf16-true' to train bfloat16 weights"

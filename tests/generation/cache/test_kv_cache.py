@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_realloc.generation.cache.kv_cache import LayerShape, Segment, SlotCache
+from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 
 
 def _cache(num_slots: int, capacity: int, *, layers: int = 3) -> SlotCache:
@@ -37,7 +38,7 @@ def test_positions_are_copied_from_one_cache_to_another(begin: int, end: int) ->
 def test_an_empty_cache_takes_the_shapes_of_another() -> None:
     ours, empty = _cache(2, 6), SlotCache()
     empty.reserve(1, 8)
-    shapes = [LayerShape(*shape) for shape in [list(shape) for shape in ours.describe()]]  # as decoded from JSON
+    shapes: list[LayerShape] = decode_value(encode_value(ours.describe()))
     empty.prepare(shapes, torch.device("cpu"))
     empty.write(0, 0, 6, ours.read(1, 0, 6))
     assert empty.describe() == ours.describe()
