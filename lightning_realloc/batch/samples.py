@@ -228,10 +228,14 @@ def _columns_equal(ours: Column, theirs: Column, atol: float) -> bool:
     return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and tensors_equal(ours, theirs, atol)
 
 
+def extra_columns(samples: Samples) -> list[str]:
+    """Return the names of the columns that are further inputs of the model."""
+    return [name for name in samples.columns if name.startswith(EXTRA_INPUT)]
+
+
 def extra_inputs(samples: Samples) -> dict[str, Ragged]:
     """Return the further inputs of the model, by the keyword that its ``forward`` expects."""
-    columns = [name for name in samples.columns if name.startswith(EXTRA_INPUT)]
-    return {name.removeprefix(EXTRA_INPUT): samples.ragged(name) for name in columns}
+    return {name.removeprefix(EXTRA_INPUT): samples.ragged(name) for name in extra_columns(samples)}
 
 
 def model_inputs(samples: Samples) -> list[ModelInput]:

@@ -177,10 +177,7 @@ class ReallocationPlan:
 
     def summary(self) -> str:
         """Return a readable table: bytes by rank, inside and between nodes, and the minimum."""
-        traffic = self.bytes_by_rank()
-        pairs = self.bytes_by_node_pair()
-        inter = sum(amount for (sender, receiver), amount in pairs.items() if sender != receiver)
-        moved = sum(pairs.values())
+        traffic, moved, inter = self.bytes_by_rank(), self.bytes_moved, self.inter_node_bytes
         lines = [
             f"{self.source.layout} -> {self.target.layout}, {len(self.source.model.params)} parameters, "
             f"{self.source.model.num_elements:,} elements of {self.element_bytes} bytes",

@@ -21,8 +21,6 @@ from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, 
 
 MicroBatchPlan = tuple[tuple[MicroBatch, ...], ...]
 """The micro-batches of each data-parallel rank."""
-ChunkShares = tuple[tuple[MicroBatch, ...], ...]
-"""The micro-batches of one chunk for each data-parallel rank; positions count from the chunk's first sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +92,10 @@ class Fusion:
             if self.sources.get(call.name) == source.name and rank in self.placements[call.name].layout
         ]
 
-    def chunk_shares(self, call: ModelFunctionCall, lengths: Sequence[int]) -> ChunkShares:
+    def chunk_shares(self, call: ModelFunctionCall, lengths: Sequence[int]) -> MicroBatchPlan:
         """Return the micro-batches of a chunk for each data-parallel rank of ``call``; a rank may have none.
 
-        Repetitions that keep collective passes in step stay within the chunk.
+        Positions count from the chunk's first sample. Repetitions that keep collective passes in step stay within it.
 
         Args:
             call: The fused call.

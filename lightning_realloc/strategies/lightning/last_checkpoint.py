@@ -43,10 +43,8 @@ def with_last_resolved(
     if trainer is None:
         return args, kwargs
     bound = inspect.signature(function).bind(*args, **kwargs)
-    asked: Any = bound.arguments.get("ckpt_path")
-    if asked != "last":
-        return args, kwargs
-    bound.arguments["ckpt_path"] = resolve_last(trainer, asked)
+    if "ckpt_path" in bound.arguments:
+        bound.arguments["ckpt_path"] = resolve_last(trainer, bound.arguments["ckpt_path"])
     return bound.args, bound.kwargs
 
 
