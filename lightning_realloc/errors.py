@@ -6,6 +6,7 @@ Every message gives the rule, the values that broke it and the way out.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _OF_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] ?|[. ]*GLHF!\s*[^\s\w)]*")
 """Places in gloo's source and its wishes, in messages that quote its errors."""
@@ -61,3 +62,9 @@ class CheckpointError(ReallocError, ValueError):
 
 class ConfigError(ReallocError, ValueError):
     """Setting of the trainer or the strategy that cannot work."""
+
+
+def require_choice(name: str, value: object, choices: Sequence[str], error: type[ReallocError] = ConfigError) -> None:
+    """Raise an error unless a setting's value is one of the choices."""
+    if value not in choices:
+        raise error(f"{name}={value!r} must be one of {', '.join(choices)}")

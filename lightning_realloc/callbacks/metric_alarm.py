@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeGuard, get_args
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_realloc.errors import ConfigError, ReallocError
+from lightning_realloc.errors import ConfigError, ReallocError, require_choice
 
 _log = logging.getLogger(__name__)
 
@@ -103,8 +103,7 @@ class MetricAlarm(Callback):
         min_spike: float = 1.0,
         action: AlarmAction = "warn",
     ) -> None:
-        if action not in get_args(AlarmAction):
-            raise ConfigError(f"action={action!r} must be one of {', '.join(get_args(AlarmAction))}")
+        require_choice("action", action, get_args(AlarmAction))
         if limits is not None and not isinstance(limits, Mapping):
             raise ConfigError(f"limits={limits!r} must map metrics to numbers, as in {{'actor/grad_norm': 50.0}}")
         names = (spikes,) if isinstance(spikes, str) else spikes

@@ -32,7 +32,7 @@ from lightning_realloc.data.rows import (
 )
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.streams import StreamLoader, stream_epoch_batches
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, require_choice
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings
 
@@ -112,8 +112,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         super().__init__()
         if long_rows not in get_args(LongRows):
             raise DataError(f"the policy for long rows, {long_rows!r}, must be one of {', '.join(get_args(LongRows))}")
-        if bad_rows not in get_args(BadRows):
-            raise DataError(f"bad_rows={bad_rows!r} must be one of {', '.join(get_args(BadRows))}")
+        require_choice("bad_rows", bad_rows, get_args(BadRows), DataError)
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(
                 f"batch_size={batch_size!r} must be a whole number of at least 1; an iteration takes that many rows"

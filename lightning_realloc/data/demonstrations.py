@@ -22,7 +22,7 @@ from lightning_realloc.data.chat import is_conversation
 from lightning_realloc.data.data_module import TokenLimit
 from lightning_realloc.data.responses import ResponseDataModule
 from lightning_realloc.data.rows import Row, RowSource
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, require_choice
 
 Learnt = Literal["all", "last"]
 """Assistant messages to learn from."""
@@ -58,8 +58,7 @@ class SFTDataModule(ResponseDataModule):
 
     def __init__(self, data: RowSource, *, batch_size: int, learn: Learnt = "all", **settings: Any) -> None:
         super().__init__(data, batch_size=batch_size, **settings)
-        if learn not in get_args(Learnt):
-            raise DataError(f"learn={learn!r} must be one of {', '.join(get_args(Learnt))}")
+        require_choice("learn", learn, get_args(Learnt), DataError)
         self.learn = learn
 
     def split_column(self, rows: Sequence[Row]) -> str:

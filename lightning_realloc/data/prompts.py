@@ -19,7 +19,7 @@ from lightning_realloc.data.chat import (
 )
 from lightning_realloc.data.data_module import LongRows, RowDataModule, make_samples
 from lightning_realloc.data.rows import Row, RowSource
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, require_choice
 
 _ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 """Argument names that reward functions receive in addition to the data's columns."""
@@ -69,8 +69,7 @@ class PromptDataModule(RowDataModule):
         super().__init__(data, batch_size=batch_size, long_rows=long_prompts, **settings)
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")
-        if text_prompts not in get_args(TextPrompts):
-            raise DataError(f"text_prompts={text_prompts!r} must be one of {', '.join(get_args(TextPrompts))}")
+        require_choice("text_prompts", text_prompts, get_args(TextPrompts), DataError)
         self.prompt_column = prompt_column
         self.message_columns = (prompt_column,)
         self.text_prompts = text_prompts

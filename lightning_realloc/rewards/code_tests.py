@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_realloc.errors import RewardError
+from lightning_realloc.errors import RewardError, require_choice
 from lightning_realloc.rewards.program_tests import OutputTest, program_tests
 from lightning_realloc.rewards.sandbox.sandbox import run_limited
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
@@ -95,8 +95,7 @@ class CodeTests:
         interpreter: str | None = None,
         sandbox: Sequence[str] = (),
     ) -> None:
-        if score not in get_args(Score):
-            raise RewardError(f"score={score!r} must be one of {', '.join(map(repr, get_args(Score)))}")
+        require_choice("score", score, get_args(Score), RewardError)
         numbers = {
             "wall_s": wall_s,
             "cpu_s": cpu_s,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_realloc.errors import RewardError
+from lightning_realloc.errors import RewardError, require_choice
 
 OnFailure = Literal["fail", "mask"]
 """``"fail"`` ends the run; ``"mask"`` excludes the sample from advantages and losses, and counts it."""
@@ -49,8 +49,7 @@ class FailureRule:
     """
 
     def __init__(self, name: str, on_failure: OnFailure, give_up_after: int) -> None:
-        if on_failure not in get_args(OnFailure):
-            raise RewardError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, get_args(OnFailure)))}")
+        require_choice("on_failure", on_failure, get_args(OnFailure), RewardError)
         if give_up_after < 1:
             raise RewardError(f"give_up_after={give_up_after} batches must be at least 1")
         self._name = name

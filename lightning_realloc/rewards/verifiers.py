@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from lightning_realloc.errors import RewardError
+from lightning_realloc.errors import RewardError, require_choice
 from lightning_realloc.rewards.final_numbers import final_number
 from lightning_realloc.rewards.final_numbers import last_boxed as last_boxed
 from lightning_realloc.rewards.texts import completion_texts
@@ -54,8 +54,7 @@ class NumericAnswer:
     """
 
     def __init__(self, *, column: str = "answer", reader: NumberReader = "auto", tolerance: float = 1e-6) -> None:
-        if reader not in get_args(NumberReader):
-            raise RewardError(f"reader={reader!r} must be one of {', '.join(map(repr, get_args(NumberReader)))}")
+        require_choice("reader", reader, get_args(NumberReader), RewardError)
         if not 0 <= tolerance < 1:
             raise RewardError(f"tolerance={tolerance} is a share of the right number; it must lie in [0, 1)")
         there = importlib.util.find_spec("math_verify") is not None
@@ -185,8 +184,7 @@ class Length:
     """
 
     def __init__(self, *, minimum: int = 0, maximum: int | None = None, unit: LengthUnit = "tokens") -> None:
-        if unit not in get_args(LengthUnit):
-            raise RewardError(f"unit={unit!r} must be one of {', '.join(map(repr, get_args(LengthUnit)))}")
+        require_choice("unit", unit, get_args(LengthUnit), RewardError)
         if maximum is not None and maximum < minimum:
             raise RewardError(f"minimum={minimum} and maximum={maximum} leave no length; set maximum >= minimum")
         self.minimum = minimum

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import ConfigError, DataError, DeviceFull, PlanError, RankLost
+from lightning_realloc.errors import ConfigError, DataError, DeviceFull, PlanError, RankLost, require_choice
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import collect_garbage, give_back_freed_memory
@@ -76,10 +76,8 @@ class PlacementOptions:
     """Whether the process goes on waiting then, or ends."""
 
     def __post_init__(self) -> None:
-        if self.transport not in get_args(TransportName):
-            raise ConfigError(f"transport={self.transport!r} must be one of {', '.join(get_args(TransportName))}")
-        if self.on_stall not in get_args(StallAction):
-            raise ConfigError(f"on_stall={self.on_stall!r} must be one of {', '.join(get_args(StallAction))}")
+        require_choice("transport", self.transport, get_args(TransportName))
+        require_choice("on_stall", self.on_stall, get_args(StallAction))
         if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
             raise ConfigError(f"stall_timeout={self.stall_timeout_s} must be positive seconds; None switches it off")
 

@@ -211,7 +211,7 @@ def test_start_says_which_file_lets_programs_keep_the_rights_of_root(caplog: pyt
 @pytest.mark.parametrize(
     ("options", "tests", "rule"),
     [
-        ({"score": "some"}, [], "score='some' must be one of 'all', 'share'"),
+        ({"score": "some"}, [], "score='some' must be one of all, share"),
         ({"wall_s": 0.0}, [], "wall_s=0.0 must be above 0"),
         ({"workers": 0}, [], "workers=0 must be above 0"),
         ({}, [[]], "column 'tests' needs at least one test for every prompt"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import GenerationError, require_choice
 from lightning_realloc.generation.core.params import SamplingParams, check_kind
 from lightning_realloc.generation.speculative.verify import GumbelDraws, KeyedDraws, Rejection, Verification
 from lightning_realloc.setting_hints import SPECULATION_HINTS, suggest_settings
@@ -44,8 +43,8 @@ class Speculation:
     """Number of the model's first blocks that draft, for ``drafter="blocks"``."""
 
     def __post_init__(self) -> None:
-        _choice("drafter", self.drafter, get_args(DrafterName))
-        _choice("verification", self.verification, get_args(VerificationName))
+        require_choice("drafter", self.drafter, get_args(DrafterName), GenerationError)
+        require_choice("verification", self.verification, get_args(VerificationName), GenerationError)
         for name, least in (("num_draft_tokens", 0), ("max_draft_tokens", 1), ("draft_blocks", 1)):
             value = getattr(self, name)
             check_kind(name, value, Integral, "a whole number", optional=name != "max_draft_tokens")
@@ -87,11 +86,6 @@ class Speculation:
         """Return the verification rule for responses that are sampled with ``params``."""
         rules: dict[str, type[Verification]] = {"match": KeyedDraws, "gumbel": GumbelDraws, "reject": Rejection}
         return rules[self.verification](params)  # type: ignore[call-arg]
-
-
-def _choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise GenerationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 def _shown(value: object) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
 
 
@@ -30,8 +30,7 @@ class OverlapOptions:
 
     def __post_init__(self) -> None:
         chunks, overlap, staleness = self.generation_chunks, self.overlap, self.max_staleness
-        if overlap not in get_args(Overlap):
-            raise ConfigError(f"overlap={overlap!r} must be one of {', '.join(get_args(Overlap))}")
+        require_choice("overlap", overlap, get_args(Overlap))
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(
                 f"max_staleness={staleness!r} must be a whole number of training steps, 0 or more; 0 generates with "

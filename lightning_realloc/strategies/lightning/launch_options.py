@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.strategies.lightning.last_checkpoint import InProcessLauncher
 from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, refuse_in_notebook
 from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
@@ -31,8 +31,7 @@ class LaunchOptions:
     max_failures: int = 0
 
     def __post_init__(self) -> None:
-        if self.launcher not in (known := get_args(LauncherName)):
-            raise ConfigError(f"launcher={self.launcher!r} must be one of {', '.join(known)}")
+        require_choice("launcher", self.launcher, get_args(LauncherName))
         if self.max_failures < 0:
             raise ConfigError(f"max_failures={self.max_failures} must be at least 0")
         if self.max_failures and self.launcher != "ray":

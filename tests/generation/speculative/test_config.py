@@ -38,8 +38,8 @@ def test_the_representation_shows_changed_settings_and_the_class_of_a_model() ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"drafter": "eagle"}, f"drafter='eagle' must be one of {', '.join(map(repr, get_args(DrafterName)))}"),
-        ({"verification": "lenient"}, "verification='lenient' must be one of 'match', 'gumbel', 'reject'"),
+        ({"drafter": "eagle"}, f"drafter='eagle' must be one of {', '.join(get_args(DrafterName))}"),
+        ({"verification": "lenient"}, "verification='lenient' must be one of match, gumbel, reject"),
         ({"num_draft_tokens": -1}, "num_draft_tokens=-1 must be at least 0"),
         ({"max_draft_tokens": 0}, "max_draft_tokens=0 must be at least 1"),
         ({"drafter": "model"}, "drafter='model' needs draft_model"),

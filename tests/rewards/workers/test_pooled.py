@@ -160,7 +160,7 @@ def test_a_worker_that_ended_between_batches_is_replaced() -> None:
         (judges.obedient, {"chunk_size": 0}, "chunk_size=0 must be at least 1"),
         (judges.obedient, {"deadline_s": 0.0}, "deadline_s=0.0 must be above 0"),
         (judges.obedient, {"deadline_s": math.nan}, "deadline_s=nan must be above 0"),
-        (judges.obedient, {"on_failure": "skip"}, "on_failure='skip' must be one of 'fail', 'mask'"),
+        (judges.obedient, {"on_failure": "skip"}, "on_failure='skip' must be one of fail, mask"),
         (judges.obedient, {"give_up_after": 0}, "give_up_after=0 batches must be at least 1"),
         ("no.such:function", {}, "cannot be imported"),
     ],
