@@ -122,7 +122,7 @@ def read_checkpoint(
     with models.raising_together(folder):
         meta = read_meta(content, weights_only=weights_only)
         if has_checksums(description):
-            require_listed(content, {name.rpartition("/")[2] for name in description["files"]})
+            require_listed(content, description)
         stored = stored_tensors(content)
     adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}

@@ -7,7 +7,7 @@ here allows only the classes that torch itself writes.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection
+from collections.abc import Mapping
 from operator import add
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, NamedTuple
@@ -88,15 +88,13 @@ def _require_whole_tensors(file: AnyPath, metadata: Metadata) -> None:
                 raise DamagedCheckpoint(f"{file} names no file for the region of {name!r} at {tuple(chunk.offsets)}")
 
 
-def require_listed(content: AnyPath, files: Collection[str]) -> None:
+def require_listed(content: AnyPath, description: Mapping[str, Any]) -> None:
     """Require that every file with a region is in the list of files of a checkpoint, whose contents are verified.
-
-    Args:
-        files: Names of the listed files, without their folders.
 
     Raises:
         CheckpointError: for a file that is not in the list.
     """
+    files = {name.rpartition("/")[2] for name in description["files"]}
     for stored in read_metadata(content).storage_data.values():
         if stored.relative_path not in files:
             raise DamagedCheckpoint(

@@ -81,7 +81,7 @@ def verify_checkpoint(path: AnyPath) -> str:
         raise CheckpointError(f"{path} has no checksums, since an earlier version wrote it; it cannot be verified")
     check_files(path, description)
     content = content_folder(path, description)
-    require_listed(content, {name.rpartition("/")[2] for name in description["files"]})
+    require_listed(content, description)
     stored = stored_tensors(content)
     for role, entry in description["roles"].items():
         if entry["saved"] and not (content / MODELS_FOLDER / role / ADAPTER_CONFIG_FILE).is_file():
