@@ -64,6 +64,11 @@ class ConfigError(ReallocError, ValueError):
     """Setting of the trainer or the strategy that cannot work."""
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the class and the first line of an error, to quote it in another one."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def require_choice(name: str, value: object, choices: Sequence[str], error: type[ReallocError] = ConfigError) -> None:
     """Raise an error unless a setting's value is one of the choices."""
     if value not in choices:

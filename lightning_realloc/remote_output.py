@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError
+from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError, describe_error
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
 
@@ -29,11 +29,6 @@ def require_writable(folder: AnyPath, *, prefix: str = "", error: type[ReallocEr
     problem = folder.write_problem() if isinstance(folder, RemotePath) else write_problem(folder)
     if problem is not None:
         raise error(prefix + problem)
-
-
-def describe_store_error(error: Exception) -> str:
-    """Return the class and the first line of an error of a store."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 # ---- folders
@@ -71,7 +66,7 @@ def _upload(source: Path, target: RemotePath, *, last: str, replaces: str) -> No
         with suppress(Exception):
             target.remove_below([path for path in target.files() if path in new.values()])
         raise CheckpointError(
-            f"{target} cannot be written: {describe_store_error(error)}; no model is left there, write it again or "
+            f"{target} cannot be written: {describe_error(error)}; no model is left there, write it again or "
             f"give another address"
         ) from error
 
@@ -99,7 +94,7 @@ def local_copy(folder: AnyPath, *, wanted: Callable[[str], bool] = lambda name: 
                     os.utime(copy / name, (path.modified_s(), path.modified_s()))
         except Exception as error:  # stores raise errors of any class
             raise ConfigError(
-                f"{folder} cannot be read: {describe_store_error(error)}; correct the address or its access keys"
+                f"{folder} cannot be read: {describe_error(error)}; correct the address or its access keys"
             ) from error
         yield copy
 
@@ -124,7 +119,7 @@ class UploadedText:
             self._content = bytearray(path.read_bytes() if path.is_file() else b"")
         except Exception as error:  # stores raise errors of any class
             raise ConfigError(
-                f"{path} cannot be read: {describe_store_error(error)}; correct the address or its access keys"
+                f"{path} cannot be read: {describe_error(error)}; correct the address or its access keys"
             ) from error
         self._uploaded_at = clock()
         self._is_warned = False
@@ -150,5 +145,5 @@ class UploadedText:
             self._is_warned = False
         except Exception as error:  # stores raise errors of any class
             if not self._is_warned:
-                log.warning("%s cannot be written (%s); %s", self._path, describe_store_error(error), consequence)
+                log.warning("%s cannot be written (%s); %s", self._path, describe_error(error), consequence)
             self._is_warned = True

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
-from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError, describe_error
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -195,8 +195,7 @@ class RemotePath:
             probe.write_bytes(b"")
             probe.unlink()
         except Exception as error:  # stores raise errors of any class
-            cause = str(error).partition("\n")[0]
-            return f"{self} cannot be written: {type(error).__name__}: {cause}; correct the address or its access keys"
+            return f"{self} cannot be written: {describe_error(error)}; correct the address or its access keys"
         return None
 
     def remove_below(self, files: Sequence[RemotePath]) -> None:

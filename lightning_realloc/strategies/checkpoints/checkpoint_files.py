@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_realloc.errors import CheckpointError
+from lightning_realloc.errors import CheckpointError, describe_error
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below, retried
 from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects
 
@@ -75,8 +75,7 @@ def name_read_errors(
             raise CheckpointError(
                 f"{file} holds {refused[1]}, which is not plain data and could run code; {if_refused}"
             ) from error
-        cause = str(error).partition("\n")[0]
-        raise DamagedCheckpoint(f"{file} cannot be read: {type(error).__name__}: {cause}") from error
+        raise DamagedCheckpoint(f"{file} cannot be read: {describe_error(error)}") from error
 
 
 @contextmanager

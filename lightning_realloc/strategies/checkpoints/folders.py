@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_realloc.errors import CheckpointError
+from lightning_realloc.errors import CheckpointError, describe_error
 from lightning_realloc.realloc.plan import format_bytes
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
 from lightning_realloc.runtime.transfer.shared_memory import host_identity
@@ -362,8 +362,7 @@ def name_write_errors(folder: AnyPath, *, needed_bytes: int) -> Iterator[None]:
 
 def _describe_write_error(folder: AnyPath, error: BaseException, needed_bytes: int) -> str:
     if isinstance(folder, RemotePath):
-        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return f"{folder} cannot be written: {cause}; earlier checkpoints are unchanged"
+        return f"{folder} cannot be written: {describe_error(error)}; earlier checkpoints are unchanged"
     place = folder.absolute()
     while not os.path.exists(place):
         place = place.parent
@@ -371,8 +370,7 @@ def _describe_write_error(folder: AnyPath, error: BaseException, needed_bytes: i
     while not os.path.ismount(place):
         place = place.parent
     known = _os_error(error)
-    cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if known is None else str(known.strerror)
-    problem = f"{folder} cannot be written: {cause}"
+    problem = f"{folder} cannot be written: {describe_error(error) if known is None else known.strerror}"
     if free < needed_bytes or (known is not None and known.errno in _STORAGE_ERRORS):
         problem += (
             f"; its tensors need {format_bytes(needed_bytes)}, and the disk at {place} has {format_bytes(free)} free: "

@@ -21,6 +21,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation.core.model_config import text_config_of
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.strategies.algorithm_protocol import ModelRole
@@ -247,8 +248,7 @@ def _make_decode(machine: Machine) -> Decode:
         lockstep = None if group is None else Lockstep(group, machine.facts.device)
         engine = GenerationEngine(model, max_slots=size.sequences, lockstep=lockstep)
         params = SamplingParams(max_new_tokens=num_steps + 2, ignore_eos=True, n=size.sequences)
-        config: Any = model.config
-        room = getattr(config.get_text_config(), "max_position_embeddings", math.inf) - params.max_new_tokens
+        room = getattr(text_config_of(model), "max_position_embeddings", math.inf) - params.max_new_tokens
         prompt = [3] * int(max(1, min(size.prompt, room)))
         # A spent budget asks after every step. A lockstep of one rank would do so too, but its steps are not captured.
         engine.generate([prompt], params, token_budget=1, may_stop=record_end)
