@@ -331,7 +331,7 @@ class PlacedRoles:
     @property
     def averages(self) -> WeightAverages:
         """The averages of trained weights. Raises ConfigError before the models are set up."""
-        return WeightAverages(self.pool, self._optimizers.optimizer_of, self.bring_back, self.facts.rank)
+        return WeightAverages(self.pool, self._optimizers.optimizer_of, self.bring_back)
 
     def _make_offloader(self, pool: ModelPool) -> Offloader:
         schedule = OffloadSchedule(pool.dataflow, pool.plan, self.facts.rank, pool.average_of, pool.sharers)

@@ -202,7 +202,7 @@ class RoleCheckpoints:
         with placed.runner.collective(name, kind="save"), warn_if_stalled(name, placed.facts.rank):
             placed.bring_back()
             if role in pool.changing_roles:
-                require_finite_weights(pool, role, placed.facts.rank, place)
+                require_finite_weights(pool, role, place)
             weights = self.full_weights(role, names)
         run_on_first_rank(
             lambda: hf_folder.write_running_model(

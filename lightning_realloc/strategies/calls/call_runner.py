@@ -312,7 +312,7 @@ class CallRunner:
         if call.kind == "generate":
             refuse_long_prompts(data.table(call).known, self._pool.home(role))
         with self._phase(call) as replica:
-            takes_part = self._context.rank in replica.layout
+            takes_part = replica.is_inside
             made = self._run_kind[call.kind](call, replica, data) if takes_part else None
             if call.kind == "train":
                 self._pool.weights_trained(role)
@@ -325,7 +325,7 @@ class CallRunner:
         """Run fused calls of one source together, and return the seconds of those in which this rank takes part."""
         with ExitStack() as stack:
             replicas = {call.name: stack.enter_context(self._phase(call)) for call in calls}
-            mine = [call for call in calls if self._context.rank in replicas[call.name].layout]
+            mine = [call for call in calls if replicas[call.name].is_inside]
             results = self._infer.run_fused(mine, replicas, data) if mine else {}
         for call in calls:
             data.record(call, results[call.name].samples if call.name in results else None)

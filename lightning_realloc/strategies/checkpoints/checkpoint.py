@@ -128,7 +128,7 @@ def read_checkpoint(
     state: dict[str, ShardedTensor] = {}
     for role, entry in description["roles"].items():
         if entry["saved"] and role in models.pool.roles:
-            weights = weights_state(models.pool.home(role), models.facts.rank)
+            weights = weights_state(models.pool.home(role))
             weights = {key: tensor for key, tensor in weights.items() if key in stored or role not in adapted}
             state |= weights if role not in averages_of else _weights_from_averages(role, weights, stored, folder)
             models.pool.weights_changed(role)
@@ -137,7 +137,7 @@ def read_checkpoint(
             settings = _optimizer_settings(folder, meta, models)
         for role, optimizer in models.optimizers.items():
             restore_settings(optimizer, settings[role]["param_groups"], role)
-            state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.facts.rank)
+            state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored)
     with models.raising_together(folder):
         sharded_tensors.load(state, content)
     for role in models.pool.roles:

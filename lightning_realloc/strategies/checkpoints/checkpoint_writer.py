@@ -77,7 +77,7 @@ def write_checkpoint(
             cannot write. An earlier checkpoint at ``folder`` then stays unchanged.
     """
     for role in models.pool.changing_roles:
-        require_finite_weights(models.pool, role, models.facts.rank, folder)
+        require_finite_weights(models.pool, role, folder)
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
     token, writer = broadcast_object((uuid.uuid4().hex, writer_name()), 0)
     target = _target(folder, token, writer)
@@ -102,7 +102,7 @@ def write_checkpoint(
         raise
 
 
-def require_finite_weights(pool: ModelPool, role: str, rank: int, folder: AnyPath) -> None:
+def require_finite_weights(pool: ModelPool, role: str, folder: AnyPath) -> None:
     """Require that a trained role's weights are finite. Collective over all ranks.
 
     Raises:
@@ -110,7 +110,7 @@ def require_finite_weights(pool: ModelPool, role: str, rank: int, folder: AnyPat
     """
     home = pool.home(role)
     names = pool.saved_parameters(role, include_frozen=False)
-    bad = {name for found in gather_objects(non_finite_parameters(home, rank, names)) for name in found}
+    bad = {name for found in gather_objects(non_finite_parameters(home, names)) for name in found}
     if bad:
         params = [param.name for param in home.model_layout.model.params]
         first = min(bad, key=params.index)
@@ -126,11 +126,9 @@ def _state(meta: dict[str, Any], models: TrainedModels, roles: list[str], *, inc
     state: dict[str, ShardedTensor] = {}
     for role in roles:
         home = models.pool.home(role)
-        state |= weights_state(
-            home, models.facts.rank, models.pool.saved_parameters(role, include_frozen=include_frozen)
-        )
+        state |= weights_state(home, models.pool.saved_parameters(role, include_frozen=include_frozen))
         if "optimizer_states" in meta and role in models.optimizers:
-            state |= optimizer_state(home, models.optimizers[role], models.facts.rank)
+            state |= optimizer_state(home, models.optimizers[role])
     return state
 
 

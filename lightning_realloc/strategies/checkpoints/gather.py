@@ -28,7 +28,7 @@ def gather_weights(
     """
     model = replica.model_layout.model
     chosen = [param for param in model.params if names is None or param.name in names]
-    dtypes, held = _agree_on_dtypes(replica), replica.held_tensors(facts.rank)
+    dtypes, held = _agree_on_dtypes(replica), replica.held_tensors()
     full: dict[str, Tensor] = {}
     for window in _make_windows(chosen, window_elements, dtypes):
         source = replica.model_layout.subset(window)

@@ -37,14 +37,14 @@ def optimizer_key(role: str, name: str, key: str, *, kind: str = "optimizer") ->
     return f"{kind}/{role}/{name}{_SEPARATOR}{key}"
 
 
-def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) -> dict[str, ShardedTensor]:
+def weights_state(replica: Replica, names: Set[str] | None = None) -> dict[str, ShardedTensor]:
     """Return this rank's shards of a role's weights, or of those in ``names``, to write or to fill in place."""
-    held = replica.held_tensors(rank)
+    held = replica.held_tensors()
     return {
         weight_key(replica.role, param.name): ShardedTensor(
             param.shape,
             held[param.name].dtype if param.name in held else torch.float32,
-            replica.model_layout.pieces(param.name, rank),
+            replica.model_layout.pieces(param.name, replica.rank),
             held.get(param.name),
         )
         for param in replica.model_layout.model.params
@@ -52,12 +52,12 @@ def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) ->
     }
 
 
-def non_finite_parameters(replica: Replica, rank: int, names: Set[str] | None = None) -> list[str]:
+def non_finite_parameters(replica: Replica, names: Set[str] | None = None) -> list[str]:
     """Return the parameters, out of ``names`` or of all, whose shards on this rank hold NaN or infinity."""
     start = weight_key(replica.role, "")
     return [
         key.removeprefix(start)
-        for key, tensor in weights_state(replica, rank, names).items()
+        for key, tensor in weights_state(replica, names).items()
         if any(not _is_finite(tensor.view(piece.region.starts)) for piece in tensor.pieces if piece.region.numel)
     ]
 
@@ -69,7 +69,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
-def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, ShardedTensor]:
+def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer) -> dict[str, ShardedTensor]:
     """Return this rank's shards of an optimizer's per-parameter state, to write or to fill in place.
 
     Raises:
@@ -80,14 +80,13 @@ def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: in
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 kind = "optimizer_scalar" if _is_scalar(value) else "optimizer"
-                state[optimizer_key(replica.role, name, key, kind=kind)] = _shard_entry(
-                    replica, name, parameter, key, value, rank
-                )
+                stored = optimizer_key(replica.role, name, key, kind=kind)
+                state[stored] = _shard_entry(replica, name, parameter, key, value)
     return state
 
 
 def prepare_optimizer_state(
-    replica: Replica, optimizer: torch.optim.Optimizer, stored: Mapping[str, StoredTensor], rank: int
+    replica: Replica, optimizer: torch.optim.Optimizer, stored: Mapping[str, StoredTensor]
 ) -> dict[str, ShardedTensor]:
     """Allocate the optimizer state that a checkpoint holds, and return its shards, to fill in place.
 
@@ -95,7 +94,7 @@ def prepare_optimizer_state(
     optimizer that had not stepped when the checkpoint was written has no state afterwards.
     """
     optimizer.state.clear()
-    if rank not in replica.layout:
+    if not replica.is_inside:
         return {}
     entries = _stored_entries(replica.role, stored)
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -106,7 +105,7 @@ def prepare_optimizer_state(
             if scalar is None and weight is not None and weight.dtype == dtype:
                 dtype = parameter.dtype
             optimizer.state[parameter][key] = state_room(parameter, options[id(parameter)], dtype=dtype, scalar=scalar)
-    return optimizer_state(replica, optimizer, rank)
+    return optimizer_state(replica, optimizer)
 
 
 def _stored_entries(role: str, stored: Mapping[str, StoredTensor]) -> dict[str, list[tuple[str, str, torch.dtype]]]:
@@ -131,14 +130,12 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _shard_entry(
-    replica: Replica, name: str, parameter: nn.Parameter, key: str, value: object, rank: int
-) -> ShardedTensor:
+def _shard_entry(replica: Replica, name: str, parameter: nn.Parameter, key: str, value: object) -> ShardedTensor:
     if isinstance(value, Tensor) and value.dim() == 0:
         return ShardedTensor((1,), value.dtype, (_SCALAR,), value.view(1))
     if isinstance(value, Tensor) and value.shape == parameter.shape:
-        shape = replica.model_layout.model.param(name).shape
-        return ShardedTensor(shape, value.dtype, replica.model_layout.pieces(name, rank), local_tensor(value))
+        shape, pieces = replica.model_layout.model.param(name).shape, replica.model_layout.pieces(name, replica.rank)
+        return ShardedTensor(shape, value.dtype, pieces, local_tensor(value))
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
     raise CheckpointError(
         f"optimizer state {key!r} of {replica.role} parameter {name}, which has shape {tuple(parameter.shape)}, is "

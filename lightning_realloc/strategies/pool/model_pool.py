@@ -127,7 +127,7 @@ class ModelPool:
             if (role, layout) not in self._copies:
                 copy = ModelLayout(home.model, layout)
                 model = prepare_copy(role, self._blanks[role], copy, self.meshes, self._options)
-                self._copies[role, layout] = Replica(role, copy, model)
+                self._copies[role, layout] = Replica(role, copy, model, self._options.facts.rank)
 
     def _is_copied_at_home(self, role: str, home: Layout) -> bool:
         """Return whether calls other than training have a replica of their own in the home layout.
@@ -157,7 +157,7 @@ class ModelPool:
             allocate_weights(model, self._options.facts.device)
         else:
             free_weights(model, self._options.facts.device)
-        return Replica(role, home, model, version=1, frozen_version=1)
+        return Replica(role, home, model, self._options.facts.rank, version=1, frozen_version=1)
 
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
         new = self._lay_out(old.role, undivided_like(self._blanks[old.role], old), home)
@@ -178,7 +178,7 @@ class ModelPool:
         blank = undivided_like(self._blanks[role], old)
         free_weights(blank, self._options.facts.device)
         free_quantized_weights(blank, self._blanks[role])
-        self._home[role] = Replica(role, old.model_layout, blank)
+        self._home[role] = Replica(role, old.model_layout, blank, old.rank)
         self.released.add(role)
 
     # ---- reading
@@ -327,7 +327,7 @@ class ModelPool:
 
     def _share(self, home: Replica, target: Replica) -> None:
         """Bind a replica in the home layout to the home replica's storage."""
-        if target.version == 0 and self._options.facts.rank in home.layout:
+        if target.version == 0 and home.is_inside:
             bind_tensors(target.model, local_tensors(home.model))
         target.version, target.frozen_version = home.version, home.frozen_version
 

@@ -49,7 +49,7 @@ class AveragedRoles:
             self._reallocations[average.role] = self._connect(trained, average)
         reallocation = self._reallocations[average.role]
         seconds = reallocation.run().seconds
-        if self._options.facts.rank in average.layout:
+        if average.is_inside:
             ours = local_tensors(average.model)
             torch._foreach_lerp_(list(ours.values()), [reallocation.target_tensors[name] for name in ours], rate)
         reallocation.release()
@@ -64,7 +64,7 @@ class AveragedRoles:
             )
         return self._options.reallocation(
             trained.model_layout,
-            trained.held_tensors(self._options.facts.rank),
+            trained.held_tensors(),
             average.model_layout,
             dtype=next(average.model.parameters()).dtype,
         )

@@ -40,7 +40,7 @@ def _move(
 
 def move_weights(old: Replica, new: Replica, options: PoolOptions) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
-    held, room = old.held_tensors(options.facts.rank), new.held_tensors(options.facts.rank)
+    held, room = old.held_tensors(), new.held_tensors()
     mine = {parameter.dtype for parameter in new.model.parameters()}  # a pipeline stage may lack some
     for dtype in sorted(set().union(*gather_objects(mine)), key=str):
         sent = {name: tensor for name, tensor in held.items() if tensor.dtype == dtype}
@@ -71,8 +71,7 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
     reshard(new.model)
     before = {id(parameter): name for name, parameter in old.model.named_parameters()}
     after = dict(new.model.named_parameters())
-    rank = options.facts.rank
-    state = {before[id(p)]: values for p, values in optimizer.state.items()} if rank in old.layout else {}
+    state = {before[id(p)]: values for p, values in optimizer.state.items()} if old.is_inside else {}
     entries = _agree_on_entries(old, state)
     groups: dict[str, dict[str, Any]] = {}
     for group, members in zip(optimizer.param_groups, _agree_on_members(optimizer, before), strict=True):
@@ -80,10 +79,9 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
         group["params"] = [after[name] for name in names]
         groups |= {name: group for name in names}
     optimizer.state = defaultdict(dict)
-    inside = rank in new.layout
     for key in sorted({key for kept in entries.values() for key in kept}):
         named = {name: kept[key] for name, kept in entries.items() if key in kept}
-        if inside:
+        if new.is_inside:
             for name, entry in named.items():
                 if name not in after:
                     continue  # of another stage
@@ -93,7 +91,7 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
         for dtype in sorted({entry.dtype for entry in tensors.values()}, key=str):
             chosen = [name for name, entry in tensors.items() if entry.dtype == dtype]
             held = {name: local_tensor(state[name][key]) for name in chosen if name in state}
-            mine = [name for name in chosen if name in after] if inside else []
+            mine = [name for name in chosen if name in after] if new.is_inside else []
             filled = {name: local_tensor(optimizer.state[after[name]][key]) for name in mine}
             _move(old, new, held, filled, dtype, options)
 

@@ -82,6 +82,8 @@ class Replica:
     """Where every parameter lies."""
     model: nn.Module
     """The module; without weights on a rank outside the layout."""
+    rank: int
+    """This process."""
     weight_copy: WeightCopy | None = None
     """Fills this replica from the home replica; None for the home replica, and before the first use."""
     version: int = 0
@@ -93,14 +95,19 @@ class Replica:
         """Mark all weights as stale."""
         self.version = self.frozen_version = 0
 
-    def held_tensors(self, rank: int) -> dict[str, Tensor]:
+    def held_tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors, see `local_tensors`; {} outside the layout."""
-        return local_tensors(self.model) if rank in self.layout else {}
+        return local_tensors(self.model) if self.is_inside else {}
 
     @property
     def layout(self) -> Layout:
         """Parallel degrees and ranks."""
         return self.model_layout.layout
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this rank is one of the layout's."""
+        return self.rank in self.layout
 
 
 def prepare_copy(
@@ -137,8 +144,8 @@ def connect_copy(
         frozen: Parameters that training leaves unchanged, the same on all ranks.
         is_shared: Whether ranks of a node may read the same memory.
     """
-    rank, uses_storage = options.facts.rank, target.layout.is_sharded
-    held, existing = home.held_tensors(rank), target.held_tensors(rank) if uses_storage else {}
+    uses_storage = target.layout.is_sharded
+    held, existing = home.held_tensors(), target.held_tensors() if uses_storage else {}
 
     def reallocation(chosen: Set[str]) -> Reallocation | None:
         if not chosen:
@@ -148,12 +155,12 @@ def connect_copy(
         if not uses_storage:
             return options.reallocation(source, sent, there, transport=None if is_shared else "direct")
         # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
-        room = {name: existing[name] for name in there.names(rank)}
+        room = {name: existing[name] for name in there.names(target.rank)}
         return options.reallocation(source, sent, there, transport="direct", target_tensors=room)
 
     others = {param.name for param in home.model_layout.model.params} - frozen
     weight_copy = WeightCopy(reallocation(frozen), reallocation(others))
-    if rank in target.layout and not uses_storage:
+    if target.is_inside and not uses_storage:
         bind_tensors(target.model, weight_copy.target_tensors)
     return weight_copy
 

@@ -40,14 +40,12 @@ class WeightAverages:
     """Trained role -> its optimizer."""
     bring_back: Callable[[], None]
     """Fetches everything that the plan offloads."""
-    rank: int
-    """This process."""
 
     def update(self, role: str, decay: float, *, may_begin: bool) -> None:
         """Update the averages of a role's weights; see `update_averages`."""
         self.bring_back()
         home, optimizer = self.pool.home(role), self.optimizer_of(role)
-        if self.rank in home.layout:
+        if home.is_inside:
             reshard(home.model)
             update_averages(optimizer, decay, may_begin=may_begin)
         if {role, role + OPTIMIZER_SUFFIX} & set(self.pool.plan.offload):
@@ -62,7 +60,7 @@ class WeightAverages:
         kept: list[tuple[nn.Parameter, Tensor]] = []
         self.bring_back()
         reshard(self.pool.home(role).model)
-        if self.rank in self.pool.home(role).layout:
+        if self.pool.home(role).is_inside:
             optimizer = self.optimizer_of(role)
             for parameter in _parameters(optimizer):
                 average = optimizer.state.get(parameter, {}).get(AVERAGE)

@@ -38,7 +38,7 @@ class ReplicaStream:
         sent_dtype = min(options.master_dtype, options.copy_dtype, key=lambda dtype: dtype.itemsize)
         # Planned for one node, since a rank that received a piece does not send it on while it generates.
         plan = plan_reallocation(
-            copied.plan.source, copied.plan.target, element_bytes=sent_dtype.itemsize, rank=options.facts.rank
+            copied.plan.source, copied.plan.target, element_bytes=sent_dtype.itemsize, rank=home.rank
         )
         self.role = home.role
         self.version = version
@@ -47,10 +47,10 @@ class ReplicaStream:
         self._num_due = self._num_received = 0
         self._sender: VersionSender | None = None
         self._receiver: VersionReceiver | None = None
-        if options.facts.rank in home.layout:
+        if home.is_inside:
             source = local_tensors(home.model)
             self._sender = VersionSender(plan, source, dtype=sent_dtype, group=group, tag=tag)
-        elif options.facts.rank in target.layout:
+        elif target.is_inside:
             filled = copied.target_tensors
             self._receiver = VersionReceiver(plan, filled, dtype=sent_dtype, group=group, tag=tag)
 
