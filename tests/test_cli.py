@@ -140,8 +140,10 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     model["init_args"] |= {
         "kl": {"coef": 0.1, "estimator": "k1"},
         "policy_loss": {"class_path": "Clip", "init_args": {"high": 0.28}},
+        "advantages": {"class_path": "rules.Above", "init_args": {"baseline": 0.5}},
         "generation": {"speculation": {"num_draft_tokens": 2}, "rollout_budget": {"tokens": 100}},
     }  # fmt: skip
+    (folder / "rules.py").write_text(ADVANTAGES)
     (folder / "groups.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
     line = ["fit", "--config", "groups.yaml"]
     fitted, printed, refused, misspelt = _run(
@@ -154,6 +156,7 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     )
     assert fitted.code == 0, fitted.errors
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
+    assert settings["advantages"] == {"class_path": "rules.Above", "init_args": {"baseline": 0.5}}
     assert settings["kl"] == {"coef": 0.1, "estimator": "k1", "place": None, "target": None, "gain": None}
     assert settings["generation"]["engine"] == "native" and settings["generation"]["rollout_budget"]["tokens"] == 100
     assert refused.code == 2
@@ -162,6 +165,14 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     assert "GenerationOptions has no setting gpu_memory_utilization; here it is max_cache_bytes=" in misspelt.errors
 
 
+ADVANTAGES = """
+class Above:
+    def __init__(self, baseline=0.0):
+        self.baseline = baseline
+
+    def __call__(self, samples):
+        return samples.tensor("rewards") - self.baseline
+"""
 DESCENT = """
 import torch
 

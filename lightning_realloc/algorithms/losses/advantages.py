@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.rewards.signatures import check_takes, resolved
 
-AdvantageRule = Callable[[Samples], Tensor | Ragged]
-"""Function of samples with their ``rewards``, in whole groups, that returns (B,) advantages, or one per response token.
-NaN excludes a response."""
+AdvantageRule = Callable[[Samples], Any]
+"""Function of samples with their ``rewards``, in whole groups, that returns (B,) advantages, or one per response token
+as ``Ragged``. NaN excludes a response. (Any: a YAML file could give no object, if the type named a class.)"""
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None = 1e-4) -> Tensor:

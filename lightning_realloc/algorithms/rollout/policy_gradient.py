@@ -263,7 +263,8 @@ class PolicyGradient(RewardedModule):
             raise NotImplementedError(
                 f"{type(self).__name__} must define advantages(rewards, samples), or get a rule as advantages="
             )
-        return self._rule(samples.with_columns(rewards=rewards))
+        found: Tensor | Ragged = self._rule(samples.with_columns(rewards=rewards))
+        return found
 
     def token_advantages(
         self, samples: Samples, compared: Tensor, *, discount: float = 1.0, normalize: bool = False
