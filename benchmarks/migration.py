@@ -39,7 +39,6 @@ from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks, gather_from_ranks
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import Sample, StopRule
-from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
 from lightning_realloc.runtime.messages.mailbox import Mailbox
@@ -160,10 +159,10 @@ class _Engine(GenerationEngine):
     lengths: Mapping[int, int] = {}
 
     @override
-    def _begin(self, *args: Any) -> tuple[GenerationRun, ModelRunner]:
-        run, runner = super()._begin(*args)
+    def _begin(self, *args: Any) -> GenerationRun:
+        run = super()._begin(*args)
         run._stop = _EndsWhereItWill(self.lengths)
-        return run, runner
+        return run
 
 
 def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answers: Connection) -> None:

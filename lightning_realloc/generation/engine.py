@@ -23,6 +23,7 @@ from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.core.model_config import check_loaded, check_supported, vocabulary_of
 from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.sample import Sample, Tokenizer
+from lightning_realloc.generation.core.step import ForwardStep, StepExecutor
 from lightning_realloc.generation.engine_parts import (
     CudaGraphs,
     build_decoding,
@@ -183,13 +184,13 @@ class GenerationEngine(Engine):
             return asked.may_stop is None or asked.may_stop()
 
         check_idle(self._model)
-        run, runner = self._begin(call, self._budget(asked.token_budget, asked.seconds_budget, may_end))
-        self._carry_out(run, runner, call)
+        run = self._begin(call, self._budget(asked.token_budget, asked.seconds_budget, may_end))
+        self._carry_out(run, call)
         _warn_of_failures(call.samples)
         return run.stats()
 
-    def _begin(self, call: EngineCall, budget: Budget) -> tuple[GenerationRun, ModelRunner]:
-        """Return a run with nothing admitted yet, and the runner of its model."""
+    def _begin(self, call: EngineCall, budget: Budget) -> GenerationRun:
+        """Return a run with nothing admitted yet."""
         asked, samples, stop = call.requests, list(call.samples), call.stop
         conversations = self._conversations(asked.environment, asked.conversation)
         waiting = [prompt for prompt in asked.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
@@ -198,13 +199,14 @@ class GenerationEngine(Engine):
         num_own = max(1, len(samples))
         num_slots = min(self._max_slots, num_own) if self._rebalancer is None else self._max_slots
         kind = BatchInvariantRunner if self._batch_invariant else ModelRunner
-        runner = kind(self._model, self._cache, num_slots=min(num_slots, num_own), longest=longest, graphs=self._graphs)
-        scheduler = self._scheduler(waiting, samples, runner, num_slots)
+        num_first = min(num_slots, num_own)
+        executor = kind(self._model, self._cache, num_slots=num_first, longest=longest, graphs=self._graphs)
+        scheduler = self._scheduler(waiting, samples, executor, num_slots)
         max_pause_s = 0.0 if self._lockstep is not None else math.inf
         if self._rebalancer is not None:
             max_pause_s = self._rebalancer.max_pause_s
-        run = GenerationRun(
-            runner,
+        return GenerationRun(
+            executor,
             scheduler,
             samples,
             asked.params,
@@ -214,24 +216,19 @@ class GenerationEngine(Engine):
             budget,
             max_pause_s=max_pause_s,
         )
-        return run, runner
 
-    def _carry_out(self, run: GenerationRun, runner: ModelRunner, call: EngineCall) -> None:
+    def _carry_out(self, run: GenerationRun, call: EngineCall) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""
-        try:
-            with slot_attention(self._model), self._packed_weights(run.samples, call.params) as pack, run:
-                if self._rebalancer is not None:
-                    hints, most = call.requests.length_hints, call.params.max_new_tokens
-                    self._rebalancer.run_to_end(
-                        run, SampleAccess(run, runner), hints, max_new_tokens=most, on_step=call.notifier.follow
-                    )
-                while self._lockstep(run.has_work) if self._lockstep is not None else run.has_work:
-                    self._take_newer_weights(run, pack)
-                    run.step()
-                    call.notifier.follow(run.ended)
-        except BaseException:
-            self._cache.release()  # it may hold values that are not finite
-            raise
+        with slot_attention(self._model), self._packed_weights(run.samples, call.params) as pack, run:
+            if self._rebalancer is not None:
+                hints, most = call.requests.length_hints, call.params.max_new_tokens
+                self._rebalancer.run_to_end(
+                    run, SampleAccess(run), hints, max_new_tokens=most, on_step=call.notifier.follow
+                )
+            while self._lockstep(run.has_work) if self._lockstep is not None else run.has_work:
+                self._take_newer_weights(run, pack)
+                run.step()
+                call.notifier.follow(run.ended)
 
     def _take_newer_weights(self, run: GenerationRun, pack: Callable[[], None]) -> None:
         version = None if self._poll_weights is None else self._poll_weights()
@@ -249,7 +246,7 @@ class GenerationEngine(Engine):
         return packed_linears(self._model, num_steps=num_steps)
 
     def _scheduler(
-        self, waiting: Sequence[Prompt], samples: Sequence[Sample], runner: ModelRunner, num_slots: int
+        self, waiting: Sequence[Prompt], samples: Sequence[Sample], executor: StepExecutor, num_slots: int
     ) -> Scheduler:
         cache, most = self._cache, self._max_prefill_tokens
         if isinstance(cache, SlotCache):
@@ -259,7 +256,8 @@ class GenerationEngine(Engine):
         if self._lockstep is not None:
             self._lockstep(True)  # all ranks run this forward, too, unless one of them has failed
         with slot_attention(self._model):
-            runner.forward([], [])  # one token, which shows the layers' shapes
+            executor.submit(ForwardStep())  # one token, which shows the layers' shapes
+            executor.collect()
         self._decoding.follower.share_cache(cache)
         lengths, group = [sample.max_length for sample in samples], tensor_parallel_group(self._model)
         may_grow = self._rebalancer is not None

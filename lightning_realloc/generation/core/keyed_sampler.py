@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lightning_realloc.generation.core.noise import uniforms_on
 from lightning_realloc.generation.core.params import SamplingParams
-from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import Repeated, Scratch, sample_tokens
-from lightning_realloc.generation.core.step import Draft, Emitted, Forbidden
+from lightning_realloc.generation.core.step import DecodeRow, Emitted, Forbidden
 
 
 class HeldTokens:
@@ -19,28 +18,25 @@ class HeldTokens:
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}
-        """Tokens by the id of their sample; a token that occurs twice is penalized once."""
+        """Tokens by the key of their sample; a token that occurs twice is penalized once."""
 
-    def of_rows(self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]], device: torch.device) -> Repeated:
-        """Return the tokens of the sequence before each row of logits.
-
-        Each sample has a row after its last token and one after each drafted token, whose sequence includes the draft.
-        """
-        rows: list[Tensor] = []
+    def of_rows(self, rows: Sequence[DecodeRow], device: torch.device) -> Repeated:
+        """Return the tokens of the sequence up to each token of each row, after which there is a row of logits."""
+        indices: list[Tensor] = []
         tokens: list[Tensor] = []
-        for sample, draft in zip(samples, drafts, strict=True):
-            held = self._update(sample)
-            for length in range(len(draft) + 1):
-                seen = torch.cat([held, torch.tensor(draft[:length], dtype=torch.int64)]) if length else held
-                rows.append(torch.full_like(seen, len(rows)))
+        for row in rows:
+            held = self._update(row)
+            for length in range(len(row.tokens)):
+                seen = torch.cat([held, torch.tensor(row.drafted[:length], dtype=torch.int64)]) if length else held
+                indices.append(torch.full_like(seen, len(indices)))
                 tokens.append(seen)
-        return torch.cat(rows).to(device), torch.cat(tokens).to(device)
+        return torch.cat(indices).to(device), torch.cat(tokens).to(device)
 
-    def _update(self, sample: Sample) -> Tensor:
-        held, length = self._held.get(id(sample), torch.empty(0, dtype=torch.int64)), sample.position + 1
-        if len(held) < length:
-            held = torch.cat([held, torch.tensor(sample.tokens(len(held), length), dtype=torch.int64)])
-            self._held[id(sample)] = held
+    def _update(self, row: DecodeRow) -> Tensor:
+        held = self._held.get(row.key, torch.empty(0, dtype=torch.int64))
+        if len(held) <= row.position:
+            new = (*row.held[len(held) :], row.tokens[0])
+            held = self._held[row.key] = torch.cat([held, torch.tensor(new, dtype=torch.int64)])
         return held
 
 
@@ -51,11 +47,9 @@ class TokenSampler:
         self._params = params
         self._held = HeldTokens() if params.penalizes else None
 
-    def repeated(
-        self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]], device: torch.device
-    ) -> Repeated | None:
+    def repeated(self, rows: Sequence[DecodeRow], device: torch.device) -> Repeated | None:
         """Return the tokens to penalize in each row of logits; None without a repetition penalty."""
-        return None if self._held is None else self._held.of_rows(samples, drafts, device)
+        return None if self._held is None else self._held.of_rows(rows, device)
 
 
 class KeyedSampler(TokenSampler):
@@ -68,23 +62,11 @@ class KeyedSampler(TokenSampler):
         super().__init__(params)
         self._scratch = Scratch()
 
-    def emit(
-        self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
-    ) -> list[Emitted]:
-        """Return each sample's next token; ``logits`` (B, V) has a row for each."""
-        tokens, logprobs = self.draw_next(logits, samples, forbidden=forbidden)
+    def emit(self, logits: Tensor, rows: Sequence[DecodeRow], forbidden: Forbidden | None) -> list[Emitted]:
+        """Return the next token of each row, which has no draft; ``logits`` is (B, V)."""
+        keys, places = [row.key for row in rows], [row.place for row in rows]
+        tokens, logprobs = self.draw(logits, keys, places, forbidden, self.repeated(rows, logits.device))
         return [([token], [logprob]) for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
-
-    def draw_next(
-        self, logits: Tensor, samples: Sequence[Sample], *, offset: int = 0, forbidden: Forbidden | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return a token per row of ``logits`` (B, V), ``offset`` places after the next one, and its log-probability.
-
-        A repetition penalty counts the tokens that the samples hold.
-        """
-        keys, places = [sample.key for sample in samples], [len(sample.token_ids) + offset for sample in samples]
-        repeated = self.repeated(samples, [()] * len(samples), logits.device)
-        return self.draw(logits, keys, places, forbidden, repeated)
 
     def draw(
         self,

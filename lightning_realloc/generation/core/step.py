@@ -1,7 +1,8 @@
 """One step of a generation: the tokens that it reads and drafts, and the executor that runs it. No tensors.
 
 The generation loop submits steps to a `StepExecutor` and collects tokens. The forward, the draw of tokens and the
-verification of drafts lie behind this interface, and with them everything about how a model is run.
+verification of drafts lie behind this interface, and with them everything about how a model is run. A step is a value:
+nothing in it changes after it is made, and another process can run it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from lightning_realloc.generation.core.sample import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lightning_realloc.generation.cache.kv_cache import LayerShape
 
 Emitted = tuple[list[int], list[float]]
 """Tokens of one sample, and their log-probabilities."""
@@ -36,17 +39,33 @@ class PrefillChunk:
 
 
 class DecodeRow(NamedTuple):
-    """Tokens that the sample of one slot reads in a forward: its last one and the drafted ones."""
+    """Tokens that the sample of one slot reads in a forward: its last one and the drafted ones.
+
+    The fields from ``key`` on belong to the draw of the tokens that follow.
+    """
 
     tokens: Sequence[int]
     """At least one."""
     position: int
     """Position of the first token."""
+    key: int = 0
+    """Key of the sample's random numbers, which differs between the samples of a generation."""
+    place: int = 0
+    """Place in the response of the first token to draw."""
+    laws: Sequence[Tensor | tuple[int, ...]] = ()
+    """As `Draft.laws`."""
+    held: Sequence[int] = ()
+    """Tokens of the sequence before the first one; empty without a repetition penalty."""
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.position + len(self.tokens)
+
+    @property
+    def drafted(self) -> Sequence[int]:
+        """Tokens after the sample's last one."""
+        return self.tokens[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +88,48 @@ class Draft:
 NO_DRAFT = Draft()
 
 
+def decode_rows(samples: Sequence[Sample], drafts: Sequence[Draft], params: SamplingParams) -> list[DecodeRow]:
+    """Return the rows of samples that read their last token and their draft."""
+    penalizes = params.penalizes
+    return [
+        DecodeRow(
+            (sample.last_token, *draft.tokens),
+            sample.position,
+            sample.key,
+            len(sample.token_ids),
+            draft.laws,
+            sample.tokens(0, sample.position) if penalizes else (),
+        )
+        for sample, draft in zip(samples, drafts, strict=True)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardStep:
-    """Tokens that one forward reads, and the samples whose next tokens are drawn after it."""
+    """Tokens that one forward reads, and the rows after which tokens are drawn."""
 
-    prefills: Sequence[PrefillChunk]
+    prefills: Sequence[PrefillChunk] = ()
     """Tokens of prompts and of environments' answers."""
-    running: Sequence[Sample] = ()
-    """Running samples by slot; each reads its last token and its draft."""
-    drafts: Sequence[Draft] = ()
-    """A draft for each running sample."""
+    rows: Sequence[DecodeRow] = ()
+    """Tokens of running samples; row i belongs to slot i."""
     forbidden: Forbidden | None = None
     """Tokens that may not be drawn."""
-
-    def rows(self) -> list[DecodeRow]:
-        """Return the tokens that each running sample reads."""
-        pairs = zip(self.running, self.drafts, strict=True)
-        return [DecodeRow((sample.last_token, *draft.tokens), sample.position) for sample, draft in pairs]
 
 
 class DrawRule(Protocol):
     """Draws tokens from logits, and verifies drafts by them."""
 
-    def emit(
-        self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
-    ) -> list[Emitted]:
-        """Return each sample's next tokens: at least one, at most one more than were drafted.
+    def emit(self, logits: Tensor, rows: Sequence[DecodeRow], forbidden: Forbidden | None) -> list[Emitted]:
+        """Return the next tokens of each row's sample: at least one, at most one more than were drafted.
 
-        ``logits`` (N, V) has, for every sample, one row after its last token and one after each drafted token.
+        ``logits`` (N, V) are those after each token of each row.
         """
 
 
 class StepExecutor(Protocol):
     """Runs the steps of one generation: the forward, the draw and the verification of drafts.
 
-    It keeps keys and values in slots 0, 1, 2 …; a step's running samples are those of the first slots, in order. Each
-    step is collected before slots change or another one is submitted; until then its samples do not change.
+    It keeps keys and values in slots 0, 1, 2 … Each step is collected before slots change or another one is submitted.
     """
 
     @property
@@ -113,7 +138,7 @@ class StepExecutor(Protocol):
 
     @property
     def was_usual(self) -> bool:
-        """Whether the last step took as long as later ones of its size."""
+        """Whether the step collected last took as long as later ones of its size."""
 
     @property
     def capture_s(self) -> float:
@@ -121,16 +146,25 @@ class StepExecutor(Protocol):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that are held."""
+        """Bytes of keys and values that are held, also after :meth:`end`."""
 
     def begin(self, params: SamplingParams, rule: DrawRule | None) -> None:
         """Start a generation. ``rule`` draws; None: each token by the random number of its place, without drafts."""
 
+    def end(self, *, has_failed: bool = False) -> None:
+        """End the generation, once after each `begin`; ``has_failed``: by an error, perhaps with a step in flight."""
+
     def submit(self, step: ForwardStep) -> None:
-        """Start a step. Without any tokens it runs a dummy one, because a forward may be collective."""
+        """Start a step. Without any tokens it runs a dummy one, because a forward may be collective.
+
+        With a bounded cache, a dummy step before `begin` shows the layers' shapes.
+        """
 
     def collect(self) -> list[Emitted]:
-        """Return the tokens of the submitted step's running samples; waits for them."""
+        """Return the tokens of the submitted step's rows; waits for them."""
+
+    def may_need(self, length: int) -> None:
+        """Expect sequences of ``length`` positions, those of another rank's samples."""
 
     def make_room(self, length: int, num_slots: int = 0) -> None:
         """Reserve at least ``length`` positions in each slot, and at least ``num_slots`` slots."""
@@ -143,3 +177,12 @@ class StepExecutor(Protocol):
 
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchange the first ``length`` positions of two slots."""
+
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return the keys and values of these positions as (bytes,) uint8 on the host."""
+
+    def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
+        """Write (begin, end, content), as `read` returned it on a rank with layers of these shapes."""
+
+    def describe(self) -> list[LayerShape]:
+        """Return the shapes of the layers that `read` returns; empty before the first step."""

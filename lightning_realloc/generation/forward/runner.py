@@ -74,13 +74,21 @@ class ModelRunner(StepExecutor):
     def begin(self, params: SamplingParams, rule: DrawRule | None) -> None:
         self._rule = rule or KeyedSampler(params)
 
+    def end(self, *, has_failed: bool = False) -> None:
+        self._submitted = None
+        if has_failed:
+            self.cache.release()  # it may hold values that are not finite
+
     def submit(self, step: ForwardStep) -> None:
-        self._submitted = step, self.forward(step.prefills, step.rows())
+        self._submitted = step, self.forward(step.prefills, step.rows)
 
     def collect(self) -> list[Emitted]:
-        assert self._submitted is not None and self._rule is not None, "a step is submitted before it is collected"
+        assert self._submitted is not None, "a step is submitted before it is collected"
         (step, logits), self._submitted = self._submitted, None
-        return self._rule.emit(logits, step.running, step.drafts, step.forbidden) if step.running else []
+        if not step.rows:
+            return []
+        assert self._rule is not None, "a generation begins before tokens are drawn"
+        return self._rule.emit(logits, step.rows, step.forbidden)
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, row by row; row i belongs to slot i.
@@ -128,9 +136,8 @@ class ModelRunner(StepExecutor):
                 parts[name].append(values.to(self._device))
         return {name: torch.cat(values) for name, values in parts.items()}
 
-    def may_need(self, longest: int) -> None:
-        """Raise the bound on a slot's positions, which was not known at the start."""
-        self._longest = max(longest, self._longest)
+    def may_need(self, length: int) -> None:
+        self._longest = max(length, self._longest)
 
     def make_room(self, length: int, num_slots: int = 0) -> None:
         if num_slots > self._num_slots:
@@ -147,8 +154,13 @@ class ModelRunner(StepExecutor):
     def swap(self, first: int, second: int, length: int) -> None:
         self.cache.swap(first, second, length)
 
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        return self.cache.read(slot, begin, end)
+
+    def describe(self) -> list[LayerShape]:
+        return self.cache.describe()
+
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
-        """Write (begin, end, content) of positions that a rank with layers of these shapes computed to a slot."""
         self.make_room(max(end for _, end, _ in parts), slot + 1)
         self.cache.prepare(shapes, self._device)
         for begin, end, content in parts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Real
 from types import TracebackType
@@ -19,7 +20,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.params import SamplingParams, check_kind
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import FinishReason, Sample, StopRule
-from lightning_realloc.generation.core.step import Emitted, ForwardStep, PrefillChunk, StepExecutor
+from lightning_realloc.generation.core.step import Emitted, ForwardStep, PrefillChunk, StepExecutor, decode_rows
 from lightning_realloc.generation.schedule.scheduler import Admission, Move, Prompt, Scheduler, Step, Swap
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class Budget:
 class GenerationRun:
     """State of one call, and its steps. Make steps within its context.
 
+    One step may be in flight: from `submit_step` to `collect_step`, slots and samples stay as they are. Runs with slots
+    of their own can have a step in flight each.
+
     Args:
         samples: Samples of the call; those of other ranks are appended.
         conversations: Ask the environment; None: each response is one turn.
@@ -119,7 +123,7 @@ class GenerationRun:
         *,
         max_pause_s: float,
     ) -> None:
-        self._executor = executor
+        self.executor = executor
         self.scheduler = scheduler
         self.samples = samples
         self.decoding = decoding
@@ -134,19 +138,28 @@ class GenerationRun:
         """Samples that finished here, in this order."""
         self._counts: Counter[str] = Counter()
         """Values of `GenerationStats` by field."""
+        self._in_flight: tuple[list[Sample], bool] | None = None
+        """Running samples of the submitted step, and whether it reads prompts; None between two steps."""
+        self._session = ExitStack()
+        """Ends what has begun."""
 
     def __enter__(self) -> None:
-        self._executor.begin(self._params, self.decoding.begin(self.samples, self._params, self.scheduler.num_slots))
-        for index, sample in enumerate(self.samples):  # resumed samples may be at the end of a turn
-            if sample.finish_reason == "stop":
-                self._ask(index, sample)
+        with ExitStack() as session:
+            rule = self.decoding.begin(self.samples, self._params, self.scheduler.num_slots)
+            session.push(lambda kind, *_: self.decoding.end(has_failed=kind is not None))
+            self.executor.begin(self._params, rule)
+            session.push(lambda kind, *_: self.executor.end(has_failed=kind is not None))
+            if self.conversations is not None:
+                session.callback(self.conversations.close)
+            for index, sample in enumerate(self.samples):  # resumed samples may be at the end of a turn
+                if sample.finish_reason == "stop":
+                    self._ask(index, sample)
+            self._session = session.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.conversations is not None:
-            self.conversations.close()
-        self.decoding.end(has_failed=error is not None)
+        self._session.__exit__(kind, error, trace)
 
     @property
     def has_work(self) -> bool:
@@ -160,7 +173,7 @@ class GenerationRun:
 
     def stats(self) -> GenerationStats:
         """Return the counts so far."""
-        of_executor = {"cache_bytes": self._executor.cache_bytes, "capture_s": self._executor.capture_s}
+        of_executor = {"cache_bytes": self.executor.cache_bytes, "capture_s": self.executor.capture_s}
         return GenerationStats(**self._counts, **self.decoding.counts(), **of_executor)  # type: ignore[arg-type]
 
     def weights_updated(self, before: int) -> None:
@@ -170,41 +183,51 @@ class GenerationRun:
 
     def step(self) -> None:
         """Advance every running sample by a token or more; if all samples wait for their environment, wait for it."""
+        self.submit_step()
+        self.collect_step()
+
+    def submit_step(self) -> None:
+        """Submit the next step; if all samples wait for their environment, wait for it instead."""
         if self.conversations is not None:
             self._take_answers(self.conversations)
-        self.scheduler.batch_prefills(is_worthwhile=self._executor.replays_steps)
+        self.scheduler.batch_prefills(is_worthwhile=self.executor.replays_steps)
         prefills = self._apply(self.scheduler.next_step())
         running = [self.samples[index] for index in self.scheduler.running if index is not None]
         if prefills or running or not self._max_pause_s:
-            self._forward(prefills, running)
+            self.executor.submit(self._make_step(prefills, running))
+            self._in_flight = running, bool(prefills)
         elif self.conversations is not None and self.conversations.waiting:
             self.conversations.wait(min(self._budget.seconds_left(), self._max_pause_s))
+
+    def collect_step(self) -> None:
+        """Give the running samples the tokens of the submitted step, and stop if the budget is spent."""
+        if self._in_flight is not None:
+            (running, has_prefills), self._in_flight = self._in_flight, None
+            self._counts["num_steps"] += 1
+            self._counts["row_steps"] += len(running)
+            emitted = self.executor.collect()
+            if running:
+                self.decoding.verified(emitted)
+                self._take_tokens(emitted, running)
+                self.decoding.end_step(is_typical=not has_prefills and self.executor.was_usual)
         if self._budget.is_spent(self._counts["generated_tokens"]):
             self._stop_all()
 
-    def _forward(self, prefills: Sequence[PrefillChunk], running: Sequence[Sample]) -> None:
-        step = ForwardStep(prefills)
-        if running:
-            being_read = {slot for prefill in prefills for slot in prefill.slots}
-            drafts = self.decoding.propose(running, being_read, is_tail=not self.scheduler.num_waiting)
-            forbidden = self._stop.forbidden(running, [draft.tokens for draft in drafts])
-            step = ForwardStep(prefills, running, drafts, forbidden)
-        self._executor.submit(step)
-        self._counts["num_steps"] += 1
-        self._counts["row_steps"] += len(running)
-        emitted = self._executor.collect()
-        if running:
-            self.decoding.verified(emitted)
-            self._take_tokens(emitted, running)
-            self.decoding.end_step(is_typical=not prefills and self._executor.was_usual)
-
     # ---- before the forward
+    def _make_step(self, prefills: Sequence[PrefillChunk], running: Sequence[Sample]) -> ForwardStep:
+        if not running:
+            return ForwardStep(prefills)
+        being_read = {slot for prefill in prefills for slot in prefill.slots}
+        drafts = self.decoding.propose(running, being_read, is_tail=not self.scheduler.num_waiting)
+        forbidden = self._stop.forbidden(running, [draft.tokens for draft in drafts])
+        return ForwardStep(prefills, decode_rows(running, drafts, self._params), forbidden)
+
     def _apply(self, step: Step) -> list[PrefillChunk]:
         """Copy and move cache content as scheduled, and return the tokens to read."""
         self._counts["num_preemptions"] += len(step.preempted)
         for index in step.preempted:
             self.samples[index].num_read = 0
-        self._executor.make_room(0, len(self.scheduler.slots))
+        self.executor.make_room(0, len(self.scheduler.slots))
         for admission in step.admissions:
             self._admit(admission)
         for move in step.moves:
@@ -229,7 +252,7 @@ class GenerationRun:
             self._counts["shared_prefill_tokens"] += length
         else:
             length = len(self.samples[admission.samples[0]].prompt) - 1
-            self._executor.copy(source, targets, length)
+            self.executor.copy(source, targets, length)
             follower.copied(source, targets, length)
             if source in admission.slots:
                 follower.kept(source, length)
@@ -237,7 +260,7 @@ class GenerationRun:
             self.samples[index].num_read = length
 
     def _move(self, move: Move | Swap) -> None:
-        executor, slots = self._executor, self.scheduler.slots
+        executor, slots = self.executor, self.scheduler.slots
         moved = self.samples[slots[move.target]]  # type: ignore[index]
         if isinstance(move, Move):
             self.decoding.follower.copied(move.source, [move.target], moved.num_read)

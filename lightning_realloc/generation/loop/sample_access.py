@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.schedule.scheduler import Prompt
 
@@ -16,9 +15,8 @@ from lightning_realloc.generation.schedule.scheduler import Prompt
 class SampleAccess:
     """Reads, removes and adds samples of a `GenerationRun`, by their index in ``run.samples``."""
 
-    def __init__(self, run: GenerationRun, runner: ModelRunner) -> None:
-        self._run, self._runner = run, runner
-        self._scheduler = run.scheduler
+    def __init__(self, run: GenerationRun) -> None:
+        self._run, self._executor, self._scheduler = run, run.executor, run.scheduler
 
     @property
     def samples(self) -> list[Sample]:
@@ -49,11 +47,11 @@ class SampleAccess:
 
     def read_cache(self, index: int, begin: int, end: int) -> Tensor:
         """Return the keys and values of these positions of a running sample, as (bytes,) uint8."""
-        return self._runner.cache.read(self._scheduler.slots.index(index), begin, end)
+        return self._executor.read(self._scheduler.slots.index(index), begin, end)
 
     def describe_cache(self) -> list[LayerShape]:
         """Return the shapes of the cache's layers."""
-        return self._runner.cache.describe()
+        return self._executor.describe()
 
     def remove(self, index: int) -> None:
         """Stop a running or queued sample here. Its entry in ``samples`` stays."""
@@ -65,7 +63,7 @@ class SampleAccess:
     def add(self, sample: Sample) -> int:
         """Append another rank's sample, and return its index; start it by :meth:`resume` or :meth:`queue`."""
         self.samples.append(sample)
-        self._runner.may_need(sample.max_length)
+        self._executor.may_need(sample.max_length)
         return len(self.samples) - 1
 
     def resume(
@@ -85,7 +83,7 @@ class SampleAccess:
             sample.num_read = 0
             self._scheduler.add(Prompt.of(self.samples, (index,), resident))
             return
-        self._runner.write(slot, spans, shapes)
+        self._executor.write(slot, spans, shapes)
         self._run.decoding.follower.admitted([slot])
         self._scheduler.read(index, sample.num_read, sample.position)
 

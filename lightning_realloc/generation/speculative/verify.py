@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_realloc.generation.core.keyed_sampler import KeyedSampler, TokenSampler
 from lightning_realloc.generation.core.noise import gumbel_noise, keyed_uniform, stream_key, uniforms_on
+from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import (
     Repeated,
@@ -24,7 +25,7 @@ from lightning_realloc.generation.core.sampling import (
     sampling_logprobs,
     sampling_weights,
 )
-from lightning_realloc.generation.core.step import Draft, DrawRule, Emitted, Forbidden
+from lightning_realloc.generation.core.step import NO_DRAFT, DecodeRow, DrawRule, Emitted, Forbidden, decode_rows
 
 _ACCEPT, _FINAL, _DRAFT = 1, 2, 3  # random streams of a sample, since rejection needs several numbers for each token
 
@@ -59,13 +60,10 @@ class KeyedDraws(KeyedSampler, Verification):
     A drafter draws with the same numbers. If its distribution is the target's own, every drafted token is accepted.
     """
 
-    def emit(
-        self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
-    ) -> list[Emitted]:
-        keys, places = _places(samples, drafts)
-        repeated = self.repeated(samples, [draft.tokens for draft in drafts], logits.device)
-        drawn, of_drawn = self.draw(logits, keys, places, forbidden, repeated)
-        return _while_equal(drawn.tolist(), of_drawn.tolist(), drafts)
+    def emit(self, logits: Tensor, rows: Sequence[DecodeRow], forbidden: Forbidden | None) -> list[Emitted]:
+        keys, places = _places(rows)
+        drawn, of_drawn = self.draw(logits, keys, places, forbidden, self.repeated(rows, logits.device))
+        return _while_equal(drawn.tolist(), of_drawn.tolist(), rows)
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
         if self._params.greedy:
@@ -73,7 +71,9 @@ class KeyedDraws(KeyedSampler, Verification):
         return int(keyed_uniform(sample.key, len(sample.token_ids) + offset) * len(followers))
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> tuple[list[int], None]:
-        return self.draw_next(logits, samples, offset=offset)[0].tolist(), None
+        rows = _undrafted(samples, self._params)
+        keys, places = [row.key for row in rows], [row.place + offset for row in rows]
+        return self.draw(logits, keys, places, repeated=self.repeated(rows, logits.device))[0].tolist(), None
 
 
 class GumbelDraws(KeyedDraws):
@@ -114,18 +114,16 @@ class Rejection(TokenSampler, Verification):
 
     needs_laws = True
 
-    def emit(
-        self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
-    ) -> list[Emitted]:
-        repeated = self.repeated(samples, [draft.tokens for draft in drafts], logits.device)
+    def emit(self, logits: Tensor, rows: Sequence[DecodeRow], forbidden: Forbidden | None) -> list[Emitted]:
+        repeated = self.repeated(rows, logits.device)
         weights = sampling_weights(logits, self._params, forbidden=forbidden, repeated=repeated)
-        starts = _starts(drafts)
-        accepted = self._num_accepted(weights, starts, samples, drafts)
-        finals = self._finals(weights, starts, samples, drafts, accepted)
-        tokens = [[*draft.tokens[:n], final] for draft, n, final in zip(drafts, accepted, finals, strict=True)]
-        rows = torch.tensor([start + j for start, own in zip(starts, tokens, strict=True) for j in range(len(own))])
+        starts = _starts(rows)
+        accepted = self._num_accepted(weights, starts, rows)
+        finals = self._finals(weights, starts, rows, accepted)
+        tokens = [[*row.drafted[:n], final] for row, n, final in zip(rows, accepted, finals, strict=True)]
+        after = torch.tensor([start + j for start, own in zip(starts, tokens, strict=True) for j in range(len(own))])
         flat = torch.tensor([token for own in tokens for token in own], device=logits.device)
-        logprobs = iter(sampling_logprobs(logits[rows.to(logits.device)], flat, self._params).tolist())
+        logprobs = iter(sampling_logprobs(logits[after.to(logits.device)], flat, self._params).tolist())
         return [(own, [next(logprobs) for _ in own]) for own in tokens]
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
@@ -135,56 +133,48 @@ class Rejection(TokenSampler, Verification):
     def draw_drafts(
         self, logits: Tensor, samples: Sequence[Sample], offset: int
     ) -> tuple[list[int], Sequence[Tensor] | None]:
-        repeated = self.repeated(samples, [()] * len(samples), logits.device)
-        laws = sampling_weights(logits, self._params, repeated=repeated)
-        places = [len(sample.token_ids) + offset for sample in samples]
-        tokens = draw_weights(laws, _uniforms(samples, _DRAFT, places, laws.device))
+        rows = _undrafted(samples, self._params)
+        laws = sampling_weights(logits, self._params, repeated=self.repeated(rows, logits.device))
+        tokens = draw_weights(laws, _uniforms(rows, _DRAFT, [row.place + offset for row in rows], laws.device))
         return tokens.tolist(), laws.unbind()
 
-    def _num_accepted(
-        self, weights: Tensor, starts: Sequence[int], samples: Sequence[Sample], drafts: Sequence[Draft]
-    ) -> list[int]:
+    def _num_accepted(self, weights: Tensor, starts: Sequence[int], rows: Sequence[DecodeRow]) -> list[int]:
         """Return the number of accepted tokens of each draft."""
-        drafted = [(start + j, token) for start, draft in zip(starts, drafts, strict=True)
-                   for j, token in enumerate(draft.tokens)]  # fmt: skip
+        drafted = [(start + j, token) for start, row in zip(starts, rows, strict=True)
+                   for j, token in enumerate(row.drafted)]  # fmt: skip
         if not drafted:
-            return [0] * len(drafts)
-        rows, tokens = torch.tensor(drafted, device=weights.device).unbind(1)
-        laws = torch.stack([_dense(law, weights[0]) for draft in drafts for law in draft.laws])
-        target = weights[rows, tokens].double()
+            return [0] * len(rows)
+        before, tokens = torch.tensor(drafted, device=weights.device).unbind(1)
+        laws = torch.stack([_dense(law, weights[0]) for row in rows for law in row.laws])
+        target = weights[before, tokens].double()
         drafter = laws.gather(1, tokens[:, None])[:, 0].double()
-        owners = [(sample, j) for sample, draft in zip(samples, drafts, strict=True) for j in range(len(draft))]
-        places = [len(sample.token_ids) + j for sample, j in owners]
-        uniforms = _uniforms([sample for sample, _ in owners], _ACCEPT, places, weights.device)
+        owners = [(row, j) for row in rows for j in range(len(row.drafted))]
+        places = [row.place + j for row, j in owners]
+        uniforms = _uniforms([row for row, _ in owners], _ACCEPT, places, weights.device)
         are_accepted = iter((uniforms * drafter < target).tolist())
-        verdicts = [[next(are_accepted) for _ in draft.tokens] for draft in drafts]
+        verdicts = [[next(are_accepted) for _ in row.drafted] for row in rows]
         return [own.index(False) if False in own else len(own) for own in verdicts]
 
     def _finals(
-        self,
-        weights: Tensor,
-        starts: Sequence[int],
-        samples: Sequence[Sample],
-        drafts: Sequence[Draft],
-        accepted: Sequence[int],
+        self, weights: Tensor, starts: Sequence[int], rows: Sequence[DecodeRow], accepted: Sequence[int]
     ) -> list[int]:
         """Return the token after the last accepted one of each draft."""
-        rows = torch.tensor([start + n for start, n in zip(starts, accepted, strict=True)], device=weights.device)
-        left = weights[rows]
-        for index, (draft, n) in enumerate(zip(drafts, accepted, strict=True)):
-            if n < len(draft):
-                left[index] = (left[index] - _dense(draft.laws[n], left[index])).clamp_min_(0.0)
-        places = [len(sample.token_ids) + n for sample, n in zip(samples, accepted, strict=True)]
-        tokens: list[int] = draw_weights(left, _uniforms(samples, _FINAL, places, left.device)).tolist()
+        after = torch.tensor([start + n for start, n in zip(starts, accepted, strict=True)], device=weights.device)
+        left = weights[after]
+        for index, (row, n) in enumerate(zip(rows, accepted, strict=True)):
+            if n < len(row.drafted):
+                left[index] = (left[index] - _dense(row.laws[n], left[index])).clamp_min_(0.0)
+        places = [row.place + n for row, n in zip(rows, accepted, strict=True)]
+        tokens: list[int] = draw_weights(left, _uniforms(rows, _FINAL, places, left.device)).tolist()
         return tokens
 
 
-def _while_equal(drawn: Sequence[int], logprobs: Sequence[float], drafts: Sequence[Draft]) -> list[Emitted]:
+def _while_equal(drawn: Sequence[int], logprobs: Sequence[float], rows: Sequence[DecodeRow]) -> list[Emitted]:
     """Return the tokens drawn for each sample, up to the first one that differs from its draft, which is included."""
     emitted = []
-    for start, draft in zip(_starts(drafts), drafts, strict=True):
+    for start, row in zip(_starts(rows), rows, strict=True):
         stop = start
-        for token in draft.tokens:
+        for token in row.drafted:
             if drawn[stop] != token:
                 break
             stop += 1
@@ -192,19 +182,23 @@ def _while_equal(drawn: Sequence[int], logprobs: Sequence[float], drafts: Sequen
     return emitted
 
 
-def _places(samples: Sequence[Sample], drafts: Sequence[Draft]) -> tuple[list[int], list[int]]:
+def _undrafted(samples: Sequence[Sample], params: SamplingParams) -> list[DecodeRow]:
+    return decode_rows(samples, [NO_DRAFT] * len(samples), params)
+
+
+def _places(rows: Sequence[DecodeRow]) -> tuple[list[int], list[int]]:
     """Return the sample's key and the place in its response for every row of the logits."""
-    rows = [(sample, offset) for sample, draft in zip(samples, drafts, strict=True) for offset in range(len(draft) + 1)]
-    return [sample.key for sample, _ in rows], [len(sample.token_ids) + offset for sample, offset in rows]
+    owners = [(row, offset) for row in rows for offset in range(len(row.tokens))]
+    return [row.key for row, _ in owners], [row.place + offset for row, offset in owners]
 
 
-def _starts(drafts: Sequence[Draft]) -> list[int]:
-    """Return the first row of each draft in the logits."""
-    return [0, *accumulate(len(draft) + 1 for draft in drafts)][:-1]
+def _starts(rows: Sequence[DecodeRow]) -> list[int]:
+    """Return the first row of each sample in the logits."""
+    return [0, *accumulate(len(row.tokens) for row in rows)][:-1]
 
 
-def _uniforms(samples: Sequence[Sample], stream: int, places: Sequence[int], device: torch.device) -> Tensor:
-    return uniforms_on(device, [stream_key(sample.key, stream) for sample in samples], places)
+def _uniforms(rows: Sequence[DecodeRow], stream: int, places: Sequence[int], device: torch.device) -> Tensor:
+    return uniforms_on(device, [stream_key(row.key, stream) for row in rows], places)
 
 
 def _dense(law: Tensor | tuple[int, ...], like: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from lightning_realloc.generation.core.noise import keyed_uniforms, sample_key
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import Scratch, sample_tokens, sampling_weights
+from lightning_realloc.generation.core.step import Draft, decode_rows
 
 MASK = (1 << 64) - 1
 
@@ -164,10 +165,10 @@ def test_the_distribution_of_draws_is_that_of_transformers_processors(settings: 
 
 def test_held_tokens_include_earlier_drafted_and_appended_tokens() -> None:
     samples = [Sample(0, 0, ModelInput((5, 5, 3)), 8, key=1), Sample(1, 0, ModelInput((2,)), 8, key=2)]
-    held = HeldTokens()
+    held, params = HeldTokens(), SamplingParams(repetition_penalty=2.0)
 
     def of_rows(*drafts: list[int]) -> list[set[int]]:
-        rows, tokens = held.of_rows(samples, drafts, torch.device("cpu"))
+        rows, tokens = held.of_rows(decode_rows(samples, list(map(Draft, drafts)), params), torch.device("cpu"))
         return [set(tokens[rows == row].tolist()) for row in range(int(rows.max()) + 1)]
 
     assert of_rows([7, 8], []) == [{3, 5}, {3, 5, 7}, {3, 5, 7, 8}, {2}]

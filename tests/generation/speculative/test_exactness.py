@@ -19,7 +19,7 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.step import Draft
+from lightning_realloc.generation.core.step import Draft, decode_rows
 from lightning_realloc.generation.speculative import config as speculation
 from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from lightning_realloc.generation.speculative.verify import Rejection
@@ -189,16 +189,16 @@ def test_a_repetition_penalty_counts_earlier_drafted_tokens(verification: str, d
 class KeepsTheTarget(Rejection):
     """A wrong rule: the token after a rejected draft is drawn from the target, not from the residual distribution."""
 
-    def _finals(self, weights: Any, starts: Any, samples: Any, drafts: Any, standing: Any) -> list[int]:
-        bare = [Draft(draft.tokens, laws=[torch.zeros(VOCABULARY)] * len(draft)) for draft in drafts]
-        return super()._finals(weights, starts, samples, bare, standing)
+    def _finals(self, weights: Any, starts: Any, rows: Any, accepted: Any) -> list[int]:
+        bare = [row._replace(laws=[torch.zeros(VOCABULARY)] * len(row.laws)) for row in rows]
+        return super()._finals(weights, starts, bare, accepted)
 
 
 class Lenient(Rejection):
     """A wrong rule: drafts are accepted more often than their probability ratio allows."""
 
-    def _num_accepted(self, weights: Any, starts: Any, samples: Any, drafts: Any) -> list[int]:
-        return super()._num_accepted(1.65 * weights, starts, samples, drafts)
+    def _num_accepted(self, weights: Any, starts: Any, rows: Any) -> list[int]:
+        return super()._num_accepted(1.65 * weights, starts, rows)
 
 
 @pytest.mark.parametrize("wrong", [KeepsTheTarget, Lenient])
@@ -214,14 +214,15 @@ def test_the_test_of_the_distribution_detects_wrong_rules(
 def test_rejection_is_biased_if_a_draft_is_dropped_because_of_its_own_token() -> None:
     # Target (.5, .5), drafter (.9, .1). A draft of token 0 is accepted with probability 5/9: 0.9 * 5/9 = 0.5 of all
     # responses; 0.4 become token 1. If drafts of token 1 (0.1) are dropped, half of those become 0: 0.55 in all.
-    rule = Rejection(SamplingParams())
+    params = SamplingParams()
+    rule = Rejection(params)
     law, count = torch.tensor([0.9, 0.1]), 20_000
     samples = [Sample(i, 0, ModelInput((0,)), 4, sample_key(0, i)) for i in range(count)]
     tokens, _ = rule.draw_drafts(law.log().expand(count, 2), samples, 0)
     whole = [Draft([token], laws=[law]) for token in tokens]
     for drafts, expected in ((whole, 0.5), ([d if d.tokens == [0] else d.cut(0) for d in whole], 0.55)):
         logits = torch.zeros(sum(len(draft) + 1 for draft in drafts), 2)
-        firsts = [own[0] for own, _ in rule.emit(logits, samples, drafts, None)]
+        firsts = [own[0] for own, _ in rule.emit(logits, decode_rows(samples, drafts, params), None)]
         assert abs(firsts.count(0) / count - expected) < 4 * 0.5 / count**0.5
 
 

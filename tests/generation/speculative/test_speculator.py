@@ -15,16 +15,14 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.core.step import NO_DRAFT, Draft, Emitted, Forbidden
+from lightning_realloc.generation.core.step import NO_DRAFT, Draft, Emitted
 from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.speculator import Speculator
-from lightning_realloc.generation.speculative.verify import KeyedDraws
 from tests.generation.markov import VOCABULARY
 from tests.generation.speculative.drafters import RandomDrafter
 
 LOOK_UP_S = 0.001
-NO_LOGITS = torch.empty(0)
 NEW_TOKENS = 120
 
 
@@ -79,23 +77,16 @@ class Foreteller(Drafter):
         return drafts
 
 
-class Pretended(KeyedDraws):
-    """Draws the token of each position, for any logits."""
-
-    def emit(
-        self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
-    ) -> list[Emitted]:
-        return [self._emit(sample, draft) for sample, draft in zip(samples, drafts, strict=True)]
-
-    def _emit(self, sample: Sample, draft: Draft) -> Emitted:
-        tokens = []
-        for drafted in (*draft.tokens, None):
-            token = token_at(len(sample.token_ids))
-            sample.append(token, 0.0)
-            tokens.append(token)
-            if drafted != token or len(sample.token_ids) == sample.max_new_tokens:
-                break
-        return tokens, [0.0] * len(tokens)
+def take_right_tokens(sample: Sample, draft: Draft) -> Emitted:
+    """Add the token of each position to a sample, up to the first one that was not drafted; return them."""
+    tokens = []
+    for drafted in (*draft.tokens, None):
+        token = token_at(len(sample.token_ids))
+        sample.append(token, 0.0)
+        tokens.append(token)
+        if drafted != token or len(sample.token_ids) == sample.max_new_tokens:
+            break
+    return tokens, [0.0] * len(tokens)
 
 
 @dataclass
@@ -121,13 +112,12 @@ class Pretence:
         lengths = [NEW_TOKENS - self.fewer_each * i for i in range(self.num_samples)]
         samples = [Sample(i, i, ModelInput((1,)), length, key=i) for i, length in enumerate(lengths)]
         self.speculator.begin(samples, params, self.num_samples)
-        rule = Pretended(params)
         begin, row_steps, running = drafter.now_s, 0, samples
         drafter.unread = self.num_prompt_tokens
         while running:
             drafts = self.speculator.propose(running, (), is_tail=True)
             drafter.now_s += self.step_s(len(running) + sum(map(len, drafts)))
-            self.speculator.verified(rule.emit(NO_LOGITS, running, drafts, None))
+            self.speculator.verified(list(map(take_right_tokens, running, drafts)))
             row_steps += len(running)
             drafter.unread += len(running)  # drafted tokens need not be read
             for sample in running:
@@ -433,17 +423,11 @@ def test_drafting_is_probed_only_in_steps_without_prefills_until_it_pays() -> No
     samples = [Sample(i, i, ModelInput((5,)), 10_000, sample_key(0, i)) for i in range(4)]
     speculator.begin(samples, SamplingParams(), 4)
 
-    class AllAccepted(KeyedDraws):
-        def emit(self, logits: Any, samples: Any, drafts: Any, forbidden: Any) -> Any:
-            return [([*draft.tokens, 1], [0.0] * (len(draft) + 1)) for draft in drafts]
-
-    rule = AllAccepted(SamplingParams())
-
     def num_drafted(being_read: set[int]) -> int:
         nonlocal now_s
         drafts = speculator.propose(samples, being_read, is_tail=True)
         now_s += 10.0
-        speculator.verified(rule.emit(NO_LOGITS, samples, drafts, None))
+        speculator.verified([([*draft.tokens, 1], [0.0] * (len(draft) + 1)) for draft in drafts])
         speculator.end_step(is_typical=not being_read)
         return sum(map(len, drafts))
 
