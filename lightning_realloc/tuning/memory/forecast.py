@@ -115,9 +115,10 @@ def forecast_memory(
     if missing := [role for role in dataflow.roles if role not in roles]:
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
     forecaster = _Forecaster(dataflow, roles, settings, workload, plan)
-    positions = {rank: forecaster.position(rank) for rank in ranks}
+    copies = {rank: forecaster.copies(rank) for rank in ranks}
+    positions = {rank: (forecaster.position(rank), *copies[rank].values()) for rank in ranks}
     rank_at = {position: rank for rank, position in positions.items()}
-    by_position = {position: list(forecaster.rank_phases(rank)) for position, rank in rank_at.items()}
+    by_position = {position: list(forecaster.rank_phases(rank, copies[rank])) for position, rank in rank_at.items()}
     return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in by_position[positions[rank]]))
 
 
@@ -132,17 +133,19 @@ class _Forecaster(MemoryModel):
     def position(self, rank: int) -> tuple[int | None, ...]:
         """Return the rank's place in every layout, as far as its bytes depend on it; None outside of a layout.
 
-        Replicas need the same bytes. So do FSDP's padded shards in layouts that no weights move from or to.
+        Replicas need the same bytes, and so do FSDP's padded shards, apart from `copies`.
         """
         found = []
         for layout in self.plan.layouts:
-            alike = layout.replica_axes if layout in self._moved else (*layout.replica_axes, *layout.shard_axes)
-            axes = [axis for axis in AXES if axis not in alike]
+            axes = [axis for axis in AXES if axis not in (*layout.replica_axes, *layout.shard_axes)]
             found.append(layout.share(rank, *axes).position if rank in layout else None)
         return tuple(found)
 
-    def rank_phases(self, rank: int) -> Iterator[PhaseMemory]:
-        copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied}
+    def copies(self, rank: int) -> dict[_Place, MemoryParts]:
+        """Return role and layout of every replica next to a home -> its bytes on a rank."""
+        return {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied}
+
+    def rank_phases(self, rank: int, copies: Mapping[_Place, MemoryParts]) -> Iterator[PhaseMemory]:
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
         caches = self._kept_caches(rank)
@@ -211,11 +214,6 @@ class _Forecaster(MemoryModel):
             )
             for name, layout in self._copied
         }
-
-    @cached_property
-    def _moved(self) -> set[Layout]:
-        """Layouts that weights move from or to."""
-        return {layout for role, copy in self._copied for layout in (copy, self._home(role))}
 
     def _is_copied(self, role: str, layout: Layout) -> bool:
         """Return whether a role has a replica in a layout, next to its home.
