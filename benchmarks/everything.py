@@ -204,7 +204,7 @@ def make_module(model: PreTrainedModel, work: Workload, noted: Readings, *, draf
 
 def recorded_grpo(noted: Readings, *, drafts: bool, moves: bool) -> Callable[..., Any]:
     """Return a constructor of an arm's GRPO, which records its rollouts."""
-    from lightning_realloc import GRPO, Speculation
+    from lightning_realloc import GRPO, GenerationOptions, Speculation
 
     class Recorded(GRPO):
         def roll_out(self, actor: Any, prompts: Any) -> Any:
@@ -216,7 +216,8 @@ def recorded_grpo(noted: Readings, *, drafts: bool, moves: bool) -> Callable[...
             noted.row_steps += actor.stats.row_steps
             return made
 
-    return partial(Recorded, speculation=Speculation() if drafts else None, sample_reallocation=moves)
+    generation = GenerationOptions(sample_reallocation=moves)
+    return partial(Recorded, speculation=Speculation() if drafts else None, generation=generation)
 
 
 def make_meter(noted: Readings) -> Any:

@@ -32,9 +32,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "all weights": {"learning_rate": 2e-5},
     "LoRA": {"learning_rate": 5e-4, "peft_config": {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}},
 }
-ENGINES: Mapping[str, GenerationOptions | None] = {
-    "native": None,
-    "vllm": GenerationOptions(engine="vllm", max_cache_bytes=256 << 20, vllm=VLLMOptions(max_length=512)),
+ENGINES: Mapping[str, Mapping[str, Any]] = {
+    "native": {},
+    "vllm": {
+        "engine": "vllm",
+        "generation": GenerationOptions(max_cache_bytes=256 << 20, vllm=VLLMOptions(max_length=512)),
+    },
 }
 
 
@@ -128,13 +131,13 @@ def learn(name: str, settings: Settings) -> Outcome:
         prompts=settings.prompts_per_iteration,
         max_new_tokens=settings.max_new_tokens,
         seed=settings.seed,
-        generation=ENGINES[settings.engine],
         trainer={
             "accelerator": "cpu", "devices": settings.num_ranks, "max_steps": settings.iterations, "max_epochs": -1,
             "logger": CSVLogger(settings.folder, name="logs", version=name.replace(" ", "_")),
             "callbacks": [meter, report.Progress(), Timeline(), RolloutTable(every_n_steps=5)], "log_every_n_steps": 1,
             "num_sanity_val_steps": 0, "enable_checkpointing": False, "enable_model_summary": False,
         },
+        **ENGINES[settings.engine],
         **VARIANTS[name],
     )  # fmt: skip
     grown = None if held_bytes is None else max(meter.peak_bytes, resident_bytes("VmHWM")) - held_bytes

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
 from pkgutil import resolve_name
@@ -34,7 +34,13 @@ from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_text
-from lightning_realloc.setting_hints import CLASS_HINTS, describe_unknown_settings, hint_for, setting_defaults
+from lightning_realloc.setting_hints import (
+    CLASS_HINTS,
+    describe_unknown_settings,
+    hint_for,
+    setting_defaults,
+    settings_of,
+)
 from lightning_realloc.strategies.lightning.failures import (
     CALLER_ERRORS,
     end_started_ranks,
@@ -65,7 +71,7 @@ _UNION_LINE = re.compile(
 )
 """A line about how a value of an optional setting was tried. Between these, the sentence that helps is hard to find."""
 _UNKNOWN_OPTION = re.compile(
-    r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted|"
+    r"Problem with given class_path '([\w.]+)':\s+(?:Option '|unrecognized arguments: --)([\w.]+)|"
     r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'"  # of a callable, such as a reward
 )
 _UNKNOWN_KEY = re.compile(  # an option at the beginning is of a class that the outer parser's message names
@@ -91,11 +97,7 @@ class Parser(LightningArgumentParser):
 
         A nested parser's message, which contains its hints already, is part of this one; the hints move to its end.
         """
-        hints = [
-            describe_unknown_settings(cls, [name or other])
-            for path, name, other, of_callable in _UNKNOWN_OPTION.findall(message)
-            if isinstance(cls := locate(path or of_callable), type)
-        ]
+        hints = list(_setting_hints(message))
         if not hints:
             hints = [self._option_hint("".join(found)) for found in _UNKNOWN_KEY.findall(message)]
         hints += [_class_hint(first or second) for first, second in _UNKNOWN_CLASS.findall(message)]
@@ -120,6 +122,17 @@ class Parser(LightningArgumentParser):
         """Return the names of all options, of commands below this one as well."""
         below = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
         return [option.dest for parser in (self, *chain(*below)) for option in parser._actions]
+
+
+def _setting_hints(message: str) -> Iterator[str]:
+    """Yield the answers of classes to unknown settings; to a dotted one by its first part, if no hint has the whole."""
+    for path, name, other, of_callable in _UNKNOWN_OPTION.findall(message):
+        cls, setting = locate(path or of_callable), name or other
+        if not isinstance(cls, type):
+            continue
+        first = setting.partition(".")[0]
+        if first == setting or (first not in settings_of(cls) and hint_for(setting) is None):
+            yield describe_unknown_settings(cls, [first])
 
 
 def _class_hint(name: str) -> str:

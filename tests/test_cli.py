@@ -71,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "grpo.yaml").write_text(yaml.safe_dump(CONFIG))
     (path / "wrong_steps.yaml").write_text("trainer: {max_stepz: 1}")
     (path / "wrong_plan.yaml").write_text("plan: static")
+    (path / "earlier.yaml").write_text("model: {class_path: GRPO, init_args: {sample_reallocation: false}}")
     return path
 
 
@@ -120,17 +121,19 @@ def test_a_file_sets_conversations_and_rollout_budgets(workers: WorkerPool, fold
     model = json.loads(json.dumps(CONFIG["model"]))
     model["init_args"] |= {
         "sampling": {"n": 2, "max_new_tokens": 8, "stop_token_ids": list(range(160, 320))},
-        "environment": "tools:Digits", "conversation": {"max_turns": 3}, "rollout_budget": {"tokens": 10},
+        "environment": "tools:Digits", "conversation": {"max_turns": 3},
+        "generation": {"rollout_budget": {"tokens": 10}},
     }  # fmt: skip
     (folder / "talking.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
     line = ["fit", "--config", "talking.yaml"]
     fitted, printed, refused = _run(
-        workers, folder, line, [*line, "--print_config"], [*line, "--model.rollout_budget.tokens", "0"]
+        workers, folder, line, [*line, "--print_config"], [*line, "--model.generation.rollout_budget.tokens", "0"]
     )
     assert fitted.code == 0, fitted.errors
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["environment"] == "tools:Digits" and settings["conversation"]["deadline_s"] == 60.0
-    assert settings["rollout_budget"] == {"tokens": 10, "seconds": None, "max_staleness": 4, "late": "finish"}
+    budget = settings["generation"]["rollout_budget"]
+    assert budget == {"tokens": 10, "seconds": None, "max_staleness": 4, "late": "finish"}
     assert refused.code == 2 and "RolloutBudget(tokens=0) must be at least 1" in refused.errors
 
 
@@ -141,7 +144,7 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
         "kl": {"coef": 0.1, "estimator": "k1"},
         "policy_loss": {"class_path": "Clip", "init_args": {"high": 0.28}},
         "advantages": {"class_path": "rules.Above", "init_args": {"baseline": 0.5}},
-        "generation": {"speculation": {"num_draft_tokens": 2}, "rollout_budget": {"tokens": 100}},
+        "generation": {"rollout_budget": {"tokens": 100}},
     }  # fmt: skip
     (folder / "rules.py").write_text(ADVANTAGES)
     (folder / "groups.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
@@ -158,7 +161,7 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["advantages"] == {"class_path": "rules.Above", "init_args": {"baseline": 0.5}}
     assert settings["kl"] == {"coef": 0.1, "estimator": "k1", "place": None, "target": None, "gain": None}
-    assert settings["generation"]["engine"] == "native" and settings["generation"]["rollout_budget"]["tokens"] == 100
+    assert settings["generation"]["free_cache"] == "auto" and settings["generation"]["rollout_budget"]["tokens"] == 100
     assert refused.code == 2
     assert "kl_coef=0.2 and kl=KL(0.1) contradict each other; leave one of them out" in refused.errors
     assert misspelt.code == 2
@@ -456,6 +459,14 @@ MISTAKES = [
         "Clip has no setting clip_low; ",
     ),
     ("--model.clip_high", "0.28", "GRPO has no setting clip_high; here it is policy_loss=Clip(high=...) or Cispo("),
+    (
+        "--model.max_cache_bytes",
+        "9",
+        "GRPO has no setting max_cache_bytes; here it is generation=GenerationOptions(max_",
+    ),
+    ("--model.rollout_budget.tokens", "9", "here it is generation=GenerationOptions(rollout_budget=...)"),
+    ("--model.generation.engine", "hf", "GenerationOptions has no setting engine; here it is a setting of the algor"),
+    ("--config", "earlier.yaml", "here it is generation=GenerationOptions(sample_reallocation=...)"),
     ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
     ("--model.sampling.max_tokens", "7", "Option 'max_tokens' is not accepted"),
     ("--model.sampling.max_tokens", "7", "SamplingParams has no setting max_tokens; here it is max_new_tokens="),

@@ -58,9 +58,8 @@ class OnPolicyDistillation(PolicyModule):
         policy_loss: For ``"sampled"``: loss of tokens, such as ``Clip(low=0.2, high=0.28)``, or a name.
         loss_average: Mean over every ``"token"``, or over each ``"sequence"`` and then over these; see
             :class:`PolicyGradient`.
-        settings: Settings of :class:`PolicyModule` (evaluation, environment, rollout budget) and
-            :class:`MultiModelModule`
-            (learning rate, optimizer, schedule, tokenizer, training options, seed).
+        settings: Settings of :class:`PolicyModule` (evaluation, environment) and
+            :class:`MultiModelModule` (learning rate, optimizer, schedule, tokenizer, training options, seed).
     """
 
     optional_roles = ()

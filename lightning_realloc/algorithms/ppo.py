@@ -79,7 +79,7 @@ class PPO(RewardedModule):
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's without
             ``stop_above``, whose limits are on metrics of the actor's loss.
         settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule`
-            (evaluation, environment, conversation, rollout budget) and :class:`MultiModelModule` (learning rate,
+            (evaluation, environment, conversation) and :class:`MultiModelModule` (learning rate,
             optimizer, schedule, training options, seed).
     """
 

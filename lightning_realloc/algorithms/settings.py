@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_realloc.batch.training import TrainOptions, group_name
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.core.params import is_of_kind
-from lightning_realloc.setting_hints import setting_defaults
 
 if TYPE_CHECKING:
     from typing import Unpack as Unpack
@@ -104,21 +102,6 @@ def _is_number(text: str) -> bool:
 def given(value: _T | None, default: _T) -> _T:
     """Return a group's field; the default if it is None."""
     return default if value is None else value
-
-
-def refuse_contradictions(cls: type, settings: Mapping[str, object]) -> None:
-    """Raise ConfigError if ``generation`` and a single setting give different values for one option.
-
-    A setting at its default does not count, because the command line passes all of them.
-    """
-    group, defaults = settings.get("generation"), setting_defaults(cls)
-    for field in fields(group) if is_dataclass(group) and not isinstance(group, type) else ():
-        name, inside = field.name, getattr(group, field.name)
-        if name in settings and inside != field.default and settings[name] not in (inside, defaults.get(name)):
-            raise ConfigError(
-                f"{name}={settings[name]!r} and generation={type(group).__name__}({name}={inside!r}) contradict each "
-                f"other; leave one of them out"
-            )
 
 
 def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: int = 1) -> None:

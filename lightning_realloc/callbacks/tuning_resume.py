@@ -19,8 +19,10 @@ def plan_ranks(plan: ExecutionPlan) -> set[int]:
     return {rank for layout in plan.layouts for rank in layout.ranks}
 
 
-_TUNED_SETTINGS = ("sampling", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
+_TUNED_SETTINGS = ("sampling", "engine", "speculation")
 """Attributes of an algorithm that affect an iteration's time under a plan."""
+_TUNED_OPTIONS = ("max_cache_bytes", "sample_reallocation", "rollout_budget")
+"""Fields of its options of generation that do."""
 
 _FORMER_NAMES = {"generation_parts": "generation_chunks"}
 """Names of settings in checkpoints of earlier releases -> names today."""
@@ -33,6 +35,7 @@ def tuning_settings(trainer: Trainer) -> dict[str, str]:
     """
     module: Any = trainer.lightning_module
     settings = {name: _text(getattr(module, name)) for name in _TUNED_SETTINGS if hasattr(module, name)}
+    settings |= {name: str(getattr(module.generation_options, name)) for name in _TUNED_OPTIONS}
     settings["generation_chunks"] = str(run_view(trainer).generation_chunks)
     return settings | {f"train_options of {r}": str(module.train_options_of(r)) for r in module.dataflow.trained_roles}
 
@@ -55,6 +58,7 @@ def reason_not_to_resume(state: Mapping[str, Any], trainer: Trainer) -> str | No
     if state["calls"] != calls:
         return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
     then = {_FORMER_NAMES.get(name, name): value for name, value in state.get("settings", {}).items()}
+    then.setdefault("rollout_budget", "None")  # earlier releases left it out where nothing is sampled
     for name, now in tuning_settings(trainer).items():
         if then.get(name) != now:
             return f"the checkpoint was tuned with {name}={then.get(name, 'unknown')}, this run has {name}={now}"

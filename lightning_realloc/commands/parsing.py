@@ -90,7 +90,7 @@ def describe_full_device(error: torch.OutOfMemoryError) -> str:
     reason = next(iter(str(error).splitlines()), "")
     return (
         f"the device is full ({reason}); lower batch_size, sampling.n or max_new_tokens, train adapters (--lora), set "
-        f"model.max_cache_bytes, or look for a plan that fits: lightning-realloc plan --help"
+        f"model.generation.max_cache_bytes, or look for a plan that fits: lightning-realloc plan --help"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc import GenerationOptions
 from lightning_realloc.algorithms.losses.functional import ClippedLoss
 from lightning_realloc.algorithms.losses.policy_losses import Clip
 from lightning_realloc.algorithms.remax import ReMax
@@ -249,7 +250,7 @@ def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="a group needs 2 or more responses to compare; set n >= 2"):
         runs.grpo(sampling=runs.SamplingParams(n=1))
     with pytest.raises(ConfigError, match=r"ratio_to='proximal' leaves out .* or leave rollout_budget out"):
-        runs.grpo(ratio_to="proximal", rollout_budget=RolloutBudget(tokens=9))
+        runs.grpo(ratio_to="proximal", generation=GenerationOptions(rollout_budget=RolloutBudget(tokens=9)))
     with pytest.raises(ConfigError, match=r"temperature=0 gives every response of a group the same tokens"):
         runs.grpo(sampling=runs.SamplingParams(n=2, temperature=0.0))
     with pytest.raises(RewardError, match="cannot be imported"):

@@ -27,7 +27,7 @@ def made(algorithm: type, **settings: Any) -> Any:
 def test_numbers_and_switches_of_a_wrong_type_are_refused_by_name(algorithm: type) -> None:
     defaults = setting_defaults(algorithm)
     plain = [name for name, default in defaults.items() if isinstance(default, bool | int | float)]
-    for name in (*plain, "learning_rate", "weight_decay", "seed", "max_cache_bytes"):
+    for name in (*plain, "learning_rate", "weight_decay", "seed"):
         wrong = ["high"] if isinstance(defaults.get(name), bool) else ["high", True]
         for value in wrong:
             with pytest.raises((ConfigError, GenerationError), match=f"{name}={value!r} "):

@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.optim import SGD
 
+from lightning_realloc import GenerationOptions
 from lightning_realloc.algorithms.base.calls import train as trains
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.role import Role
@@ -278,7 +279,8 @@ def test_tuning_does_not_continue_from_a_checkpoint_with_other_settings() -> Non
     }  # fmt: skip
     reseeded = runs.grpo(sampling=replace(runs.SAMPLING, seed=7))
     assert reason_not_to_resume(state, Runs(plan, 4, reseeded)) is None
-    bounded, drafting = runs.grpo(max_cache_bytes=4096), runs.grpo(speculation=Speculation(drafter="ngram"))
+    bounded = runs.grpo(generation=GenerationOptions(max_cache_bytes=4096))
+    drafting = runs.grpo(speculation=Speculation(drafter="ngram"))
     assert reason_not_to_resume(state, Runs(plan, 4, bounded)) == (
         "the checkpoint was tuned with max_cache_bytes=None, this run has max_cache_bytes=4096"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.algorithms.base.generation_options import GenerationOptions
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions, check_engine
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import (
     Completion,
@@ -38,14 +38,16 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("engine", CAPABILITIES)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_is_refused_exactly_where_the_engine_lacks_its_capability(engine: str, option: str) -> None:
+def test_an_option_is_refused_exactly_where_the_engine_lacks_its_capability(engine: Any, option: str) -> None:
     value, capability = OPTIONS[option]
+    drafts = value if option == "speculation" else None
+    options = GenerationOptions() if option == "speculation" else GenerationOptions(**{option: value})
     if capability in CAPABILITIES[engine]:
-        assert getattr(GenerationOptions(engine=engine, **{option: value}), option) == value
+        check_engine(engine, options, drafts)
         return
     able = [f"engine={name!r}" for name, known in CAPABILITIES.items() if capability in known]
     with pytest.raises(ConfigError) as caught:
-        GenerationOptions(engine=engine, **{option: value})
+        check_engine(engine, options, drafts)
     assert str(caught.value).endswith(f"and engine={engine!r} does not; leave it out, or use {' or '.join(able)}")
     assert str(caught.value).startswith(f"{option}={value!r} needs an engine that ")
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_realloc import RolloutBudget
+from lightning_realloc import GenerationOptions, RolloutBudget
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.generation import Speculation
 from lightning_realloc.strategies import ReallocStrategy
@@ -74,8 +74,8 @@ OPTIONS: dict[str, Case] = {
     "adapters": Case("grpo", "fsdp2", {"peft_config": LORA, "reference": None}),
     "dropout": Case("sft", "fsdp2", {"actor": "gpt2"}),
     "drafts": Case("grpo", "dp2", {"speculation": Speculation(drafter="ngram", num_draft_tokens=2)}),
-    "moved samples": Case("grpo", "dp2", {"sample_reallocation": True}),
-    "rollout budget": Case("grpo", "fsdp2", {"rollout_budget": RolloutBudget(tokens=40)}),
+    "moved samples": Case("grpo", "dp2", {"generation": GenerationOptions(sample_reallocation=True)}),
+    "rollout budget": Case("grpo", "fsdp2", {"generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=40))}),
     "mini-batches": Case("ppo", "fsdp2", {"train_options": runs.options(num_epochs=2, num_minibatches=2)}),
     "stale": Case("grpo", "apart", options={"max_staleness": 1}),
     "stale, crossed": Case("ppo", "crossed", options={"max_staleness": 1}),

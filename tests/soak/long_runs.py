@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_realloc import GenerationOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -88,7 +89,7 @@ def soak(algorithm: str, num_iterations: int, folder: str) -> list[tuple[float, 
         enable_checkpointing=True,
     )  # fmt: skip
     make = {"grpo": runs.grpo, "ppo": runs.ppo}[algorithm]
-    trainer.fit(make(sample_reallocation=True), Batches(20))
+    trainer.fit(make(generation=GenerationOptions(sample_reallocation=True)), Batches(20))
     return recorded.rows
 
 

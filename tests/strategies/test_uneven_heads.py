@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.optim import SGD
 
+from lightning_realloc import GenerationOptions
 from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS, tiny_model
 from tests.strategies import runs
@@ -27,7 +28,11 @@ PLANS = {
         calls(actor_train="fsdp2.tp2", actor_generate="tp4@2,0,1,3", reference_infer="fsdp4"),
     ],
 }
-SETTINGS = {"all weights": {}, "adapters": {"peft_config": LORA}, "bounded cache": {"max_cache_bytes": 20_000}}
+SETTINGS = {
+    "all weights": {},
+    "adapters": {"peft_config": LORA},
+    "bounded cache": {"generation": GenerationOptions(max_cache_bytes=20_000)},
+}
 CASES = (
     *((heads, "all weights", plan) for heads in PLANS for plan in range(len(PLANS[heads]))),
     ("9/3", "adapters", 1), ("14/2", "adapters", 0), ("9/3", "bounded cache", 0), ("14/2", "bounded cache", 1),

@@ -1,10 +1,10 @@
-"""Group of settings for generation: engine, drafting, memory and budget of the rollout."""
+"""Group of settings for generation: memory, CUDA graphs, sample reallocation and budget of the rollout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -33,16 +33,11 @@ class GenerationOptions:
     """Options of generation that do not change which tokens are sampled; ``sampling`` does.
 
     Example:
-        ``GRPO(actor, reward, generation=GenerationOptions(speculation=Speculation(), max_cache_bytes=8 << 30))``
+        ``GRPO(actor, reward, speculation=Speculation(), generation=GenerationOptions(max_cache_bytes=8 << 30))``
     """
 
-    engine: EngineName = "native"
-    """``"native"``: continuous batching; ``"hf"``: the model's own ``generate``, for models that the native engine
-    refuses; ``"vllm"``: vLLM in a process next to each generating rank."""
     vllm: VLLMOptions | None = None
     """Where the engine ``"vllm"`` is, and how it is started; None: the defaults."""
-    speculation: Speculation | None = None
-    """Speculative decoding: draft several tokens, verify them at once; None: one token at a time."""
     max_cache_bytes: int | None = None
     """Bound on the bytes of keys and values per rank; further samples wait. None: room for ``max_slots`` of the
     longest sample."""
@@ -70,10 +65,6 @@ class GenerationOptions:
     """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 
     def __post_init__(self) -> None:
-        if self.speculation is not None:
-            from lightning_realloc.generation.speculative.config import Speculation
-
-            check_type(Speculation, speculation=self.speculation)
         if self.vllm is not None:
             from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 
@@ -82,7 +73,6 @@ class GenerationOptions:
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
         check_type(bool, batch_invariant=self.batch_invariant)
         _check_sample_reallocation(self.sample_reallocation)
-        check_choice("engine", self.engine, get_args(EngineName))
         if self.cuda_graphs not in (True, False, "collective"):
             raise ConfigError(f'cuda_graphs={self.cuda_graphs!r} must be True, False or "collective"')
         if not isinstance(self.free_cache, bool) and self.free_cache != "auto":
@@ -94,7 +84,6 @@ class GenerationOptions:
                 f"batch_invariant=True captures no steps that compile={self.compile!r} could compile; leave one of "
                 f"them out"
             )
-        self._check_capabilities()
         if self.max_cache_bytes is not None and not 1 <= self.max_cache_bytes < math.inf:
             raise ConfigError(
                 f"max_cache_bytes={self.max_cache_bytes} must be at least 1 and finite; leave it out for no bound"
@@ -105,24 +94,9 @@ class GenerationOptions:
                 f"their own, and keep their samples until then; leave one of the two out"
             )
 
-    def _check_capabilities(self) -> None:
-        """Refuse options that need a capability which the engine lacks."""
-        for field in fields(self):
-            value, capability = getattr(self, field.name), _NEEDS.get(field.name)
-            if capability is None or value == field.default or (field.name, value) in _NEED_NOTHING:
-                continue
-            require_capability(capability, f"{field.name}={value!r}", engine=self.engine, error=ConfigError)
-
-    def over(self, others: GenerationOptions) -> GenerationOptions:
-        """Return these options, with the values of ``others`` for fields that are at their defaults."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        defaults = {field.name: field.default for field in fields(self)}
-        return replace(others, **{name: value for name, value in given.items() if value != defaults[name]})
-
 
 _NEEDS: Mapping[str, Capability] = {
     "vllm": "vllm",
-    "speculation": "drafts",
     "max_cache_bytes": "cache_bound",
     "free_cache": "keeps_cache",
     "sample_reallocation": "moves",
@@ -134,6 +108,21 @@ _NEEDS: Mapping[str, Capability] = {
 """Option -> the capability that it needs of the engine, unless it has its default."""
 _NEED_NOTHING = (("free_cache", True), ("sample_reallocation", None))
 """Further values that every engine can follow."""
+
+
+def check_engine(engine: EngineName, options: GenerationOptions, speculation: Speculation | None) -> None:
+    """Raise ConfigError for an unknown engine, and for settings that need a capability which the engine lacks."""
+    check_choice("engine", engine, get_args(EngineName))
+    if speculation is not None:
+        from lightning_realloc.generation.speculative.config import Speculation
+
+        check_type(Speculation, speculation=speculation)
+        require_capability("drafts", f"speculation={speculation!r}", engine=engine, error=ConfigError)
+    for field in fields(options):
+        value, capability = getattr(options, field.name), _NEEDS.get(field.name)
+        if capability is None or value == field.default or (field.name, value) in _NEED_NOTHING:
+            continue
+        require_capability(capability, f"{field.name}={value!r}", engine=engine, error=ConfigError)
 
 
 def _check_sample_reallocation(value: object) -> None:

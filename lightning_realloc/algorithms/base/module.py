@@ -24,7 +24,7 @@ from lightning_realloc.algorithms.base.adapters import (
     roles_with_adapters,
 )
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
-from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions, check_engine
 from lightning_realloc.algorithms.base.initial_weights import random_stream, starts_at_base
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, without_weights
 from lightning_realloc.algorithms.base.optimizers import (
@@ -37,7 +37,7 @@ from lightning_realloc.algorithms.base.quantization import LoadingOptions
 from lightning_realloc.algorithms.base.role import Role, Task
 from lightning_realloc.algorithms.base.rollout_columns import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
-from lightning_realloc.algorithms.settings import check_not_negative, check_type, refuse_contradictions
+from lightning_realloc.algorithms.settings import check_not_negative, check_type
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.callbacks.progress.call_progress import CallProgress
@@ -69,8 +69,6 @@ class ModuleSettings(TypedDict, total=False):
     train_options: TrainOptions | None
     engine: EngineName
     speculation: Speculation | None
-    max_cache_bytes: int | None
-    sample_reallocation: SampleReallocation
     peft_config: Any
     quantization_config: Any
     allow_missing: bool
@@ -99,10 +97,6 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         engine: ``"native"``: continuous batching; ``"hf"``: the model's own ``generate``, for models that the native
             engine refuses; ``"vllm"``: vLLM next to each generating rank.
         speculation: Speculative decoding: draft several tokens, verify them at once; None: one token at a time.
-        max_cache_bytes: Bound on the bytes of keys and values per rank; further samples wait. None: room for
-            ``max_slots`` of the longest sample.
-        sample_reallocation: Samples that move between ranks so that all finish together. True or ``"queued"``: those
-            that wait for a slot; ``"all"``: running ones too. Tokens stay the same.
         peft_config: Adapters to train: a ``LoraConfig``, a mapping with ``peft_type: LORA``, or a folder of saved ones,
             for every trained role; or role -> one of these.
         quantization_config: 4-bit weights under the adapters: a ``BitsAndBytesConfig(load_in_4bit=True)`` or the same
@@ -112,7 +106,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
             always be missing.
         liger_kernels: Use Liger's kernels; needs CUDA and the package liger-kernel.
         seed: Seed of random weights, sampling, dropout and mini-batch order; None: that of ``seed_everything``, else 0.
-        generation: Group of the settings of generation; its fields take precedence.
+        generation: Further options of generation: bounds of its memory, samples that move between ranks, a budget.
         tokenizer: Tokenizer, its name or folder; None: that of the first language model.
     """
 
@@ -144,8 +138,6 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         train_options: TrainOptions | None = None,
         engine: EngineName = "native",
         speculation: Speculation | None = None,
-        max_cache_bytes: int | None = None,
-        sample_reallocation: SampleReallocation = False,
         peft_config: Any = None,
         quantization_config: Any = None,
         allow_missing: bool = False,
@@ -162,13 +154,10 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         check_learning_rate(learning_rate, optimizer)
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
-        options = GenerationOptions(
-            engine=engine,
-            speculation=speculation,
-            max_cache_bytes=max_cache_bytes,
-            sample_reallocation=sample_reallocation,
-        )
-        self._set_generation(options if generation is None else generation.over(options))
+        self.engine = engine
+        self.speculation = speculation
+        self.generation_options = generation or GenerationOptions()
+        self._check_generation()
         self.peft_config = peft_config
         self.loading = LoadingOptions(quantization_config=quantization_config, allow_missing=allow_missing)
         self.liger_kernels = liger_kernels
@@ -185,23 +174,19 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         """Role -> source of its weights. A dict keeps given modules out of this module's children. Once all roles are
         built, only shapes are kept."""
 
-    def _set_generation(self, options: GenerationOptions) -> None:
-        if options.rollout_budget is not None and not self.supports_rollout_budget:
+    def _check_generation(self) -> None:
+        check_engine(self.engine, self.generation_options, self.speculation)
+        budget = self.generation_options.rollout_budget
+        if budget is not None and not self.supports_rollout_budget:
             raise ConfigError(
-                f"{options.rollout_budget} continues responses in the next iteration, and {type(self).__name__} has "
-                f"none that could; leave rollout_budget out of generation"
+                f"{budget} continues responses in the next iteration, and {type(self).__name__} has none that could; "
+                f"leave rollout_budget out of generation"
             )
-        self.generation_options = options
-        self.engine = options.engine
-        self.speculation = options.speculation
-        self.max_cache_bytes = options.max_cache_bytes
-        self.sample_reallocation = options.sample_reallocation
 
     @classmethod
     def check_settings(cls, settings: Mapping[str, object]) -> None:
-        """Refuse unknown settings, options given twice with different values, and adapters of unknown roles."""
+        """Refuse unknown settings, and adapters of unknown roles."""
         super().check_settings(settings)
-        refuse_contradictions(cls, settings)
         if cls.__module__.startswith("lightning_realloc."):  # other classes may have roles without declared calls
             adapted = settings.get("peft_config")
             calls = cls.calls_for([str(name) for name in roles_with_adapters(adapted)])

@@ -26,7 +26,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
-from lightning_realloc.generation import Conversation, Engine, Environment, RolloutBudget, SamplingParams
+from lightning_realloc.generation import Conversation, Engine, Environment, SamplingParams
 from lightning_realloc.generation.core.capabilities import require_capability
 from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
@@ -42,7 +42,6 @@ class PolicySettings(ModuleSettings, total=False):
     accuracy: Accuracy | None
     environment: EnvironmentSource | None
     conversation: Conversation | None
-    rollout_budget: RolloutBudget | None
 
 
 class PolicyModule(MultiModelModule):
@@ -56,7 +55,6 @@ class PolicyModule(MultiModelModule):
             of such functions, constructed from the tokenizer; or an import path. Its tokens are not learned. None: a
             response is one turn.
         conversation: Limits on the turns of a response and on the environment's time.
-        rollout_budget: Tokens or seconds of an iteration's generation; the rest continues in the next. None: no limit.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
@@ -77,14 +75,10 @@ class PolicyModule(MultiModelModule):
         accuracy: Accuracy | None = None,
         environment: EnvironmentSource | None = None,
         conversation: Conversation | None = None,
-        rollout_budget: RolloutBudget | None = None,
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         check_type(SamplingParams, sampling=sampling, evaluation_sampling=evaluation_sampling)
-        if self.generation_options.rollout_budget is None and rollout_budget is not None:
-            self._set_generation(replace(self.generation_options, rollout_budget=rollout_budget))
-        self.rollout_budget = self.generation_options.rollout_budget
         check_type(Conversation, conversation=conversation)
         self.sampling = sampling
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
@@ -158,13 +152,14 @@ class PolicyModule(MultiModelModule):
     def _responses(self, actor: Engine, prompts: Samples) -> Samples | Divided:
         sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
         sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
-        if self.rollout_budget is None or not self.training_now:
+        budget = self.generation_options.rollout_budget
+        if budget is None or not self.training_now:
             may_mix = self.training_now and self._strategy.max_staleness > 1
             iteration = self._strategy.iteration if may_mix else None
             dialogue = self._dialogue(prompts, sampling)
             return sample_responses(actor, prompts, sampling, dialogue=dialogue, iteration=iteration)
         part = BudgetedRollout(
-            budget=self.rollout_budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
+            budget=budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
             num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
             dialogue=self._dialogue(prompts, sampling),
         )  # fmt: skip
@@ -200,7 +195,7 @@ class PolicyModule(MultiModelModule):
         if self._asked is None:
             self._asked = make_environment(self._environment, self.tokenizer)
         # With sample reallocation, samples of other ranks may arrive here.
-        known = self._batch if self.sample_reallocation and self._batch is not None else prompts
+        known = self._batch if self._batch is not None and self.generation_options.sample_reallocation else prompts
         return Dialogue(RowEnvironment(self._asked, known, sampling.n), self._conversation)
 
     def prepare_batch(self, batch: Samples) -> Samples:
@@ -254,7 +249,7 @@ class PolicyModule(MultiModelModule):
     def setup(self, stage: str) -> None:
         """Raise for a strategy that cannot carry responses over; discard those of an earlier fit."""
         super().setup(stage)
-        if stage != "fit" or self.rollout_budget is None:
+        if stage != "fit" or self.generation_options.rollout_budget is None:
             return
         self._carried = None
         strategy = self.trainer.strategy
@@ -271,7 +266,7 @@ class PolicyModule(MultiModelModule):
 
     def with_carried(self, batch: Samples) -> Samples:
         """Return the prompts with unfinished responses, then the loader's."""
-        if self.rollout_budget is None:
+        if self.generation_options.rollout_budget is None:
             return batch
         begun = 0 if self._carried is None else len(self._carried.responses)
         self._num_expected = begun + len(batch) * self.sampling.n
@@ -280,14 +275,15 @@ class PolicyModule(MultiModelModule):
 
     def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
         """Store unfinished responses for the next iteration."""
-        if self.rollout_budget is None:
+        budget = self.generation_options.rollout_budget
+        if budget is None:
             return
         assert self._worked_on is not None, "samples are carried on without an iteration"
         self._carried = None if samples is None else PartialRollouts.from_responses(samples, self._worked_on)
         self._worked_on = None
         num_carried = 0 if samples is None else len(samples)
         self.log("carried_samples", float(num_carried), batch_size=1)
-        if self.rollout_budget.late == "drop":
+        if budget.late == "drop":
             self.log("dropped_samples", float(self._num_expected - num_learnt - num_carried), batch_size=1)
 
     def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
@@ -307,7 +303,7 @@ class PolicyModule(MultiModelModule):
         if state is None:
             return
         carried = PartialRollouts.from_state(state)
-        if self.rollout_budget is None:
+        if self.generation_options.rollout_budget is None:
             rank_zero_warn(
                 f"the checkpoint holds {len(carried.responses)} responses that were to go on, and they are left out: "
                 f"give the rollout_budget of the run that saved it to go on with them"

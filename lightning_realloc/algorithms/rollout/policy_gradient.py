@@ -109,7 +109,7 @@ class PolicyGradient(RewardedModule):
         learn_truncated: Whether to learn from responses that were cut off.
         dynamic_sampling: Replace groups of equal rewards by further prompts.
         settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule` (evaluation,
-            environment, rollout budget) and :class:`MultiModelModule` (learning rate, optimizer, schedule, tokenizer,
+            environment, conversation) and :class:`MultiModelModule` (learning rate, optimizer, schedule, tokenizer,
             training options, seed).
     """
 
@@ -173,10 +173,11 @@ class PolicyGradient(RewardedModule):
         check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
         check_choice("ratio_to", self.ratio_to, get_args(RatioTo))
         check_not_negative(entropy_coef=self.entropy_coef)
-        if self.ratio_to == "proximal" and self.rollout_budget is not None:
+        budget = self.generation_options.rollout_budget
+        if self.ratio_to == "proximal" and budget is not None:
             raise ConfigError(
-                f"ratio_to='proximal' leaves out what was learnt since a token was drawn, and {self.rollout_budget} "
-                f"goes on with responses of older weights; use ratio_to='behaviour', or leave rollout_budget out"
+                f"ratio_to='proximal' leaves out what was learnt since a token was drawn, and {budget} goes on "
+                f"with responses of older weights; use ratio_to='behaviour', or leave rollout_budget out"
             )
         loss = self.policy_loss
         if self.engine_correction is not None and (self.ratio_to == "behaviour" or loss.weighs_responses):

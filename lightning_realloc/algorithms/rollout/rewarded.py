@@ -72,7 +72,7 @@ class RewardedModule(PolicyModule):
         keep_special_tokens: Whether reward functions get completions with the tokenizer's special tokens, apart from
             one that ends the response.
         reference: Model that the policy is kept close to; None: the actor as it was loaded, or without its adapters.
-        settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
+        settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation) and
             :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
@@ -240,7 +240,7 @@ class RewardedModule(PolicyModule):
         if stage != "fit" or not self.chooses:
             return
         name = type(self).__name__
-        if self.rollout_budget is not None:
+        if self.generation_options.rollout_budget is not None:
             raise ConfigError(
                 f"rollout_budget carries responses on, and {name} chooses among those of whole prompts before it "
                 f"learns; leave rollout_budget out"

@@ -37,7 +37,7 @@ class VLLMOptions:
     """How to reach vLLM: a process next to each generating rank, or a running server.
 
     Example:
-        ``GRPO(actor, reward, generation=GenerationOptions(engine="vllm", vllm=VLLMOptions(restarts=1)))``
+        ``GRPO(actor, reward, engine="vllm", generation=GenerationOptions(vllm=VLLMOptions(restarts=1)))``
     """
 
     python: str | None = None

@@ -107,7 +107,7 @@ class EngineFactory(ABC):
         context, streams = self._context, self._context.pool.streams
         if not streams.is_allowed(call.name):
             return None
-        if self._algorithm.sample_reallocation:
+        if self._algorithm.generation_options.sample_reallocation:
             raise GenerationError(
                 f"the ranks of {call.name} take newer weights at steps of their own under max_staleness of 2 and more, "
                 f"and samples cannot move between them; use sample_reallocation=False, or max_staleness=1"

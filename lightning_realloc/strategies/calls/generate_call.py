@@ -68,7 +68,7 @@ class GenerateCalls:
         algorithm, stats, moved = self._context.algorithm, generator.engine.stats, generator.engine.migration_stats
         if algorithm.speculation is not None:
             report.sums |= speculation_metrics(call, stats)
-        if algorithm.max_cache_bytes is not None:
+        if algorithm.generation_options.max_cache_bytes is not None:
             report.sums[f"preemptions/{call}"] = float(stats.num_preemptions)
         if self._context.device.type == "cuda" and "captures" in generator.engine.capabilities:
             report.maxima[f"capture_s/{call}"] = stats.capture_s

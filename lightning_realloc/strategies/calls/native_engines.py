@@ -48,7 +48,7 @@ class NativeEngines(EngineFactory):
             lockstep=lockstep,
             speculation=algorithm.speculation,
             drafter=drafter,
-            max_cache_bytes=algorithm.max_cache_bytes,
+            max_cache_bytes=options.max_cache_bytes,
             cuda_graphs=options.cuda_graphs,
             compile=options.compile,
             batch_invariant=options.batch_invariant,
@@ -81,7 +81,7 @@ class NativeEngines(EngineFactory):
         return None if group is None else Lockstep(group, self._context.device)
 
     def _moves(self, peers: tuple[int, ...]) -> Peers | None:
-        setting = self._algorithm.sample_reallocation
+        setting = self._algorithm.generation_options.sample_reallocation
         if not setting or not peers:
             return None
         from lightning_realloc.generation.rebalance.peers import Peers

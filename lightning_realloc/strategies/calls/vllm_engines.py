@@ -32,12 +32,13 @@ class VLLMEngines(EngineFactory):
         key = replica.role, max_slots
         for other in [known for known in self._services if known[0] == replica.role and known != key]:
             self._services.pop(other).close()
+        options = self._algorithm.generation_options
         engine = VLLMEngine(
             replica.model,
             tokenizer=self._algorithm.tokenizer,
             max_slots=max_slots,
-            max_cache_bytes=self._algorithm.max_cache_bytes,
-            options=self._algorithm.generation_options.vllm,
+            max_cache_bytes=options.max_cache_bytes,
+            options=options.vllm,
             service=self._services.get(key),
         )
         self._services[key] = engine.service

@@ -84,8 +84,8 @@ def refuse_ineffective_callbacks(callbacks: Iterable[object], algorithm: str) ->
         if isinstance(callback, BatchSizeFinder):
             raise ConfigError(
                 f"the batch-size finder cannot change a batch of {algorithm}, whose memory follows from "
-                f"train_options=TrainOptions(micro_batch_tokens=...) and max_cache_bytes=, not from batch_size; leave "
-                f"it out, and lower these if memory is short"
+                f"TrainOptions(micro_batch_tokens=...) and GenerationOptions(max_cache_bytes=...), not from "
+                f"batch_size; leave it out, and lower these if memory is short"
             )
         interval = getattr(callback, "_train_time_interval", None)
         if isinstance(callback, ModelCheckpoint) and interval is not None:

@@ -99,13 +99,13 @@ def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: t
     """Return the engine's settings that its memory depends on. Raises GenerationError for an unreadable draft model."""
     if "keeps_cache" not in CAPABILITIES[module.engine]:
         return EngineMemory()
-    speculation = module.speculation
+    speculation, options = module.speculation, module.generation_options
     return EngineMemory(
-        max_cache_bytes=module.max_cache_bytes,
-        moves_samples=bool(module.sample_reallocation),
-        frees_cache=module.generation_options.free_cache is not False,
-        captures_anew=module.generation_options.free_cache is True,  # "auto" keeps graphs where memory allows it
-        captures_collectives=module.generation_options.cuda_graphs == "collective",
+        max_cache_bytes=options.max_cache_bytes,
+        moves_samples=bool(options.sample_reallocation),
+        frees_cache=options.free_cache is not False,
+        captures_anew=options.free_cache is True,  # "auto" keeps graphs where memory allows it
+        captures_collectives=options.cuda_graphs == "collective",
         num_ahead=0 if speculation is None else speculation.most_ahead,
         draft=None if speculation is None else _draft_memory(speculation),
         packs_weights=device.type == "cpu" and packs(copy_dtype),

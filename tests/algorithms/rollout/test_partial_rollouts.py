@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_realloc import GenerationOptions
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts, Progress
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.ragged import Ragged
@@ -150,18 +151,18 @@ def test_a_checkpoint_whose_carried_responses_do_not_fit_the_run_is_reported() -
     engine = GenerationEngine(tiny_model("llama").double())
     made = part(0, tokens=20).run(engine, prompts_of(0, 1), SAMPLING, None)
     checkpoint = {"carried_rollout": PartialRollouts.from_responses(made.carried, prompts_of(0, 1)).state()}
-    budget = RolloutBudget(tokens=5)
+    budgeted = GenerationOptions(rollout_budget=RolloutBudget(tokens=5))
     with pytest.raises(CheckpointError, match="began without an environment, and this run has one; resume with the"):
-        runs.grpo(rollout_budget=budget, environment=len).on_load_checkpoint(checkpoint)
+        runs.grpo(generation=budgeted, environment=len).on_load_checkpoint(checkpoint)
     with pytest.warns(UserWarning, match=f"holds {len(made.carried)} responses that were to go on, and they are left"):
         runs.grpo().on_load_checkpoint(checkpoint)
-    module = runs.grpo(rollout_budget=budget)
+    module = runs.grpo(generation=budgeted)
     module.on_load_checkpoint(checkpoint)
     saved: dict[str, Any] = {}
     module.on_save_checkpoint(saved)
     assert PartialRollouts.from_state(saved["carried_rollout"]).responses.equals(made.carried)
     with pytest.raises(CheckpointError, match=r"began with sampling.n=2, and this run has sampling.n=4; resume with"):
-        runs.grpo(rollout_budget=budget, sampling=replace(runs.SAMPLING, n=4)).on_load_checkpoint(saved)
+        runs.grpo(generation=budgeted, sampling=replace(runs.SAMPLING, n=4)).on_load_checkpoint(saved)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +183,12 @@ def test_invalid_budgets_are_refused(settings: dict[str, Any], message: str) -> 
         RolloutBudget(**settings)
 
 
-@pytest.mark.parametrize("setting", [{"engine": "hf"}, {"sample_reallocation": True}, {"sample_reallocation": "all"}])
-def test_settings_that_exclude_a_budget_are_refused(setting: dict[str, Any]) -> None:
-    name, value = next(iter(setting.items()))
-    with pytest.raises(ConfigError, match=f"rollout_budget.*{name}={value!r}"):
-        runs.grpo(rollout_budget=RolloutBudget(tokens=5), **setting)
+def test_settings_that_exclude_a_budget_are_refused() -> None:
+    budget = RolloutBudget(tokens=5)
+    with pytest.raises(ConfigError, match=r"rollout_budget.*engine='hf'"):
+        runs.grpo(engine="hf", generation=GenerationOptions(rollout_budget=budget))
+    for moves in (True, "all"):
+        with pytest.raises(ConfigError, match=f"rollout_budget.*sample_reallocation={moves!r}"):
+            GenerationOptions(rollout_budget=budget, sample_reallocation=moves)
     with pytest.raises(ConfigError, match="must be positive"):
         replace(RolloutBudget(tokens=5), seconds=-1.0)

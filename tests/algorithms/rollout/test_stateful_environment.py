@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from lightning_realloc import Conversation, PromptDataModule, RolloutBudget, SamplingParams, Turn
+from lightning_realloc import Conversation, GenerationOptions, PromptDataModule, RolloutBudget, SamplingParams, Turn
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool
@@ -126,7 +126,7 @@ def play(num_iterations: int, settings: dict[str, Any]) -> Played:
     return Played(reward.played, record.logged, game.num_continued, game.num_replayed)
 
 
-@pytest.mark.parametrize("settings", [{}, {"rollout_budget": RolloutBudget(tokens=60)}])
+@pytest.mark.parametrize("settings", [{}, {"generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=60))}])
 def test_every_answer_follows_from_the_samples_own_game(workers: WorkerPool, settings: dict[str, Any]) -> None:
     (played,) = workers.run(play, 4, settings, world_size=1, init_process_group=False)
     for tokens, secret in played.samples:

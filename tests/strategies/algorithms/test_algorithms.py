@@ -21,6 +21,7 @@ from lightning_realloc import (
     ConfigError,
     DynamicSampling,
     EngineCorrection,
+    GenerationOptions,
     OnlineDPO,
     OnPolicyDistillation,
     ReinforcePlusPlus,
@@ -224,7 +225,7 @@ def refusals() -> list[str]:
     for strategy, settings in (
         (ReallocStrategy(max_staleness=1), {}),
         (ReallocStrategy(generation_chunks=2), {}),
-        (ReallocStrategy(), {"rollout_budget": RolloutBudget(tokens=9)}),
+        (ReallocStrategy(), {"generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=9))}),
     ):
         module = BestOfN(tiny_model("llama"), runs.low_tokens, tokenizer=byte_tokenizer(), **settings)
         with pytest.raises(ConfigError) as caught:

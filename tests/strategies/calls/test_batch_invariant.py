@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,19 +17,14 @@ from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerPool
 
-OTHERWISE = {
-    "speculation": Speculation(drafter="history", num_draft_tokens=2),
-    "sample_reallocation": "all",
-    "max_cache_bytes": 200_000,
-}
-"""Settings that generate the same tokens in other batches and steps."""
+DRAFTS = Speculation(drafter="history", num_draft_tokens=2)
+INVARIANT = GenerationOptions(batch_invariant=True)
 
 
-def run_grpo(layout: str, max_slots: int, is_invariant: bool, settings: dict[str, Any]) -> Outcome:
+def run_grpo(layout: str, max_slots: int, drafts: Speculation | None, options: GenerationOptions) -> Outcome:
     """Train for two iterations, with samples that move at random where they may."""
     actor, reference = (tiny_model("llama", seed=seed, hidden_size=128) for seed in (0, 1))
-    generation = GenerationOptions(batch_invariant=is_invariant, **settings)
-    module = runs.grpo(actor=actor, reference=reference, generation=generation)
+    module = runs.grpo(actor=actor, reference=reference, speculation=drafts, generation=options)
     plan = plan_of(module, layout)
     plan["calls"]["actor.generate"] = {"layout": layout, "max_slots": max_slots}
     with moving(every=1, plan_balance=at_random):
@@ -40,15 +35,16 @@ def run_grpo(layout: str, max_slots: int, is_invariant: bool, settings: dict[str
 def test_trained_weights_are_equal_to_the_bit_with_other_batches_drafts_and_moves(
     workers: WorkerPool, layout: str
 ) -> None:
-    settings = {**OTHERWISE, "sample_reallocation": layout == "dp2" and "all"}
+    # Drafts, samples that move and a bounded cache generate the same tokens in other batches and steps.
+    options = GenerationOptions(sample_reallocation="all" if layout == "dp2" else False, max_cache_bytes=200_000)
     plain, other = (
         workers.run(run_grpo, layout, *arguments, world_size=2, init_process_group=False)[0]
-        for arguments in ((64, True, {}), (3, True, settings))
+        for arguments in ((64, None, INVARIANT), (3, DRAFTS, replace(options, batch_invariant=True)))
     )
     assert other.tokens == plain.tokens
     assert all(torch.equal(other.weights[name], weight) for name, weight in plain.weights.items())
     if layout == "dp2":  # without the setting there is a difference
-        varying = workers.run(run_grpo, layout, 3, False, settings, world_size=2, init_process_group=False)[0]
+        varying = workers.run(run_grpo, layout, 3, DRAFTS, options, world_size=2, init_process_group=False)[0]
         assert varying.tokens == plain.tokens
         assert runs.largest_difference(varying.weights, plain.weights) > 0.0
 
@@ -56,7 +52,7 @@ def test_trained_weights_are_equal_to_the_bit_with_other_batches_drafts_and_move
 def run_refused(layout: str) -> str:
     """Return the error of a layout."""
     with pytest.raises(GenerationError) as error:
-        run_grpo(layout, 8, True, {})
+        run_grpo(layout, 8, None, INVARIANT)
     return str(error.value)
 
 

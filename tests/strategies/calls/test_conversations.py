@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.optim import AdamW
 
-from lightning_realloc.algorithms.base.generation_options import SampleReallocation
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
 from lightning_realloc.generation import Conversation, SamplingParams, Turn
 from tests.generation.dialogues import tool
 from tests.generation.random_moves import at_random, moving
@@ -105,7 +105,7 @@ def test_conversations_run_in_chunks_and_one_step_ahead(workers: WorkerPool) -> 
 
 def run_with_moves(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
     """Return the outcome of two iterations, and the number of samples that moved in each."""
-    module = runs.grpo(sampling=SAMPLING, environment=informed, sample_reallocation=moves)
+    module = runs.grpo(sampling=SAMPLING, environment=informed, generation=GenerationOptions(sample_reallocation=moves))
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
         outcome = runs.train(module, plan_of(module, "dp2"), 2, Batches(2), callbacks=[moved])

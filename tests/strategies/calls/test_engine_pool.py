@@ -24,9 +24,8 @@ def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
     """Return the engine pool of the only rank, or of one that shares its model with others."""
     speculation = Speculation(drafter=drafter, draft_blocks=1 if drafter == "blocks" else None)  # type: ignore[arg-type]
     module = SimpleNamespace(
-        speculation=speculation, engine="native", tokenizer=None, max_cache_bytes=None, sample_reallocation=False,
-        generation_options=GenerationOptions(),
-    )  # fmt: skip
+        speculation=speculation, engine="native", tokenizer=None, generation_options=GenerationOptions()
+    )
     group = object() if shares_model else None
     meshes = SimpleNamespace(tensor_group=lambda layout: group, batch_group=lambda layout: None)
     plan = SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4))

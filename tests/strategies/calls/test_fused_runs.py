@@ -14,6 +14,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from torch.optim import SGD
 
+from lightning_realloc import GenerationOptions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import ConfigError
@@ -105,7 +106,9 @@ def test_ppo_gives_the_same_results_from_chunks(workers: WorkerPool, world_size:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sample_reallocation": True}, {"engine": "hf"}], ids=["alone", "moving samples", "hf"]
+    "settings",
+    [{}, {"generation": GenerationOptions(sample_reallocation=True)}, {"engine": "hf"}],
+    ids=["alone", "moving samples", "hf"],
 )
 def test_grpo_gives_the_same_results_from_chunks(workers: WorkerPool, settings: dict[str, Any]) -> None:
     layouts = dict(GRPO_PLAN["calls"])

@@ -13,6 +13,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_realloc import GenerationOptions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import RolloutBudget, SamplingParams
@@ -28,6 +29,11 @@ from tests.workers import WorkerFailure, WorkerPool
 SAMPLING = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=tuple(range(112, 128)))
 """Responses have eight tokens on average."""
 TALKING = SamplingParams(n=2, max_new_tokens=32, stop_token_ids=tuple(range(80, 128)))
+
+
+def budget(**limits: Any) -> dict[str, Any]:
+    """Return the settings of an algorithm with a budget."""
+    return {"generation": GenerationOptions(rollout_budget=RolloutBudget(**limits))}
 
 
 @dataclass
@@ -136,8 +142,8 @@ def run(
 
 @pytest.mark.parametrize("name", matrix(["grpo", "ppo"], "grpo"))
 def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name: str) -> None:
-    budget = RolloutBudget(tokens=10_000, seconds=1000.0)
-    plain, bounded = (run(workers, name, "dp2", 2, each, batches=2) for each in ({}, {"rollout_budget": budget}))
+    never_spent = budget(tokens=10_000, seconds=1000.0)
+    plain, bounded = (run(workers, name, "dp2", 2, each, batches=2) for each in ({}, never_spent))
     assert bounded.responses == plain.responses
     assert runs.largest_difference(bounded.weights, plain.weights) == 0.0
     for mine, others in zip(bounded.logged, plain.logged, strict=True):
@@ -160,7 +166,7 @@ def test_responses_that_take_several_iterations_have_the_same_tokens(
     settings["sampling"] = SAMPLING if environment is None else TALKING
     plain = run(workers, name, layout, 2, settings, batches=3)
     tokens = 30 if layout != "tp2" else 50
-    pieces = run(workers, name, layout, 2, settings | {"rollout_budget": RolloutBudget(tokens=tokens)}, batches=3)
+    pieces = run(workers, name, layout, 2, settings | budget(tokens=tokens), batches=3)
     carried = [step["carried_samples"] for step in pieces.logged]
     assert max(carried) > 0
     done, everything = pieces.all, plain.all
@@ -174,8 +180,8 @@ def test_responses_that_take_several_iterations_have_the_same_tokens(
 
 def test_samples_at_the_staleness_limit_are_finished_or_dropped(workers: WorkerPool) -> None:
     def run_with(late: Any) -> Learnt:
-        budget = RolloutBudget(tokens=20, max_staleness=1, late=late)
-        return run(workers, "ppo", "dp2", 2, {"learning_rate": 0.0, "rollout_budget": budget})
+        settings = {"learning_rate": 0.0, **budget(tokens=20, max_staleness=1, late=late)}
+        return run(workers, "ppo", "dp2", 2, settings)
 
     finished, dropped = run_with("finish"), run_with("drop")
     for step in (*finished.logged, *dropped.logged):
@@ -188,7 +194,7 @@ def test_samples_at_the_staleness_limit_are_finished_or_dropped(workers: WorkerP
 
 
 def test_every_iteration_has_a_sample_for_every_mini_batch(workers: WorkerPool) -> None:
-    settings = {"rollout_budget": RolloutBudget(tokens=1), "train_options": TrainOptions(num_minibatches=4)}
+    settings = {**budget(tokens=1), "train_options": TrainOptions(num_minibatches=4)}
     learnt = run(workers, "grpo", "dp2", 2, settings)
     assert all(len(responses) >= 4 for responses in learnt.responses)
     assert min(step["carried_samples"] for step in learnt.logged) > 0
@@ -196,8 +202,7 @@ def test_every_iteration_has_a_sample_for_every_mini_batch(workers: WorkerPool) 
 
 def moved(plans: Mapping[int, Any]) -> Learnt:
     """Return the result of a run whose plan changes after these iterations."""
-    settings: dict[str, Any] = {"learning_rate": 0.0, "rollout_budget": RolloutBudget(tokens=30)}
-    return learn("grpo", "dp2", 2, settings, moves=plans)
+    return learn("grpo", "dp2", 2, {"learning_rate": 0.0, **budget(tokens=30)}, moves=plans)
 
 
 def test_carried_samples_continue_under_another_plan(workers: WorkerPool) -> None:
@@ -215,9 +220,8 @@ def test_carried_samples_continue_under_another_plan(workers: WorkerPool) -> Non
 def resumed(folder: str) -> list[Learnt]:
     """Return a straight run, and one that resumes after its second iteration."""
     path = Path(folder) / "half"
-    settings: dict[str, Any] = {"rollout_budget": RolloutBudget(tokens=40)}
-    straight = learn("grpo", "dp2", 2, settings, save=(2, path))
-    return [straight, learn("grpo", "dp2", 2, settings, resume=path)]
+    straight = learn("grpo", "dp2", 2, budget(tokens=40), save=(2, path))
+    return [straight, learn("grpo", "dp2", 2, budget(tokens=40), resume=path)]
 
 
 def test_a_resumed_run_continues_the_carried_samples(workers: WorkerPool, tmp_path: Path) -> None:
@@ -230,7 +234,7 @@ def test_a_resumed_run_continues_the_carried_samples(workers: WorkerPool, tmp_pa
 
 def refused(strategy: dict[str, Any]) -> None:
     """Fit with a budget under a strategy that does not support it."""
-    learn("grpo", "dp2", 2, {"rollout_budget": RolloutBudget(tokens=40)}, strategy=strategy)
+    learn("grpo", "dp2", 2, budget(tokens=40), strategy=strategy)
 
 
 @pytest.mark.parametrize(

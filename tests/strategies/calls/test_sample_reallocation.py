@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_realloc.algorithms.base.generation_options import SampleReallocation
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
 from lightning_realloc.generation import Speculation
 from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
@@ -44,7 +44,8 @@ def run_algorithm(
     """Return the results of two iterations, and the number of samples that moved in each."""
     drafting = None if drafter is None else Speculation(drafter=drafter, num_draft_tokens=2)
     actor, reference = (tiny_model("llama", seed=seed, **sizes) for seed in (0, 1))
-    module = runs.grpo(actor=actor, reference=reference, speculation=drafting, sample_reallocation=moves)
+    generation = GenerationOptions(sample_reallocation=moves)
+    module = runs.grpo(actor=actor, reference=reference, speculation=drafting, generation=generation)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
         plan = plan_of(module, layout)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_realloc import BestOfN, DynamicSampling
+from lightning_realloc import BestOfN, DynamicSampling, GenerationOptions
 from lightning_realloc.generation import SamplingParams, Speculation
 from tests.devices import CPU_ALONE
 from tests.matrices import matrix
@@ -141,8 +141,7 @@ def run_choosing(dynamic: bool) -> list[set[str]]:
         "sampling": SamplingParams(n=2, max_new_tokens=8),
         "tokenizer": byte_tokenizer(),
         "speculation": Speculation(drafter="ngram", num_draft_tokens=2),
-        "sample_reallocation": "all",
-        "max_cache_bytes": 300_000,
+        "generation": GenerationOptions(sample_reallocation="all", max_cache_bytes=300_000),
     }
     if dynamic:
         module: Any = runs.grpo(**settings, dynamic_sampling=DynamicSampling())

@@ -22,7 +22,7 @@ from tests.workers import WorkerFailure, WorkerPool
 
 def with_vllm(options: VLLMOptions, **settings: Any) -> runs.RecordedGRPO:
     """Return GRPO with the engine."""
-    return runs.grpo(generation=GenerationOptions(engine="vllm", vllm=options), **settings)
+    return runs.grpo(engine="vllm", generation=GenerationOptions(vllm=options), **settings)
 
 
 def run(options: VLLMOptions, layout: str, world_size: int) -> Outcome:
@@ -116,24 +116,26 @@ def test_ratios_are_proximal_and_corrected_unless_given_otherwise() -> None:
     ("settings", "message"),
     [
         ({"speculation": Speculation()}, "needs an engine that drafts tokens, and engine='vllm' does not"),
-        ({"sample_reallocation": True}, "needs an engine that hands samples over"),
-        ({"rollout_budget": RolloutBudget(tokens=9)}, "rollout_budget=.* needs an engine that stops at a budget"),
+        (
+            {"generation": GenerationOptions(sample_reallocation=True)},
+            "sample_reallocation=True needs an engine that hands samples over",
+        ),
+        (
+            {"generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=9))},
+            "rollout_budget=.* needs an engine that stops at a budget",
+        ),
         ({"environment": print}, "environment needs an engine that asks"),
-        ({"generation": GenerationOptions(engine="hf", vllm=None), "engine": "native"}, None),
     ],
 )
-def test_what_needs_the_native_engine_is_refused_by_name(settings: dict[str, Any], message: str | None) -> None:
-    if message is None:
-        assert runs.grpo(**settings).engine == "hf"
-        return
+def test_what_needs_the_native_engine_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.grpo(engine="vllm", **settings)
 
 
 def test_options_of_vllm_need_its_engine() -> None:
     with pytest.raises(ConfigError, match=r"vllm=VLLMOptions.* needs an engine that runs vLLM, .* use engine='vllm'"):
-        GenerationOptions(vllm=VLLMOptions(restarts=1))
-    assert GenerationOptions(engine="vllm", max_cache_bytes=9).max_cache_bytes == 9
+        runs.grpo(generation=GenerationOptions(vllm=VLLMOptions(restarts=1)))
+    assert runs.grpo(engine="vllm", generation=GenerationOptions(max_cache_bytes=9)).engine == "vllm"
 
 
 @pytest.mark.vllm
@@ -141,12 +143,12 @@ def test_options_of_vllm_need_its_engine() -> None:
 @pytest.mark.timeout(900)
 def test_vllm_generates_for_a_run_with_the_log_probabilities_that_training_computes() -> None:
     shape = {"hidden_size": 128}  # heads of 32, a size that vLLM has
-    module = with_vllm(
-        VLLMOptions(python=vllm_python()),
+    module = runs.grpo(
+        engine="vllm",
+        generation=GenerationOptions(vllm=VLLMOptions(python=vllm_python()), max_cache_bytes=1 << 26),
         actor=tiny_model("llama", **shape),
         reference=tiny_model("llama", seed=1, **shape),
         sampling=SamplingParams(n=4, max_new_tokens=8, temperature=0.7, top_p=0.95),
-        max_cache_bytes=1 << 26,
     )
     plan = runs.calls(actor_generate="dp1", actor_train="dp1", reference_infer="dp1")
     outcome = runs.train(module, plan, 1, Batches(4))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc import GenerationOptions
 from lightning_realloc.algorithms.losses.correction import EngineCorrection
 from lightning_realloc.callbacks import EMA
 from lightning_realloc.data.loader import BatchLoader
@@ -205,7 +206,10 @@ def test_an_error_on_either_side_ends_both(workers: WorkerPool, tmp_path: Path, 
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"sample_reallocation": True}, {}, "use sample_reallocation=False, or max_staleness=1"),
+    (
+        {"generation": GenerationOptions(sample_reallocation=True)}, {},
+        "use sample_reallocation=False, or max_staleness=1",
+    ),
     (
         {"speculation": Speculation(drafter="ngram")}, {"replay_versions": "."},
         "use Speculation(num_draft_tokens=4), say, in both runs",

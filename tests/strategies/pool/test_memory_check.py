@@ -262,7 +262,7 @@ def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded
     tiny_model("llama", hidden_size=96, num_hidden_layers=3).save_pretrained(tmp_path)
     drafts = Speculation(drafter="model", draft_model=str(tmp_path), draft_learning_rate=1e-3, num_draft_tokens=2)
     plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2")
-    settings = {"speculation": drafts, "max_cache_bytes": 300_000}
+    settings = {"speculation": drafts, "generation": GenerationOptions(max_cache_bytes=300_000)}
     check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
 
 

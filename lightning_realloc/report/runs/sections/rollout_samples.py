@@ -26,8 +26,8 @@ from lightning_realloc.report.runs.series import Series
 
 _GENERATION = (
     ("tokens_per_step", "Tokens per decoding step", "tokens", "speculation=Speculation()"),
-    ("moved_samples", "Samples that changed their rank", "samples", "sample_reallocation=True"),
-    ("preemptions", "Preempted samples", "samples", "max_cache_bytes"),
+    ("moved_samples", "Samples that changed their rank", "samples", "GenerationOptions(sample_reallocation=True)"),
+    ("preemptions", "Preempted samples", "samples", "GenerationOptions(max_cache_bytes=...)"),
     ("hidden_s", "Seconds of inference during generation", "s", "generation_chunks"),
 )
 """Prefix of a metric, title, unit, and the setting with which it is logged."""

@@ -156,7 +156,8 @@ def _advice_on_waiting(run: RunFolder, time: RankTime, waiting: float, most: str
     )
     has_rebalancing = any(name.startswith("moved_samples/") for name in run.metrics)
     if most.endswith(".generate") and not has_rebalancing and by_rank.max() < 2 * by_rank.min() + 0.05:
-        return f"{begin}: while {most} dominates, sample_reallocation=True moves samples to ranks that have none left."
+        moves = "GenerationOptions(sample_reallocation=True) moves samples to ranks that have none left"
+        return f"{begin}: while {most} dominates, {moves}."
     if _has_tuner(run):
         return f"{begin}: no layouts that AutoTuner tried were faster; more samples an iteration give ranks more work."
     return f"{begin}: let AutoTuner or lightning-realloc plan choose layouts that give these ranks work."
