@@ -39,6 +39,9 @@ TRL_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 }
 """Algorithm -> its setting -> the default of TRL's trainer. TRL's learning rates decay linearly in all of them."""
 
+OWN_DEFAULTS = ("kl", "ratio_level", "ratio_to", "loss_average")
+"""Settings of losses that are None until an algorithm puts its own default in their place."""
+
 
 def log_summary(placed: PlacedRoles, optimizers: LightningOptimizers) -> None:
     """Log models, plan, memory, batch, learning rates and checkpoints, unless ``enable_model_summary=False``."""
@@ -82,6 +85,8 @@ def _summary_lines(placed: PlacedRoles, optimizers: LightningOptimizers, trainer
     yield from _memory_line(builder, plan, keeps_caches=keeps_caches)
     yield from _first_iterations_line(builder, plan, keeps_graphs=keeps_caches)
     yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"
+    if own := [f"{name}={value}" for name in OWN_DEFAULTS if (value := getattr(module, name, None)) is not None]:
+        yield f"loss: {', '.join(own)}"
     rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in optimizers.by_role().items()]
     schedule = "by schedule" if optimizers.schedules else "constant"
     yield f"learning rate: {', '.join([*rates, schedule])}"
@@ -152,6 +157,7 @@ def _iteration(module: RunnableAlgorithm, trainer: Trainer, trained: tuple[str, 
     num_rows, sampling = rows_per_batch(trainer), getattr(module, "sampling", None)
     if num_rows is not None and sampling is not None:
         yield f"{num_rows} prompts x {sampling.n} responses = {num_rows * sampling.n} samples"
+        yield f"at most {sampling.max_new_tokens} tokens each"
     elif num_rows is not None:
         yield f"{num_rows} samples"
     for role in trained:

@@ -108,7 +108,9 @@ def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool)
         "  models: actor 90.4k (90.4k trained), reference 90.4k",
         "  plan: actor.generate dp2@0-1, actor.train fsdp2@0-1, reference.infer dp2@0-1",
         "  memory: forecast peak of ? on rank 0 in ?; a device has ?",
-        "  an iteration: 2 prompts x 2 responses = 4 samples, 1 optimizer step of actor",
+        "  an iteration: 2 prompts x 2 responses = 4 samples, at most 6 tokens each, 1 optimizer step of actor",
+        "  loss: kl=KL(coef=0.04, estimator='k3', place='loss', target=None, gain=None), ratio_level=token, "
+        "ratio_to=behaviour, loss_average=sequence",
         "  learning rate: actor 0.01, constant",
         "  other than TRL's default (in brackets): kl_coef=0.04 (0.0), loss_average=sequence (token), "
         "sampling.max_new_tokens=6 (512), constant learning rate (linear decay)",
