@@ -13,11 +13,11 @@ from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_type
+from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
 
 
@@ -50,7 +50,7 @@ class BestOfN(RewardedModule):
     ) -> None:
         super().__init__(actor, reward, sampling=sampling or SamplingParams(n=8), **settings)
         check_group(self.sampling.n)
-        check_choice("loss_average", loss_average, get_args(LossAverage))
+        require_choice("loss_average", loss_average, get_args(LossAverage))
         check_type(Integral, keep=keep)
         if not 1 <= keep <= self.sampling.n:
             raise ConfigError(f"keep={keep} must lie between 1 and sampling.n={self.sampling.n}")

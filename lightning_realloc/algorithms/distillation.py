@@ -24,12 +24,12 @@ from lightning_realloc.algorithms.losses.functional import kept_tokens, sequence
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, resolve_policy_loss
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_type
+from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.model.recorded_init import weight_values
@@ -78,8 +78,8 @@ class OnPolicyDistillation(PolicyModule):
         **settings: Unpack[PolicySettings],
     ) -> None:
         super().__init__(sampling=sampling or SamplingParams(), **settings)
-        check_choice("divergence", divergence, get_args(DistillationDivergence))
-        check_choice("loss_average", loss_average, get_args(LossAverage))
+        require_choice("divergence", divergence, get_args(DistillationDivergence))
+        require_choice("loss_average", loss_average, get_args(LossAverage))
         check_type(Real, mix=mix)
         if not 0 < mix < 1:
             raise ConfigError(f"mix={mix} must lie between 0 and 1, not included; there it is one of the other two")

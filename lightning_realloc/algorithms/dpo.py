@@ -38,7 +38,6 @@ from lightning_realloc.algorithms.losses.preference_losses import (
 )
 from lightning_realloc.algorithms.settings import (
     Unpack,
-    check_choice,
     check_not_negative,
     check_positive,
     check_share,
@@ -49,7 +48,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 DPOLoss = PairLossName | Literal["sft"]
@@ -103,12 +102,12 @@ class DPO(ReferencedModule, PairwiseModule):
         check_positive(beta=beta, discopop_tau=discopop_tau)
         check_type(Real, alpha=alpha, label_smoothing=label_smoothing)
         check_share(tail_weight=tail_weight)
-        check_choice("divergence", divergence, get_args(Divergence))
+        require_choice("divergence", divergence, get_args(Divergence))
         _check_smoothing(self.losses, label_smoothing)
         _check_divergence(self.losses, divergence)
         whole = sorted(OF_WHOLE_BATCH.intersection(self.losses))
         if weighting is not None:
-            check_choice("weighting", weighting, get_args(Weighting))
+            require_choice("weighting", weighting, get_args(Weighting))
         if whole and weighting is not None:
             raise ConfigError(
                 f"weighting={weighting!r} weighs pairs one by one, and loss={whole[0]!r} compares values of several "
@@ -220,7 +219,7 @@ def _policy_weights(aligned: Ragged) -> Tensor:
 def _weighted(loss: DPOLoss | Sequence[DPOLoss], weights: Sequence[float] | None) -> dict[DPOLoss, float]:
     names: list[DPOLoss] = [loss] if isinstance(loss, str) else list(loss)
     for name in names:
-        check_choice("loss", name, _NAMES)
+        require_choice("loss", name, _NAMES)
     weights = [1.0] * len(names) if weights is None else list(weights)
     if not names or len(set(names)) != len(names) or len(weights) != len(names):
         raise ConfigError(

@@ -17,7 +17,6 @@ from lightning_realloc.algorithms.losses.pair_metrics import ranking_metrics
 from lightning_realloc.algorithms.losses.preference_losses import kto_loss
 from lightning_realloc.algorithms.settings import (
     Unpack,
-    check_choice,
     check_minibatches,
     check_not_negative,
     check_positive,
@@ -27,7 +26,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples, prompt_keys
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, require_choice
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _RESPONSE = ("response_ids", "model_mask")
@@ -71,7 +70,7 @@ class KTO(ReferencedModule):
         **settings: Unpack[ReferencedSettings],
     ) -> None:
         super().__init__(actor, **settings)
-        check_choice("loss", loss, get_args(KTOLoss))
+        require_choice("loss", loss, get_args(KTOLoss))
         check_positive(beta=beta)
         check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
         if loss == "kto":

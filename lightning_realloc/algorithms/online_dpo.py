@@ -23,11 +23,11 @@ from lightning_realloc.algorithms.losses.preference_losses import (
 )
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_positive, check_type
+from lightning_realloc.algorithms.settings import Unpack, check_positive, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Loss, Totals
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
 
 
@@ -64,7 +64,7 @@ class OnlineDPO(RewardedModule):
     ) -> None:
         super().__init__(actor, reward, sampling=sampling or SamplingParams(n=2), **settings)
         check_group(self.sampling.n)
-        check_choice("loss", loss, sorted(set(get_args(PairLossName)) - OF_WHOLE_BATCH))
+        require_choice("loss", loss, sorted(set(get_args(PairLossName)) - OF_WHOLE_BATCH))
         check_positive(beta=beta)
         check_type(Real, label_smoothing=label_smoothing)
         smoothed = 0 < label_smoothing < 0.5

@@ -37,7 +37,6 @@ from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, Reward
 from lightning_realloc.algorithms.rollout.token_advantages import GAE
 from lightning_realloc.algorithms.settings import (
     Unpack,
-    check_choice,
     check_not_negative,
     check_positive,
     check_type,
@@ -47,7 +46,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Loss, Totals, TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 
@@ -125,7 +124,7 @@ class PPO(RewardedModule):
             self.evaluation_calls = ("actor.generate", "reward.infer")
 
     def _check_loss(self) -> None:
-        check_choice("loss_average", self.loss_average, get_args(LossAverage))
+        require_choice("loss_average", self.loss_average, get_args(LossAverage))
         for name in ("entropy_coef", "critic_warmup"):
             check_not_negative(**{name: getattr(self, name)})
         check_type(Integral, critic_warmup=self.critic_warmup)

@@ -19,8 +19,9 @@ from lightning_realloc.algorithms.rollout.policy_gradient import (
 )
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_share
+from lightning_realloc.algorithms.settings import Unpack, check_share
 from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.errors import require_choice
 from lightning_realloc.generation import SamplingParams
 
 Baseline = Literal["batch", "group"]
@@ -57,7 +58,7 @@ class ReinforcePlusPlus(PolicyGradient):
         discount: float = 1.0,
         **settings: Unpack[PolicyGradientSettings],
     ) -> None:
-        check_choice("baseline", baseline, get_args(Baseline))
+        require_choice("baseline", baseline, get_args(Baseline))
         if baseline == "group":
             in_loss = replace(self.defaults.kl, place="loss")
             self.defaults = replace(self.defaults, sampling=SamplingParams(n=8), kl=in_loss)

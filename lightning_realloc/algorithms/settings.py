@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,12 +26,6 @@ else:
 
 
 _T = TypeVar("_T")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ConfigError unless ``value`` is one of the choices."""
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
 
 
 def check_not_negative(**settings: float) -> None:

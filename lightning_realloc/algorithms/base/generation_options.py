@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, get_args
 
-from lightning_realloc.algorithms.settings import check_choice, check_type
+from lightning_realloc.algorithms.settings import check_type
 from lightning_realloc.batch.training import check_compile_backend
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import RolloutBudget
 from lightning_realloc.generation.core.capabilities import Capability, EngineName, require_capability
 from lightning_realloc.generation.engine_parts import CudaGraphs
@@ -112,7 +112,7 @@ _NEED_NOTHING = (("free_cache", True), ("sample_reallocation", None))
 
 def check_engine(engine: EngineName, options: GenerationOptions, speculation: Speculation | None) -> None:
     """Raise ConfigError for an unknown engine, and for settings that need a capability which the engine lacks."""
-    check_choice("engine", engine, get_args(EngineName))
+    require_choice("engine", engine, get_args(EngineName))
     if speculation is not None:
         from lightning_realloc.generation.speculative.config import Speculation
 

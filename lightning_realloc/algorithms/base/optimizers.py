@@ -13,8 +13,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import DeclaredCalls
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
-from lightning_realloc.errors import ConfigError, ReallocError
+from lightning_realloc.algorithms.settings import check_not_negative, check_positive
+from lightning_realloc.errors import ConfigError, ReallocError, require_choice
 
 log = logging.getLogger(__name__)
 NoDecay = Literal["norms", "biases", "embeddings"]
@@ -52,7 +52,7 @@ class RoleOptimizer:
             if (value := getattr(self, name)) is not None:
                 check_not_negative(**{name: value})
         for kind in self.no_decay or ():
-            check_choice("no_decay", kind, get_args(NoDecay))
+            require_choice("no_decay", kind, get_args(NoDecay))
         examples = {"optimizer": "partial(AdamW, lr=1e-5)", "lr_scheduler": "partial(StepLR, step_size=9)"}
         for name, example in examples.items():
             if (value := getattr(self, name)) is not None and not callable(value):

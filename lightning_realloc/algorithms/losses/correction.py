@@ -16,10 +16,10 @@ from lightning_realloc.algorithms.losses.functional import kl_estimate
 from lightning_realloc.algorithms.losses.loss_reduction import token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import response_sums
 from lightning_realloc.algorithms.losses.proximal import RatioTo
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
+from lightning_realloc.algorithms.settings import check_not_negative, check_positive
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import Average
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.setting_hints import suggest_settings
 
 
@@ -44,8 +44,8 @@ class EngineCorrection:
     def __post_init__(self) -> None:
         check_positive(cap=self.cap)
         check_not_negative(floor=self.floor)
-        check_choice("level", self.level, ("token", "sequence"))
-        check_choice("beyond", self.beyond, ("truncate", "mask"))
+        require_choice("level", self.level, ("token", "sequence"))
+        require_choice("beyond", self.beyond, ("truncate", "mask"))
         if self.floor >= self.cap:
             raise ConfigError(f"floor={self.floor} must lie below cap={self.cap}")
 

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from lightning_realloc.algorithms.losses.functional import KLEstimator, kl_estimate
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive, check_type
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.algorithms.settings import check_not_negative, check_positive, check_type
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.setting_hints import KL_HINTS, suggest_settings
 
 KLPlace = Literal["loss", "reward"]
@@ -46,7 +46,7 @@ class KL:
         check_positive(target=self.target)
         for name, choices in (("estimator", get_args(KLEstimator)), ("place", get_args(KLPlace))):
             if (value := getattr(self, name)) is not None:
-                check_choice(name, value, choices)
+                require_choice(name, value, choices)
         if self.target is not None and self.coef == 0:
             raise ConfigError(f"target={self.target} steers coef, which is 0 and leaves the reference out; raise it")
 

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.losses.functional import ClippedLoss
 from lightning_realloc.algorithms.settings import (
-    check_choice,
     check_not_negative,
     check_positive,
     check_positive_numbers,
 )
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.setting_hints import POLICY_LOSS_HINTS, suggest_settings
 
 PolicyLossName = Literal["clip", "cispo", "sapo", "vespo"]
@@ -202,7 +201,7 @@ def resolve_policy_loss(given: PolicyLoss | PolicyLossName) -> PolicyLoss:
             f"policy_loss={given!r} must be one of {', '.join(POLICY_LOSSES)}; TRL's loss_type {given!r} is here "
             f"{_TRL_LOSSES[given]}, with policy_loss='clip'"
         )
-    check_choice("policy_loss", given, tuple(POLICY_LOSSES))
+    require_choice("policy_loss", given, tuple(POLICY_LOSSES))
     return POLICY_LOSSES[given]()
 
 

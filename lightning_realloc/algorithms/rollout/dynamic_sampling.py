@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative
+from lightning_realloc.algorithms.settings import check_not_negative
 from lightning_realloc.batch.samples import Samples, samples_from_state, samples_state
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, require_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         check_not_negative(max_refills=self.max_refills)
-        check_choice("when_short", self.when_short, ("train", "fail"))
+        require_choice("when_short", self.when_short, ("train", "fail"))
 
 
 class Refill:

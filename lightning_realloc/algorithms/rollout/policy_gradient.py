@@ -37,12 +37,12 @@ from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, si
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
 from lightning_realloc.algorithms.rollout.token_advantages import divergences, token_returns
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_not_negative, check_type, given
+from lightning_realloc.algorithms.settings import Unpack, check_not_negative, check_type, given
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError, PlanError
+from lightning_realloc.errors import ConfigError, PlanError, require_choice
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
@@ -169,9 +169,9 @@ class PolicyGradient(RewardedModule):
     def _check_loss(self) -> None:
         if self.kl.target is not None or self.kl.gain is not None:
             raise ConfigError(f"{self.kl} steers the weight by target and gain, as PPO does alone; leave them out")
-        check_choice("loss_average", self.loss_average, get_args(LossAverage))
-        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        check_choice("ratio_to", self.ratio_to, get_args(RatioTo))
+        require_choice("loss_average", self.loss_average, get_args(LossAverage))
+        require_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        require_choice("ratio_to", self.ratio_to, get_args(RatioTo))
         check_not_negative(entropy_coef=self.entropy_coef)
         budget = self.generation_options.rollout_budget
         if self.ratio_to == "proximal" and budget is not None:

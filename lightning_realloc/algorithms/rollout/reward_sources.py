@@ -29,11 +29,10 @@ from lightning_realloc.algorithms.base.vocabulary import (
     required_tokenizer,
     retokenized,
 )
-from lightning_realloc.algorithms.settings import check_choice
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.errors import ConfigError, RewardError, require_choice
 from lightning_realloc.rewards.functions import (
     RewardFunction,
     RewardFunctions,
@@ -133,7 +132,7 @@ class RewardSources:
             [function for function, _ in others], weights=[weight for _, weight in others], alone=not self.models
         )  # fmt: skip
         if isinstance(tokenizer, str):
-            check_choice("reward_tokenizer", tokenizer, ("actor", "retokenize"))
+            require_choice("reward_tokenizer", tokenizer, ("actor", "retokenize"))
         if not self.models and tokenizer != "actor":
             raise ConfigError(f"reward_tokenizer={tokenizer!r} is for a reward model; reward={reward!r} is none")
         self._tokenizer = tokenizer

@@ -14,7 +14,7 @@ from typing import get_args
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import PlanError, require_choice
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.timeline.call_timeline import MOVE_PREFIX, CallTimeline, TimelineEntry
@@ -46,8 +46,7 @@ def simulate(
     """
     if iterations < 1:
         raise PlanError(f"iterations={iterations} must be at least 1")
-    if overlap not in get_args(Overlap):
-        raise PlanError(f"overlap={overlap!r} is not one of {', '.join(get_args(Overlap))}")
+    require_choice("overlap", overlap, get_args(Overlap), PlanError)
     dataflow = estimator.dataflow
     calls = tuple(call for call in dataflow.iteration_calls if call.role is not None)
     tasks = _Tasks(plan, estimator, calls)

@@ -259,7 +259,7 @@ def test_invalid_requests_are_refused() -> None:
     answers = FixedEstimator(PPO_FLOW, SECONDS)
     with pytest.raises(PlanError, match="iterations=0 must be at least 1"):
         simulate(plan, answers, iterations=0)
-    with pytest.raises(PlanError, match="overlap='all' is not one of iterations, calls, none"):
+    with pytest.raises(PlanError, match="overlap='all' must be one of iterations, calls, none"):
         simulate(plan, answers, overlap="all")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="rank 9 takes part in no call; the timeline has ranks 0-3"):
         simulate(plan, answers).idle_share(9)
