@@ -204,10 +204,10 @@ class Watchdog:
             self._end([rank for rank, state in states.items() if state is not None and state.waits_for is not None])
 
     def _end(self, waiting: Sequence[int]) -> None:
-        """End the process, one of those that wait."""
+        """End the process; ``waiting`` are the ranks that wait, of which the first says how to resume."""
         file = write_flight_record(self.record, self._folder, self._rank)
         log.error("rank %d ends because of on_stall='end'; its latest activities are in %s", self._rank, file)
-        if self._rank == min(waiting):
+        if self._rank == min(waiting, default=self._rank):  # [] if it did not seem to wait in its last answer
             last_words = threading.Thread(target=self._before_end, daemon=True)  # may wait for an object store
             last_words.start()
             last_words.join(ANSWER_S)
