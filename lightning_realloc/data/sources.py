@@ -96,8 +96,8 @@ class DatasetSource:
 
 def _is_prepared(datasets: Any, name: str) -> bool:
     """Return whether the cache of ``datasets`` holds tables of a data set on the hub, which need no connection."""
-    namespace, slash, own = name.rpartition("/")
-    folder = f"{namespace}___{datasets.naming.camelcase_to_snakecase(own)}" if slash else own
+    *namespace, own = name.split("/")
+    folder = "___".join([*namespace, datasets.naming.camelcase_to_snakecase(own)])
     return Path(datasets.config.HF_DATASETS_CACHE, folder).is_dir()
 
 

@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 from jsonargparse import ArgumentParser
 
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.rows import RowSource, read_rows
-from lightning_realloc.data.sources import DatasetSource
+from lightning_realloc.data.sources import DatasetSource, _is_prepared
 from lightning_realloc.errors import DataError
 
 TABLE: list[dict[str, Any]] = [
@@ -80,6 +81,16 @@ def test_unreadable_sources_are_refused_with_a_way_out(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the package datasets; pip install 'lightning-realloc\[datasets\]'"):
         read_rows(DatasetSource("no-such/data"))
+
+
+@pytest.mark.parametrize(("name", "folder"), [("org/MySet", "org___my_set"), ("MySet", "my_set"), ("gsm8k", "gsm8k")])
+def test_tables_in_the_cache_of_datasets_need_no_hub(
+    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    assert not _is_prepared(datasets, name)
+    (tmp_path / folder).mkdir()
+    assert _is_prepared(datasets, name)
 
 
 def test_a_configuration_file_names_a_data_set() -> None:
