@@ -125,6 +125,7 @@ def naming_taken_port(environment: ClusterEnvironment) -> Iterator[None]:
 def without_cpp_warnings() -> Iterator[None]:
     """Let processes that are started inside omit torch's C++ warnings, unless the user has chosen their level.
 
+    Forked ones do not import torch again, and keep the level of this process.
     The one about a lost store of the process group has fifteen lines of frames, which would hide our message.
     """
     is_chosen = _CPP_LOG_LEVEL in os.environ
