@@ -285,7 +285,7 @@ def _require_hub(name: str, kind: str) -> None:
     if (error := _failed_question(name, kind)) is not None:
         raise FileNotFoundError(
             f"there is no such folder in {Path.cwd()}, and the hub cannot be reached at {constants.ENDPOINT} "
-            f"({type(error).__name__}: {error})"
+            f"({describe_error(error)})"
         ) from error
 
 

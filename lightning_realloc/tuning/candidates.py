@@ -43,7 +43,7 @@ NUM_STATIC_PLANS = 2
 class PlanEvaluator:
     """Proposes plans for lengths that iterations of a running algorithm had, and predicts what a plan's calls take.
 
-    Returned by ``strategy.plan_evaluator()``. Legal plans that fit are those of `PlanPricer`, which prices any plan.
+    Returned by ``strategy.plan_evaluator()``. `PlanPricer` says which plans are legal and fit.
     """
 
     task: PlanningTask

@@ -1,4 +1,4 @@
-"""One step of a generation: the tokens that it reads and drafts, and the executor that runs it. No tensors.
+"""One step of a generation: the tokens that it reads and drafts, and the executor that runs it.
 
 The generation loop submits steps to a `StepExecutor` and collects tokens. The forward, the draw of tokens and the
 verification of drafts lie behind this interface, and with them everything about how a model is run. A step is a value:
