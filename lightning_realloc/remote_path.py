@@ -29,7 +29,8 @@ TRIES = 3
 FIRST_WAIT_S = 0.5
 """Most seconds before the second attempt; they double with each further one."""
 HUB_TIMEOUT_S = 5.0
-"""Seconds that the hub gets to answer about a name. More wait for slower hubs, and report lost ones later."""
+"""Seconds that the hub gets to answer about a name, without ``HF_HUB_ETAG_TIMEOUT``. More wait for slower hubs, and
+report lost ones later."""
 _IS_RETRYING = ContextVar("_IS_RETRYING", default=False)
 """Whether an enclosing `retried` repeats this code if it fails."""
 _SEPARATOR = "://"
@@ -279,23 +280,24 @@ def _require_hub(name: str, kind: str) -> None:
     from huggingface_hub import constants
 
     cached = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
-    if constants.HF_HUB_OFFLINE or cached.is_dir() or _failed_question(name, kind) is None:
+    timeout_s = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else HUB_TIMEOUT_S
+    if constants.HF_HUB_OFFLINE or cached.is_dir() or _failed_question(name, kind, timeout_s) is None:
         return
     time.sleep(1.0)
-    if (error := _failed_question(name, kind)) is not None:
+    if (error := _failed_question(name, kind, timeout_s)) is not None:
         raise FileNotFoundError(
-            f"there is no such folder in {Path.cwd()}, and the hub cannot be reached at {constants.ENDPOINT} "
-            f"({describe_error(error)})"
+            f"there is no such folder in {Path.cwd()}, and the hub cannot be reached at {constants.ENDPOINT} within "
+            f"{timeout_s:g} s, which HF_HUB_ETAG_TIMEOUT sets ({describe_error(error)})"
         ) from error
 
 
-def _failed_question(name: str, kind: str) -> Exception | None:
+def _failed_question(name: str, kind: str, timeout_s: float) -> Exception | None:
     """Return the error of a question about a name, without further tries; None if the hub answers."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type=kind), timeout=HUB_TIMEOUT_S)
+        get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type=kind), timeout=timeout_s)
     except (HfHubHTTPError, ValueError):  # an answer, or no name that the hub may have; the loader says which
         return None
     except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub

@@ -75,6 +75,10 @@ def test_a_name_is_refused_at_once_only_where_neither_the_cache_nor_the_hub_answ
     with pytest.raises(ConfigError, match=r"actor='outputs/actor': there is no such folder in .*, and the hub cannot"):
         Role(name="actor", source="outputs/actor", trained=True)
     assert time.monotonic() - begun_at < 5.0
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")  # huggingface_hub reads it when it is imported
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 60)
+    with pytest.raises(FileNotFoundError, match="within 60 s, which HF_HUB_ETAG_TIMEOUT sets"):
+        require_files("outputs/critic")
     (tmp_path / "models--outputs--actor" / "snapshots").mkdir(parents=True)
     require_files("outputs/actor")
 
