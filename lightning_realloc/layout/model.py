@@ -159,7 +159,8 @@ class ModelLayout:
 
     def subset(self, names: Collection[str]) -> ModelLayout:
         """Return the layout of some of the parameters alone, without tied names."""
-        params = tuple(param for param in self.model.params if param.name in names)
+        wanted = frozenset(names)  # of experts there are tens of thousands
+        params = tuple(param for param in self.model.params if param.name in wanted)
         return ModelLayout(replace(self.model, params=params, aliases=()), self.layout)
 
     def stage(self, name: str) -> int:
