@@ -186,7 +186,8 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
                 if arm != STAYING:
                     peers.moves = arm
                 made[arm] = _run(engines[dtype, arm], work, rank, case, settings.seed)
-                moves[arm] = asdict(engines[dtype, arm].migration_stats)
+                moved = engines[dtype, arm].migration_stats
+                moves[arm] = {} if moved is None else asdict(moved)
             mine = {
                 "seconds": {arm: made[arm][1] for arm in ARMS},
                 "differing": {
