@@ -23,7 +23,8 @@ from pydoc import locate
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
+import yaml
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
@@ -78,6 +79,10 @@ _UNKNOWN_KEY = re.compile(  # an option at the beginning is of a class that the 
     r"\sOption '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)|"
     r" is abstract\n(?:.*\n){2}.*Given value: (?:\{|NestedArg\(key=)'(\w+)'"  # no class_path
 )
+_MOVED_DEFAULTS: Mapping[str, object] = {"max_cache_bytes": None, "sample_reallocation": False, "rollout_budget": None}
+"""Settings that were an algorithm's own, and are those of ``generation`` now, with their defaults."""
+_MOVED_DEFAULTS_OF_GENERATION: Mapping[str, object] = {"engine": "native", "speculation": None}
+"""The reverse."""
 _ONE_LINE_ERRORS = (*CALLER_ERRORS, torch.OutOfMemoryError)
 """Exceptions that end a command with one line and exit code 2."""
 
@@ -113,6 +118,9 @@ class Parser(LightningArgumentParser):
         for known in (name, last):  # OpenRLHF and verl have dotted names
             if (hint := hint_for(known)) is not None:
                 return f"{known} is here {hint}"
+        for cls in SHORT_NAMES:
+            if (moved := getattr(cls, "names_elsewhere", {}).get(last)) is not None:
+                return f"{last} is here {moved}"
         if owners := [cls.__name__ for cls in SHORT_NAMES if last in setting_defaults(cls)]:
             return f"{last} is a setting of {' or '.join(owners[:3])}; write it under the init_args of the class"
         near = difflib.get_close_matches(name, self._options(), n=3)
@@ -133,6 +141,28 @@ def _setting_hints(message: str) -> Iterator[str]:
         first = setting.partition(".")[0]
         if first == setting or (first not in settings_of(cls) and hint_for(setting) is None):
             yield describe_unknown_settings(cls, [first])
+
+
+def _load_yaml(text: str) -> Any:
+    """Return the content of a YAML text. Settings that moved, and that a saved configuration has at their defaults,
+    are left out."""
+    content = _load_any_yaml(text)
+    model = content.get("model") if isinstance(content, dict) else None
+    settings = model.get("init_args") if isinstance(model, dict) else None
+    if isinstance(settings, dict):
+        _leave_out(settings, _MOVED_DEFAULTS)
+        _leave_out(settings.get("generation"), _MOVED_DEFAULTS_OF_GENERATION)
+    return content
+
+
+def _leave_out(settings: Any, defaults: Mapping[str, object]) -> None:
+    for name, default in defaults.items():
+        if isinstance(settings, dict) and name in settings and settings[name] == default:
+            del settings[name]
+
+
+_load_any_yaml = get_loader("yaml")
+set_loader("yaml", _load_yaml, (yaml.YAMLError,))
 
 
 def _class_hint(name: str) -> str:

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "grpo.yaml").write_text(yaml.safe_dump(CONFIG))
     (path / "wrong_steps.yaml").write_text("trainer: {max_stepz: 1}")
     (path / "wrong_plan.yaml").write_text("plan: static")
-    (path / "earlier.yaml").write_text("model: {class_path: GRPO, init_args: {sample_reallocation: false}}")
+    (path / "earlier.yaml").write_text("model: {class_path: GRPO, init_args: {sample_reallocation: true}}")
     return path
 
 
@@ -80,7 +80,9 @@ FIT = ("fit", "--config", "grpo.yaml")
 
 def test_a_printed_configuration_is_complete_and_can_be_read_again(workers: WorkerPool, folder: Path) -> None:
     first = _run(workers, folder, [*FIT, "--print_config"])[0]
-    (folder / "printed.yaml").write_text(first.output)
+    earlier = yaml.safe_load(first.output)
+    earlier["model"]["init_args"] |= {"max_cache_bytes": None, "sample_reallocation": False, "rollout_budget": None}
+    (folder / "printed.yaml").write_text(yaml.safe_dump(earlier))  # settings that moved, at their defaults
     again, changed = _run(
         workers,
         folder,
@@ -104,6 +106,12 @@ def test_a_printed_configuration_is_complete_and_can_be_read_again(workers: Work
     assert altered["model"]["init_args"]["sampling"]["n"] == 6
     assert altered["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
     assert altered["trainer"]["strategy"]["init_args"]["plan"] == {"calls": {"actor.train": "fsdp2"}}
+
+
+def test_former_settings_of_generation_are_left_out_at_their_defaults_alone() -> None:
+    text = "model: {{init_args: {{generation: {{engine: {}, speculation: null, free_cache: true}}}}}}"
+    read = [cli._load_yaml(text.format(engine))["model"]["init_args"]["generation"] for engine in ("native", "hf")]
+    assert read == [{"free_cache": True}, {"engine": "hf", "free_cache": True}]
 
 
 TOOLS = """
@@ -466,6 +474,8 @@ MISTAKES = [
     ),
     ("--model.rollout_budget.tokens", "9", "here it is generation=GenerationOptions(rollout_budget=...)"),
     ("--model.generation.engine", "hf", "GenerationOptions has no setting engine; here it is a setting of the algor"),
+    ("--max_cache_bytes", "9", "max_cache_bytes is here generation=GenerationOptions(max_cache_bytes=...)"),
+    ("--trainer.rollout_budget", "9", "rollout_budget is here generation=GenerationOptions(rollout_budget=...)"),
     ("--config", "earlier.yaml", "here it is generation=GenerationOptions(sample_reallocation=...)"),
     ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
     ("--model.sampling.max_tokens", "7", "Option 'max_tokens' is not accepted"),
