@@ -19,12 +19,12 @@ from transformers import TrainerState
 
 from lightning_realloc.data.chat import Message, answer_message, is_conversation, partial_answer
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
 from lightning_realloc.rewards.invoke import MAX_REWARD, call_reward, call_reward_async, finite_number, masks_failures
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
 from lightning_realloc.rewards.signatures import is_async, mentioned, required_columns, resolved, unique_names
 from lightning_realloc.rewards.texts import describe_completion
+from lightning_realloc.runtime.event_loop import EventLoop
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class RewardFunctions:
         self.names = unique_names(self.functions)
         self.trainer_state: Callable[[], TrainerState] = TrainerState
         """Factory of the ``trainer_state`` that functions receive."""
-        self._loop = EventLoop()
+        self._loop = EventLoop("rewards")
         self._rules: dict[str, FailureRule] = {}
         """Name of a function with ``on_failure="mask"`` -> its rule, from its first call on."""
 

@@ -22,12 +22,12 @@ from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 import aiohttp
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import finite_number
 from lightning_realloc.rewards.retries import RETRYABLE_STATUSES, Retries, retry_after_s
 from lightning_realloc.rewards.signatures import without_services
 from lightning_realloc.rewards.texts import HIDDEN, SECRET_SUFFIXES, shortened, shown_address
+from lightning_realloc.runtime.event_loop import EventLoop
 
 MAX_ANSWER_BYTES = 2**20
 """Largest answer that is read. Rewards of a thousand completions need 30 kB."""
@@ -105,7 +105,7 @@ class RemoteReward:
         Raises:
             RewardError: if the server does not answer correctly.
         """
-        loop = EventLoop()  # not asyncio.run: a notebook already has a running loop
+        loop = EventLoop("rewards")  # not asyncio.run: a notebook already has a running loop
         try:
             answer = loop.submit(self._probe()).result()
         finally:

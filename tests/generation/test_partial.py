@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams, Turn
+from lightning_realloc.generation.loop.environment import EVENT_LOOP
 from tests.generation.dialogues import (
     GREEDY,
     PROMPTS,
@@ -167,9 +169,10 @@ def test_an_answer_that_arrives_during_the_last_step_is_kept() -> None:
 
     def answer_now(*_: object) -> None:
         for thread in set(threading.enumerate()) - earlier:
-            if thread.name == "environment of sample 0":
+            if thread.name == "environment: environment":
                 asked.set()
                 thread.join(10)
+                EVENT_LOOP.submit(asyncio.sleep(0.05)).result(10)  # in which the answer reaches the queue
 
     hook = model.register_forward_pre_hook(answer_now)
     try:

@@ -23,6 +23,7 @@ from lightning_realloc.batch.samples import (
     model_inputs,
 )
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
+from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
@@ -45,11 +46,12 @@ class RowEnvironment:
         self._place = {prompt: place for place, prompt in enumerate(prompts.ids.tolist())}
         self._num_responses = num_responses
 
-    def __call__(self, turn: Turn) -> Sequence[int] | None:
+    async def __call__(self, turn: Turn) -> Sequence[int] | None:
         """Return the environment's answer."""
         place = self._place[turn.sample_id // self._num_responses]
         columns = {name: column[place] for name, column in self._columns.items()}
-        return self._environment(replace(turn, columns=columns))
+        answer: Sequence[int] | None = await call(self._environment, replace(turn, columns=columns))
+        return answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,17 @@
 """Multi-turn responses: an environment answers each turn of the model while other samples keep running.
 
-Each answer is computed in a thread of its own: a tool that hangs cannot be stopped, and must not block a pool that
-others wait for. There are at most as many threads as waiting samples. Threads are daemons, so none keeps the process
-alive.
+Asynchronous environments answer in one event loop, others in threads. Answers arrive in a queue, which the generation
+loop reads between two steps.
 """
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
@@ -22,9 +22,13 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.runtime.event_loop import EventLoop
 from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
+EVENT_LOOP = EventLoop("environments")
+"""Where the environments of all calls of this process run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +49,13 @@ class Turn:
 
 
 class Environment(Protocol):
-    """Answers the model's turns: a tool, a simulated user, a game. Called from several threads at once.
+    """Answers the model's turns: a tool, a simulated user, a game.
 
-    A turn may be asked about again, also while its first question is open, and by another rank or a resumed run.
+    A function runs in several threads at once, an ``async`` one in one event loop. A turn may be asked about again,
+    also while its first question is open, and by another rank or a resumed run.
     """
 
-    def __call__(self, turn: Turn) -> Sequence[int] | None:
+    def __call__(self, turn: Turn) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
         """Return the tokens to append, including those of the chat template; None: the response is finished."""
         ...
 
@@ -64,9 +69,11 @@ class Conversation:
     """Most turns of the model in one response; the environment is not asked after the last one."""
     deadline_s: float = 60.0
     """Most seconds for one answer of the environment."""
+    max_concurrent: int = 256
+    """Most answers of a rank that are computed at a time; further turns wait, without a deadline until then."""
 
     def __post_init__(self) -> None:
-        check_counts(max_turns=self.max_turns)
+        check_counts(max_turns=self.max_turns, max_concurrent=self.max_concurrent)
         check_kind("deadline_s", self.deadline_s, Real, "a number")
         if not self.deadline_s > 0:
             raise GenerationError(f"deadline_s={self.deadline_s} must be positive; use math.inf to wait for ever")
@@ -82,11 +89,13 @@ class Answer:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Question:
     number: int
     """Number of the turn."""
-    due: float
+    due: float = math.inf
+    """When the answer must be there; infinity until the environment is asked."""
+    future: Future[None] | None = None
 
 
 def check_environment(environment: object, settings: object) -> None:
@@ -99,11 +108,6 @@ def check_environment(environment: object, settings: object) -> None:
             raise GenerationError(f"{settings} bounds a conversation without environment; give environment= too")
     elif isinstance(environment, type) or not callable(environment):
         raise GenerationError(f"{given} cannot be called with a Turn; give a function, or an object with __call__")
-    elif inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(type(environment).__call__):
-        raise GenerationError(
-            f"{given} is async; give a plain function, which may run the other one by asyncio.run(...): every question "
-            "has a thread of its own"
-        )
 
 
 class Conversations:
@@ -121,9 +125,11 @@ class Conversations:
         self._settings = settings or Conversation()
         self._vocabulary = vocabulary
         self._clock = clock
+        self._may_run = asyncio.Semaphore(self._settings.max_concurrent)
         self._asked: dict[int, _Question] = {}
-        self._received: list[tuple[int, _Question, Answer]] = []
-        self._queue: SimpleQueue[tuple[int, _Question, Answer]] = SimpleQueue()
+        self._received: list[tuple[_Question, Answer | None]] = []
+        self._queue: SimpleQueue[tuple[_Question, Answer | None]] = SimpleQueue()
+        """Questions with their answers; None: the environment is asked, so that there is a deadline now."""
 
     @property
     def waiting(self) -> bool:
@@ -140,25 +146,24 @@ class Conversations:
         return sample.turn < self._settings.max_turns
 
     def ask(self, index: int, sample: Sample) -> None:
-        """Ask for the tokens after the sample's turn, in a thread; `answers` returns them later."""
-        question = _Question(sample.turn, self._clock() + self._settings.deadline_s)
-        self._asked[index] = question
+        """Ask for the tokens after the sample's turn; `answers` returns them later."""
+        question = self._asked[index] = _Question(sample.turn)
         turn = Turn(sample.sample_id, sample.prompt_index, sample.prompt, tuple(sample.token_ids), sample.turn)
-        name = f"environment of sample {sample.sample_id}"
-        threading.Thread(target=self._answer, args=(index, question, turn), name=name, daemon=True).start()
+        question.future = EVENT_LOOP.submit(self._answer(index, question, turn))
 
     def answers(self) -> list[Answer]:
         """Return the answers since the last call, and a failure for each question past its deadline."""
         while not self._queue.empty():
             self._received.append(self._queue.get())
         # The question of an answer after its deadline is closed.
-        answers = [answer for index, question, answer in self._received if self._asked.get(index) is question]
+        received = [(question, answer) for question, answer in self._received if answer is not None]
+        answers = [answer for question, answer in received if self._asked.get(answer.index) is question]
         self._received.clear()
         for answer in answers:
             del self._asked[answer.index]
         now = self._clock()
         for index, question in [(index, question) for index, question in self._asked.items() if question.due <= now]:
-            del self._asked[index]
+            self._forget(index)
             answers.append(
                 Answer(
                     index,
@@ -176,21 +181,34 @@ class Conversations:
 
     def close(self) -> None:
         """Forget all open questions."""
-        self._asked.clear()
+        for index in list(self._asked):
+            self._forget(index)
 
-    def _answer(self, index: int, question: _Question, turn: Turn) -> None:
+    def _forget(self, index: int) -> None:
+        future = self._asked.pop(index).future
+        if future is not None:
+            future.cancel()
+
+    async def _answer(self, index: int, question: _Question, turn: Turn) -> None:
+        async with self._may_run:
+            question.due = self._clock() + self._settings.deadline_s
+            self._queue.put((question, None))
+            self._queue.put((question, await self._answer_of(index, turn)))
+
+    async def _answer_of(self, index: int, turn: Turn) -> Answer:
         try:
-            answer = Answer(index, self._checked(self._environment(turn), turn))
+            return Answer(index, self._checked(await call(self._environment, turn), turn))
         except GenerationError as error:
-            answer = Answer(index, error=str(error))
-        except BaseException as error:  # also SystemExit, which would end the thread silently
+            return Answer(index, error=str(error))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also SystemExit, which would end the event loop
             _log.debug("environment failed", exc_info=True)
-            answer = Answer(
+            return Answer(
                 index,
                 error=f"the environment raised {type(error).__name__}({error}) after turn {turn.number}; catch it "
                 "there and return what the model is to read instead, or None to end the response",
             )
-        self._queue.put((index, question, answer))
 
     def _checked(self, given: Any, turn: Turn) -> tuple[int, ...] | None:
         if given is None:

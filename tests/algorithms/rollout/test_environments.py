@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_an_environment_gets_the_columns_of_its_prompts_row() -> None:
 
     environment = RowEnvironment(listen, prompts, num_responses=3)
     for sample_id in (29, 21, 23, 27):  # samples 3i to 3i + 2 are of prompt i
-        environment(Turn(sample_id, 0, (5,), (11,), 2))
+        asyncio.run(environment(Turn(sample_id, 0, (5,), (11,), 2)))
     first, second = {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}
     assert seen == [(29, second, 2), (21, first, 2), (23, first, 2), (27, second, 2)]
     assert Turn(0, 0, (5,), (11,), 1).columns == {}

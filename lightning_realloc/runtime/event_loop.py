@@ -1,8 +1,9 @@
-"""An asyncio event loop in a background thread, for coroutine reward functions."""
+"""An asyncio event loop in a background thread, for asynchronous reward functions and environments."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -14,18 +15,24 @@ T = TypeVar("T")
 class EventLoop:
     """An asyncio loop in its own thread. All batches share it, because connections belong to a loop.
 
-    The thread starts with the first coroutine, and ends with :meth:`close` or with the process.
+    The thread starts with the first coroutine, and ends with :meth:`close` or with the process. A forked process starts
+    its own.
+
+    Args:
+        name: Name of the thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._process = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine and return its future."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        if self._loop is None or self._process != os.getpid():
+            self._process, self._loop = os.getpid(), asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
