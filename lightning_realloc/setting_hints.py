@@ -13,13 +13,16 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, wraps
 from importlib.resources import files
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from lightning_realloc.errors import ConfigError
 
 _Class = TypeVar("_Class", bound=type)
+_Initializer = TypeVar("_Initializer", bound=Callable[..., None])
 _PACKAGE = f"{__package__}."
+_CALL = r"\w\([^()]*(?:\([^()]*\)[^()]*)*\)"
+"""A call within a hint, whose keywords are not settings of the class."""
 _MOST_LISTED = 16
 """Most settings that an error lists; a longer list hides its first words."""
 
@@ -120,7 +123,8 @@ def _ends_in(pattern: str, name: str) -> bool:
 class SuggestsSettings:
     """Base class whose constructor answers an unknown setting with the one that is probably meant.
 
-    Subclasses outside of this package that define ``__init__`` may accept such a name, and are not checked.
+    Subclasses outside of this package that define ``__init__`` may accept such a name. The base that gets the settings
+    that they pass on refuses unknown ones, by :func:`refuses_unknown`.
     """
 
     __slots__ = ()
@@ -142,6 +146,20 @@ class SuggestsSettings:
         """
         if _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
             _refuse_unknown(cls, settings)
+
+
+def refuses_unknown(initialize: _Initializer) -> _Initializer:
+    """Decorate the ``__init__`` of a base class to answer unknown settings that subclasses pass on with a hint."""
+    known = inspect.signature(initialize).parameters
+
+    @wraps(initialize)
+    def __init__(self: object, *args: Any, **settings: Any) -> None:
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ConfigError(describe_unknown_settings(type(self), unknown))
+        initialize(self, *args, **settings)
+
+    return cast("_Initializer", __init__)
 
 
 def suggest_settings(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
@@ -188,7 +206,7 @@ def _meant_by(name: str, cls: type) -> str:
     if name not in hints and name in inspect.signature(L.Trainer).parameters:
         return f"here it is Lightning's Trainer({name}=...)"
     if hint := hints.get(name) or hint_of_verl(name):
-        return f"here it is {hint}"
+        return f"here it is {hint}{_lack_of(hint, cls, name)}"
     known = sorted(settings_of(cls))
     alike = get_close_matches(name, known, n=1)
     if alike:
@@ -196,6 +214,14 @@ def _meant_by(name: str, cls: type) -> str:
     if len(known) > _MOST_LISTED:
         return f"help({_takes_settings(cls)[0].__name__}) describes the {len(known)} that it has"
     return f"it has {', '.join(known)}"
+
+
+def _lack_of(hint: str, cls: type, name: str) -> str:
+    """Return a remark if a hint begins with another setting, and a class has no setting that it names."""
+    named = re.findall(r"(\w+)=", re.sub(_CALL, "", hint))
+    if not re.match(r"\w+=", hint) or hint.startswith(f"{name}=") or settings_of(cls).intersection(named):
+        return ""
+    return f"; {cls.__name__} has no {named[0]}="
 
 
 _DEFAULTS: WeakKeyDictionary[type, dict[str, object]] = WeakKeyDictionary()

@@ -33,6 +33,7 @@ from lightning_realloc import (
     EngineCorrection,
     GenerationEngine,
     GenerationOptions,
+    MultiModelModule,
     ReallocStrategy,
     Role,
     RolloutBudget,
@@ -40,7 +41,7 @@ from lightning_realloc import (
     Speculation,
     TrainOptions,
 )
-from lightning_realloc.algorithms.losses.policy_losses import POLICY_LOSSES
+from lightning_realloc.algorithms.losses.policy_losses import POLICY_LOSSES, Cispo
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
@@ -137,7 +138,12 @@ def test_a_name_that_is_also_our_setting_is_accepted() -> None:
         (lambda: PPO("x", no_reward, gae_lambda=0.9), "here it is advantages=GAE(gae_lambda=...) of PPO"),
         (lambda: GRPO("x", no_reward, normalize_by_std=False), "here it is advantages='group_mean' for False"),
         (lambda: RLOO("x", no_reward, kl_place="loss"), "here it is kl=KL(place=...)"),
-        (lambda: Clip(epsilon=0.1), "Clip has no setting epsilon; here it is low= and high="),
+        (lambda: Clip(epsilon=0.1), "Clip has no setting epsilon; here it is high=, and low= of Clip"),
+        (lambda: Cispo(epsilon=5), "Cispo has no setting epsilon; here it is high=, and low= of Clip"),
+        (lambda: SFT("x", clip_low=0.1), "here it is policy_loss=Clip(low=...); SFT has no policy_loss="),
+        (lambda: SFT("x", rollout_budget=None), "(rollout_budget=...) of the policy algorithms alone"),
+        (lambda: GRPO("x", no_reward, loss_type="dapo"), "here it is policy_loss=, loss_average= and ratio_level="),
+        (lambda: DPO("x", kl_coef=0.1), "here it is kl_coef= of the policy algorithms, beta= of DPO"),
         (lambda: Clip(loss_average="token"), "here it is a setting of the algorithm, next to policy_loss="),
         (lambda: GRPO("x", no_reward, clip_high=0.3), "here it is policy_loss=Clip(high=...) or Cispo(high=...)"),
         (lambda: GRPO("x", no_reward, loss="cispo"), "here it is policy_loss=, a name or a value such as Cispo("),
@@ -243,6 +249,44 @@ def test_a_users_subclass_may_take_a_setting_that_has_a_hint() -> None:
             super().__init__(*args, **settings)
 
     assert Mine("x", max_length=7).max_length == 7
+
+
+class FromScratch(MultiModelModule):
+    """An algorithm as in docs/own-algorithm.md."""
+
+    def __init__(self, actor: str, **settings: Any) -> None:
+        super().__init__(**settings)
+
+
+class OwnGRPO(GRPO):
+    """An algorithm with a constructor that passes settings on."""
+
+    def __init__(self, actor: str, **settings: Any) -> None:
+        super().__init__(actor, no_reward, **settings)
+
+
+class OwnData(PromptDataModule):
+    """A data module with a constructor that passes settings on."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__([], batch_size=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "answer"),
+    [
+        (lambda: FromScratch("x", max_cache_bytes=5), "FromScratch has no setting max_cache_bytes; here it is gen"),
+        (lambda: FromScratch("x", lr=0.1), "FromScratch has no setting lr; here it is learning_rate="),
+        (lambda: OwnGRPO("x", num_generations=8), "OwnGRPO has no setting num_generations; here it is sampling="),
+        (lambda: OwnGRPO("x", clip_high=0.3, zzz=1), "clip_high: here it is policy_loss=Clip(high=...)"),
+        (lambda: OwnGRPO("x", smpling=None), "OwnGRPO has no setting smpling; did you mean sampling=?"),
+        (lambda: OwnData(eval_dataset=[]), "OwnData has no setting eval_dataset; here it is val_data="),
+    ],
+)
+def test_settings_that_a_users_subclass_passes_on_are_checked(make: Any, answer: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert answer in str(refused.value)
 
 
 def test_options_with_hints_can_be_copied_and_pickled() -> None:

@@ -34,7 +34,7 @@ from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.streams import StreamLoader, stream_epoch_batches
 from lightning_realloc.errors import DataError, require_choice
 from lightning_realloc.seeds import seed_of_run
-from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings
+from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings, refuses_unknown
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     _read_for: tuple[object, ...] = ()
     """LightningModule, tokenizer and context for which rows were read."""
 
+    @refuses_unknown
     def __init__(
         self,
         data: RowSource,

@@ -50,7 +50,7 @@ from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.packed_attention import check_packable, check_segments
 from lightning_realloc.seeds import seed_of_run
-from lightning_realloc.setting_hints import HintTable, SuggestsSettings
+from lightning_realloc.setting_hints import HintTable, SuggestsSettings, refuses_unknown
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
     dropout: bool = False
     """Whether dropout is active in training. It is off for policies, which are sampled without it."""
 
+    @refuses_unknown
     def __init__(
         self,
         *,
