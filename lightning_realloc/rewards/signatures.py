@@ -60,11 +60,11 @@ def resolved(
     found = import_function(function, what=what, error=error) if isinstance(function, str) else function
     if inspect.isclass(found):
         raise error(
-            f"{what} must be a function or a callable object; {found.__name__} is a class, "
+            f"{what} {found.__name__} must be a function or a callable object; it is a class, "
             f"make an instance: {found.__name__}(...), or in YAML class_path and init_args"
         )
     if not callable(found):
-        raise error(f"{what} must be callable; {found!r} is a {type(found).__name__}")
+        raise error(f"{what} {found!r} must be callable; it is a {type(found).__name__}")
     return found
 
 

@@ -174,10 +174,10 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
         (["train.py:right_answer"], None, "name the module instead of its file: train:right_answer$"),
         (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
-        (5, None, "must be callable; 5 is a int"),
+        (5, None, "^reward function 5 must be callable; it is a int"),
         ([torch.nn.Linear(1, 1)], None, "a Linear takes tokens; give a reward model to an algorithm"),
         (["reward"], None, "import path is 'package.module:name'; got 'reward'"),
-        ([3], None, "must be callable; 3 is a int"),
+        ([3], None, "^reward function 3 must be callable; it is a int"),
     ],
 )
 def test_unusable_functions_and_weights_are_refused(functions: Any, weights: list[float] | None, rule: str) -> None:
@@ -343,5 +343,5 @@ def test_functions_with_start_and_close_are_started_and_closed() -> None:
     functions.start()
     functions.close()
     assert Server.calls == ["start", "close"]
-    with pytest.raises(RewardError, match=r"Server is a class, make an instance: Server\(...\)"):
+    with pytest.raises(RewardError, match=r"Server must be .* it is a class, make an instance: Server\(...\)"):
         RewardFunctions(Server)
