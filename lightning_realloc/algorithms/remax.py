@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.calls import compute
+from lightning_realloc.algorithms.losses.advantages import require_shape
 from lightning_realloc.algorithms.losses.kl import KL
-from lightning_realloc.algorithms.rollout.policy_gradient import PolicyDefaults, PolicyGradient, require_shape
+from lightning_realloc.algorithms.rollout.policy_gradient import PolicyDefaults, PolicyGradient
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams

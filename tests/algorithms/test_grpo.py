@@ -125,7 +125,7 @@ def test_advantages_of_another_shape_are_refused(advantages: Any, found: str, mo
     for module in (runs.grpo(reward=fixed), ReMax(tiny_model("llama"), fixed)):
         monkeypatch.setattr(module, "advantages", lambda rewards, samples: advantages)
         samples = rollout().with_columns(rewards=torch.tensor(REWARDS))
-        with pytest.raises(PlanError, match=rf"one value per response, of shape \(4,\); it returned .*{found}"):
+        with pytest.raises(PlanError, match=rf"one value per response, of shape \(4,\).*; it returned .*{found}"):
             module.compare(samples)
 
 

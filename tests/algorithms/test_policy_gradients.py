@@ -158,6 +158,21 @@ def test_advantages_of_other_tokens_than_the_responses_are_refused() -> None:
         compared(made(GRPO, advantages=lambda samples: Ragged.from_list([[1.0], [2.0]], dtype=torch.float32)))
 
 
+def test_advantages_may_be_whole_numbers_and_other_values_name_the_function() -> None:
+    found = compared(made(GRPO, advantages=lambda samples: samples.tensor("rewards").long(), learn_truncated=False))
+    assert found["advantages"].dtype == torch.float32
+    places = [torch.arange(length) for length in LENGTHS]
+    found = compared(made(GRPO, advantages=lambda samples: Ragged.from_list(places, dtype=torch.int64)))
+    assert found["advantages"].to_lists() == [list(map(float, range(length))) for length in LENGTHS]
+
+    def plain(samples: Samples) -> Any:
+        return samples.tensor("rewards").tolist()
+
+    message = r"advantages=plain must return .* of shape \(4,\), or a Ragged of one per response token; .* a list"
+    with pytest.raises(PlanError, match=message):
+        compared(made(GRPO, advantages=plain))
+
+
 def test_a_base_without_a_rule_asks_for_one() -> None:
     with pytest.raises(NotImplementedError, match=r"must define advantages\(rewards, samples\), or get a rule as adv"):
         compared(made(PolicyGradient))
@@ -179,6 +194,7 @@ def test_invalid_combinations_are_refused() -> None:
         (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KL\(...\)"),
         (GRPO, {"kl_coef": -1.0}, "kl_coef=-1.0 may not be negative"),
         (RLOO, {"kl_coef": 0.04, "kl": KL(0.2)}, r"kl_coef=0.04 and kl=KL\(0.2\) contradict each other"),
+        (GRPO, {"dynamic_sampling": True}, r"dynamic_sampling=True is a bool; write DynamicSampling\(...\)"),
         (GRPO, {"advantages": "mean"}, "advantages='mean' must be one of group, group_mean, leave_one_out, a function"),
         (GRPO, {"advantages": "gae"}, "advantages='gae' compares with the values of a critic; use PPO"),
         (GRPO, {"advantages": "no.such:rule"}, "advantages 'no.such:rule' cannot be imported"),

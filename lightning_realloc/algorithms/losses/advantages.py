@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.rewards.signatures import check_takes, resolved
 
 AdvantageRule = Callable[[Samples], Any]
@@ -93,3 +93,16 @@ def resolve_advantages(given: str | AdvantageRule) -> AdvantageRule:
 
 def _of_groups(rule: Callable[[Tensor, Tensor], Tensor], samples: Samples) -> Tensor:
     return rule(samples.tensor("rewards"), samples.tensor("prompt_id"))
+
+
+def require_shape(method: str, made: object, like: Tensor, unit: str, otherwise: str = "") -> Tensor:
+    """Return the values that a subclass's method or a rule made, whole numbers as those of ``like``.
+
+    Raises:
+        PlanError: unless there is one for each of ``like``. ``otherwise`` is what else the message allows.
+    """
+    if not isinstance(made, Tensor) or made.shape != like.shape:
+        found = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        allowed = f"a tensor of one value per {unit}, of shape {tuple(like.shape)}{otherwise}"
+        raise PlanError(f"{method} must return {allowed}; it returned {found}")
+    return made if made.is_floating_point() else made.to(like.dtype)

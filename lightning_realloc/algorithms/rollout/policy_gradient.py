@@ -13,7 +13,7 @@ from lightning_realloc.algorithms.base.calls import compute, train
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
-from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, resolve_advantages
+from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, require_shape, resolve_advantages
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, engine_defaults, mismatch_metrics
 from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens, whiten
 from lightning_realloc.algorithms.losses.kl import KL, resolve_kl
@@ -45,9 +45,11 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, PlanError, require_choice
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
+from lightning_realloc.rewards.signatures import function_name
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CHECKPOINT_KEY = "dynamic_sampling"
+_OR_TOKENS = ", or a Ragged of one per response token"
 
 
 class PolicyGradientSettings(RewardedSettings, total=False):
@@ -148,6 +150,7 @@ class PolicyGradient(RewardedModule):
         self.loss_average = given(loss_average, defaults.loss_average)
         self.entropy_coef = entropy_coef
         check_type(bool, learn_truncated=learn_truncated)
+        check_type(DynamicSampling, dynamic_sampling=dynamic_sampling)
         self.learn_truncated = learn_truncated
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
         self._signal = SignalWatch()
@@ -250,13 +253,19 @@ class PolicyGradient(RewardedModule):
         broken = ~rewards.isfinite() & ~samples.tensor("rewards").isnan()
         left_out = self.left_out(samples)
         if not isinstance(advantages, Ragged):
-            values = require_shape("advantages()", advantages, rewards, "response")
+            values = require_shape(self._rule_name, advantages, rewards, "response", _OR_TOKENS)
             return {"advantages": values.masked_fill(left_out, torch.nan).masked_fill(broken, torch.inf), **columns}
         lengths = samples.ragged("response_ids").lengths
-        values = require_shape("advantages()", advantages.values, rewards.new_empty(int(lengths.sum())), "token")
+        values = require_shape(self._rule_name, advantages.values, rewards.new_empty(int(lengths.sum())), "token")
         left_out, broken = (torch.repeat_interleave(mask, lengths) for mask in (left_out, broken))
         values = values.masked_fill(left_out, torch.nan).masked_fill(broken, torch.inf)
         return {"advantages": Ragged(values, lengths), **columns}
+
+    @property
+    def _rule_name(self) -> str:
+        """Method or function that makes advantages, for messages."""
+        own = type(self).advantages is not PolicyGradient.advantages
+        return "advantages()" if own or self._rule is None else f"advantages={function_name(self._rule)}"
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor | Ragged:
         """Return the (B,) advantages of the (B,) rewards, or one per response token; NaN excludes a response."""
@@ -389,11 +398,3 @@ class PolicyGradient(RewardedModule):
 def of_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
     """Return the (N,) values of tokens, from values per token or per response."""
     return values if values.shape[0] == batch.num_tokens else batch.per_token(values)
-
-
-def require_shape(method: str, made: object, like: Tensor, unit: str) -> Tensor:
-    """Return the values that a subclass's method made; PlanError unless there is one for each of ``like``."""
-    if not isinstance(made, Tensor) or made.shape != like.shape:
-        found = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-        raise PlanError(f"{method} must return one value per {unit}, of shape {tuple(like.shape)}; it returned {found}")
-    return made
