@@ -161,18 +161,21 @@ def test_an_answer_that_arrives_during_the_last_step_is_kept() -> None:
     ends, goes_on = (one.token_ids for one in engine_of(model).generate([[5], [6]], greedy))
     params = replace(greedy, stop_token_ids=ends[:1])
     assert ends[0] not in goes_on
-    asked, earlier = threading.Event(), set(threading.enumerate())
+    begun, asked = threading.Event(), threading.Event()
+    num_forwards = 0
 
     def environment(turn: Turn) -> list[int]:
+        begun.set()
         asked.wait(10)
         return [7, 8]
 
     def answer_now(*_: object) -> None:
-        for thread in set(threading.enumerate()) - earlier:
-            if thread.name == "environment: environment":
-                asked.set()
-                thread.join(10)
-                EVENT_LOOP.submit(asyncio.sleep(0.05)).result(10)  # in which the answer reaches the queue
+        nonlocal num_forwards
+        num_forwards += 1
+        if num_forwards == 2:  # the first one ended the turn
+            assert begun.wait(10)
+            asked.set()
+            EVENT_LOOP.submit(asyncio.sleep(0.1)).result(10)  # in which the answer reaches the queue
 
     hook = model.register_forward_pre_hook(answer_now)
     try:
