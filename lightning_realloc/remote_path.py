@@ -281,7 +281,7 @@ def _require_hub(name: str, kind: str) -> None:
 
     cached = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
     timeout_s = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else HUB_TIMEOUT_S
-    if constants.HF_HUB_OFFLINE or cached.is_dir() or _failed_question(name, kind, timeout_s) is None:
+    if constants.HF_HUB_OFFLINE or os.path.isdir(cached) or _failed_question(name, kind, timeout_s) is None:
         return
     time.sleep(1.0)
     if (error := _failed_question(name, kind, timeout_s)) is not None:

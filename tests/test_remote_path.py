@@ -66,6 +66,7 @@ def test_a_name_is_refused_at_once_only_where_neither_the_cache_nor_the_hub_answ
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         Thread(target=hub.serve_forever, args=(0.05,), daemon=True).start()
         require_files("known/to-the-hub")
+        require_files("x" * 300)  # too long for a name of a file; the loader says so
         hub.shutdown()
     monkeypatch.setattr("time.sleep", lambda _: None)
     begun_at = time.monotonic()
