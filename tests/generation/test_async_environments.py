@@ -74,13 +74,13 @@ def test_no_more_answers_than_max_concurrent_are_computed_at_a_time(most: int) -
 
 def test_a_turn_that_waits_for_others_has_no_deadline_yet() -> None:
     def environment(turn: Turn) -> None:
-        time.sleep(0.1)
+        time.sleep(0.15)
 
     completions = engine_of(exact_model(), max_slots=8).generate(
         [[9, i] for i in range(8)],
         EVERY_TOKEN_STOPS,
         environment=environment,
-        conversation=Conversation(max_concurrent=1, deadline_s=0.5),  # all eight take 0.8 s
+        conversation=Conversation(max_concurrent=1, deadline_s=1.0),  # all eight take 1.2 s
     )
     assert [one.finish_reason for one in completions] == ["stop"] * 8
 
@@ -96,7 +96,7 @@ def test_a_function_that_hangs_takes_no_place_of_others() -> None:
         [[9, i] for i in range(4)],
         EVERY_TOKEN_STOPS,
         environment=environment,
-        conversation=Conversation(max_concurrent=1, deadline_s=0.2),
+        conversation=Conversation(max_concurrent=1, deadline_s=1.0),
     )
     released.set()
     assert [one.finish_reason for one in completions] == ["environment", "stop", "stop", "stop"]
