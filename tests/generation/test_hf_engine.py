@@ -92,6 +92,13 @@ def test_prompts_of_unequal_lengths_share_no_batch_if_the_model_ignores_the_mask
     assert f"{kind.__name__} may predict other tokens after a padded prompt" in caplog.text
 
 
+def test_models_in_float64_which_have_no_softmax_over_padding_read_none() -> None:
+    model, params = tiny_model("llama").double(), SamplingParams(max_new_tokens=8, temperature=0)
+    prompts = draw_prompts(6)
+    ours, theirs = GenerationEngine(model).generate(prompts, params), HFEngine(model).generate(prompts, params)
+    assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
