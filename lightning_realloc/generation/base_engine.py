@@ -5,6 +5,7 @@ An engine itself completes these samples. Other calls see their progress, and ge
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,8 @@ from lightning_realloc.runtime.model.structure import check_extra_inputs
 
 if TYPE_CHECKING:  # imported where samples move
     from lightning_realloc.generation.rebalance.handover import MigrationStats
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +174,7 @@ class Engine(ABC):
             notifier = CallNotifier(samples, on_finished, self._completion, on_tokens)
             self._stats = self._complete(EngineCall(samples=samples, requests=requests, stop=stop, notifier=notifier))
         notifier.report(samples)
+        _warn_of_failures(samples)
         return list(map(self._completion, samples))
 
     @abstractmethod
@@ -220,3 +224,12 @@ class Engine(ABC):
             yield
         finally:
             self.partial_results = self._followed = None
+
+
+def _warn_of_failures(samples: Sequence[Sample]) -> None:
+    errors = [sample.error for sample in samples if sample.error is not None]
+    if errors:
+        _log.warning(
+            "%d of %d responses were ended by a failure of their environment; the first one: %s",
+            len(errors), len(samples), errors[0],
+        )  # fmt: skip

@@ -5,7 +5,6 @@ This module checks arguments and keeps state between calls; `GenerationRun` carr
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -49,8 +48,6 @@ if TYPE_CHECKING:  # imported where they are used: plain generation needs none o
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
-
-_log = logging.getLogger(__name__)
 
 
 @suggest_settings(ENGINE_HINTS)
@@ -186,7 +183,6 @@ class GenerationEngine(Engine):
         check_idle(self._model)
         run = self._begin(call, self._budget(asked.token_budget, asked.seconds_budget, may_end))
         self._carry_out(run, call)
-        _warn_of_failures(call.samples)
         return run.stats()
 
     def _begin(self, call: EngineCall, budget: Budget) -> GenerationRun:
@@ -303,12 +299,3 @@ class GenerationEngine(Engine):
                 "would use its own clock; pass GenerationEngine(agree=...), which gives all ranks one rank's numbers, "
                 "or draft a fixed number of tokens: Speculation(num_draft_tokens=4)"
             )
-
-
-def _warn_of_failures(samples: Sequence[Sample]) -> None:
-    errors = [sample.error for sample in samples if sample.error is not None]
-    if errors:
-        _log.warning(
-            "%d of %d responses were ended by a failure of their environment; the first one: %s",
-            len(errors), len(samples), errors[0],
-        )  # fmt: skip

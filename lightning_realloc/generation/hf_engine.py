@@ -2,14 +2,15 @@
 
 A reference for `GenerationEngine`, and the engine for models whose attention that one does not support. Batches are
 padded, unless a model reads its padding. A finished row is computed until its batch ends. Log-probabilities take one
-more forward.
+more forward for each turn.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from lightning_realloc.errors import GenerationError
@@ -26,8 +28,10 @@ from lightning_realloc.generation.core.model_config import length_bounds
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
 from lightning_realloc.generation.core.sampling import sampling_logprobs
+from lightning_realloc.generation.loop.rounds import Rounds
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, has_plain_layers
+from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
@@ -41,7 +45,8 @@ class HFEngine(Engine):
 
     Greedy responses equal the native engine's. Sampled ones follow the same distribution with other random numbers,
     which depend on ``params.seed``, the first sample's id and the batch. ``length_hints`` sort prompts into batches,
-    and ``on_finished`` is called after each batch.
+    and ``on_finished`` is called after each batch. Conversations go on in `Rounds`, whose batches depend on the time
+    that the environment takes.
     """
 
     name = "hf"
@@ -89,33 +94,44 @@ class HFEngine(Engine):
         failing = experts_obstacle(self._model)
         if failing is not None:
             raise GenerationError(f"{type(self._model).__name__} cannot generate: {'; '.join(failing)}")
-        samples, stats = call.samples, GenerationStats()
+        samples, counts = call.samples, Counter[str]()
+        rounds = self._rounds(call)
         context = min(length_bounds(self._model, None).values(), default=math.inf)
+
+        def complete_turns(samples: Sequence[Sample], on_ended: Callable[[Sequence[Sample]], None]) -> None:
+            for batch in _batches(samples, most=self._max_slots, context=context, pads=self._pads(samples)):
+                counts.update(self._run_batch(batch, call.params, call.stop))
+                on_ended(batch)
+
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
             with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
                 torch.manual_seed(samples[0].key >> 1 if samples else 0)
-                for batch in _batches(
-                    call.longest_first(), most=self._max_slots, context=context, pads=self._pads(samples)
-                ):
-                    stats = self._run_batch(batch, call.params, call.stop, stats)
-                    call.notifier.report(batch)
+                rounds.run(complete_turns)
         finally:
             for module in training:
                 module.training = True
-        return stats
+        return GenerationStats(**counts)
+
+    def _rounds(self, call: EngineCall) -> Rounds:
+        if call.requests.environment is not None and tensor_parallel_group(self._model) is not None:
+            raise GenerationError(
+                "an environment cannot be asked under tensor parallelism by engine='hf': each rank would ask "
+                "separately, and continue with another answer; generate in a layout with tp=1"
+            )
+        return Rounds(call.longest_first(), call.requests, call.notifier)
 
     def _pads(self, samples: Sequence[Sample]) -> bool:
-        """Return whether prompts of different lengths may share a batch; checked once, when there are any.
+        """Return whether sequences of different lengths may share a batch; checked once, when there are any.
 
         Some families ignore the mask of a padded batch, as Reformer does. Others attend to blocks, or to a number of
         tokens, which padding shifts for long sequences only.
         """
-        prompts = sorted({sample.prompt for sample in samples}, key=len)
-        if self._may_pad is None and prompts and len(prompts[0]) < len(prompts[-1]):
-            width = len(prompts[-1])
-            self._may_pad = has_plain_layers(self._model) and _heeds_padding(self._model, prompts[0], width=width)
+        sequences = sorted((sample.sequence for sample in samples), key=len) if self._may_pad is None else []
+        if sequences and len(sequences[0]) < len(sequences[-1]):
+            width = len(sequences[-1])
+            self._may_pad = has_plain_layers(self._model) and _heeds_padding(self._model, sequences[0], width=width)
             if not self._may_pad:
                 _log.warning(
                     "%s may predict other tokens after a padded prompt, so batches hold prompts of one length only",
@@ -123,45 +139,57 @@ class HFEngine(Engine):
                 )
         return self._may_pad is not False
 
-    def _run_batch(
-        self, samples: Sequence[Sample], params: SamplingParams, stop: StopRule, stats: GenerationStats
-    ) -> GenerationStats:
-        """Complete some samples, and return the stats with theirs added."""
-        width = max(len(sample.prompt) for sample in samples)
-        ids, mask = _padded([sample.prompt for sample in samples], width, self._device)
+    def _run_batch(self, samples: Sequence[Sample], params: SamplingParams, stop: StopRule) -> Mapping[str, int]:
+        """Generate the current turn of some samples, and return what it adds to `GenerationStats`, by field."""
+        sequences = [sample.sequence for sample in samples]
         # Copies that the stopping criterion extends.
-        rows = [Sample(s.sample_id, s.prompt_number, s.input, s.max_new_tokens, s.key) for s in samples]
-        criteria = StoppingCriteriaList([_Stops(rows, stop)])
+        rows = [
+            replace(s, token_ids=[*s.token_ids], logprobs=[*s.logprobs], model_mask=[*s.model_mask]) for s in samples
+        ]
+        num_steps = self._generate(sequences, rows, params, stop)
+        num_generated = 0
+        for sample, sequence, row in zip(samples, sequences, rows, strict=True):
+            turn = row.token_ids[len(sample.token_ids) :]
+            sample.grow(turn, self._logprobs(sequence, turn, params))
+            sample.finish_reason = row.finish_reason
+            num_generated += len(turn)
+        bad = [sample.sample_id for sample in samples if not math.isfinite(sum(sample.logprobs))]
+        if bad:
+            raise not_finite(bad, len(samples))
+        return {
+            "num_steps": num_steps,
+            "row_steps": num_steps * len(samples),
+            "prefill_tokens": sum(map(len, sequences)),
+            "generated_tokens": num_generated,
+        }
+
+    def _generate(
+        self, sequences: Sequence[Sequence[int]], rows: Sequence[Sample], params: SamplingParams, stop: StopRule
+    ) -> int:
+        """Add the tokens of a turn to ``rows``, without log-probabilities; return the number of steps."""
+        width = max(map(len, sequences))
+        ids, mask = _padded(sequences, width, self._device)
+        settings = {
+            "stopping_criteria": StoppingCriteriaList([_Stops(rows, stop)]),
+            "logits_processor": LogitsProcessorList([_EarlyStops(rows, stop)]),
+        }
         try:
-            with _in_place_of_own(self._model, _config(params, samples, stop)):
-                output = self._model.generate(ids, attention_mask=mask, stopping_criteria=criteria)
+            with _in_place_of_own(self._model, _config(params, rows)):
+                output = self._model.generate(ids, attention_mask=mask, **settings)
         except RuntimeError as error:
             if "probability tensor" not in str(error):  # torch.multinomial's message, which names no rows
                 raise
             raise GenerationError(
-                f"the model's logits are not finite for some of the {len(samples)} sample ids "
-                f"{[sample.sample_id for sample in samples[:8]]}{'…' if len(samples) > 8 else ''}; {DIVERGED}"
+                f"the model's logits are not finite for some of the {len(rows)} sample ids "
+                f"{[row.sample_id for row in rows[:8]]}{'…' if len(rows) > 8 else ''}; {DIVERGED}"
             ) from error
-        for sample, row in zip(samples, rows, strict=True):
-            logprobs = self._logprobs(sample, row.token_ids, params)
-            sample.grow(row.token_ids, logprobs)
-            sample.finish_reason = row.finish_reason
-        bad = [sample.sample_id for sample in samples if not math.isfinite(sum(sample.logprobs))]
-        if bad:
-            raise not_finite(bad, len(samples))
-        num_steps = output.shape[1] - width
-        return replace(
-            stats,
-            num_steps=stats.num_steps + num_steps,
-            row_steps=stats.row_steps + num_steps * len(samples),
-            prefill_tokens=stats.prefill_tokens + sum(len(sample.prompt) for sample in samples),
-            generated_tokens=stats.generated_tokens + sum(len(sample.token_ids) for sample in samples),
-        )
+        num_steps: int = output.shape[1] - width
+        return num_steps
 
-    def _logprobs(self, sample: Sample, response: Sequence[int], params: SamplingParams) -> list[float]:
-        ids = torch.tensor([[*sample.prompt, *response]], device=self._device)
-        logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
-        values: list[float] = sampling_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
+    def _logprobs(self, before: Sequence[int], turn: Sequence[int], params: SamplingParams) -> list[float]:
+        ids = torch.tensor([[*before, *turn]], device=self._device)
+        logits: Tensor = self._model(ids, use_cache=False).logits[0, len(before) - 1 : -1]
+        values: list[float] = sampling_logprobs(logits, ids[0, len(before) :], params).tolist()
         return values
 
 
@@ -189,7 +217,9 @@ def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
         with _in_place_of_own(model, config):
             logits.append(torch.cat(model.generate(ids, attention_mask=mask).logits).float())
     expected, padded = logits
-    if expected.isfinite().all() and not padded.isfinite().all():  # as in float64, where rows of padding have no softmax
+    if (
+        expected.isfinite().all() and not padded.isfinite().all()
+    ):  # as in float64, where rows of padding have no softmax
         return False
     differs = (expected - padded).square().mean(-1).sqrt() > _ROUNDING * expected.std(-1)  # False if not finite
     return not bool(differs.any())
@@ -209,20 +239,20 @@ def _batches(samples: Iterable[Sample], *, most: int, context: float, pads: bool
     """Return samples in batches whose rows all stay within the model's context.
 
     A finished row is computed until the last one of its batch ends, and models with learned positions have none beyond
-    their context. ``pads``: prompts of a batch may differ in length.
+    their context. ``pads``: sequences of a batch may differ in length.
     """
     if not pads:
-        samples = sorted(samples, key=lambda sample: len(sample.prompt))
+        samples = sorted(samples, key=lambda sample: len(sample.sequence))
     batches: list[list[Sample]] = []
-    longest_prompt, longest_response = 0, 0
+    longest_read, longest_turn = 0, 0
     for sample in samples:
-        is_alike = pads or longest_prompt == len(sample.prompt)
-        longest_prompt = max(longest_prompt, len(sample.prompt))
-        longest_response = max(longest_response, sample.max_new_tokens)
-        is_full = not batches or len(batches[-1]) == most or longest_prompt + longest_response > context
+        length = len(sample.sequence)
+        is_alike = pads or longest_read == length
+        longest_read, longest_turn = max(longest_read, length), max(longest_turn, sample.room)
+        is_full = not batches or len(batches[-1]) == most or longest_read + longest_turn > context
         if is_full or not is_alike:
             batches.append([])
-            longest_prompt, longest_response = len(sample.prompt), sample.max_new_tokens
+            longest_read, longest_turn = length, sample.room
         batches[-1].append(sample)
     return batches
 
@@ -242,19 +272,31 @@ class _Stops(StoppingCriteria):
         return torch.tensor([row.finish_reason is not None for row in self._rows], device=input_ids.device)
 
 
-def _config(params: SamplingParams, samples: Sequence[Sample], stop: StopRule) -> GenerationConfig:
+class _EarlyStops(LogitsProcessor):
+    """Forbids stop tokens in rows whose response has fewer than ``min_new_tokens``."""
+
+    def __init__(self, rows: Sequence[Sample], stop: StopRule) -> None:
+        self._rows = rows
+        self._stop = stop
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        forbidden = self._stop.forbidden(self._rows, [()] * len(self._rows))
+        if forbidden is None:
+            return scores
+        rows, tokens = (torch.tensor(part, device=scores.device) for part in forbidden)
+        return scores.index_put((rows[:, None], tokens), scores.new_tensor(-math.inf))
+
+
+def _config(params: SamplingParams, samples: Sequence[Sample]) -> GenerationConfig:
     sampling: dict[str, Any] = {"do_sample": False}
     if not params.greedy:
         sampling = {
             "do_sample": True, "temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p,
             "min_p": params.min_p or None,
         }  # fmt: skip
-    early = sorted(stop.token_ids) if params.min_new_tokens else []
     return GenerationConfig(
-        max_new_tokens=max(sample.max_new_tokens for sample in samples),
-        min_new_tokens=params.min_new_tokens if early else None,
-        # Only tokens that may not come early: rows end by the criterion, which knows stop strings and limits too.
-        eos_token_id=early or None,
+        max_new_tokens=max(sample.room for sample in samples),
+        eos_token_id=None,  # rows end by the criterion, which knows stop strings and limits too
         repetition_penalty=params.repetition_penalty,
         pad_token_id=0,
         **sampling,

@@ -176,7 +176,7 @@ def test_arguments_of_the_native_engine_only_are_refused_by_name() -> None:
     model, params = tiny_model("llama"), SamplingParams(max_new_tokens=2)
     with pytest.raises(ConfigError, match=r"HFEngine has no setting max_cache_bytes; .* GenerationEngine\(max_"):
         HFEngine(model, max_cache_bytes=10**6)
-    for name, value in (("environment", print), ("token_budget", 5), ("resume", [object()])):
+    for name, value in (("on_tokens", print), ("token_budget", 5), ("resume", [object()])):
         with pytest.raises(GenerationError, match=f"{name} needs an engine that .* engine='hf' does not; leave it out"):
             HFEngine(model).generate([[5]], params, **{name: value})
     assert len(HFEngine(model).generate([[5]], params, environment=None, resume=[])) == 1

@@ -27,7 +27,6 @@ from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
 from lightning_realloc.generation import Conversation, Engine, Environment, SamplingParams
-from lightning_realloc.generation.core.capabilities import require_capability
 from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
@@ -104,7 +103,6 @@ class PolicyModule(MultiModelModule):
             if conversation is not None:
                 raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
             return
-        require_capability("environment", "environment", engine=self.engine, error=ConfigError)
         self._environment = import_environment(environment)
 
     def configure_model(self) -> None:

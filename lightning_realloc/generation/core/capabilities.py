@@ -34,8 +34,8 @@ _MEANINGS: Mapping[Capability, str] = {
 
 CAPABILITIES: Mapping[str, frozenset[Capability]] = {
     "native": frozenset(_MEANINGS) - {"vllm"},
-    "hf": frozenset({"same_logprobs"}),
-    "vllm": frozenset({"cache_bound", "vllm"}),
+    "hf": frozenset({"environment", "same_logprobs"}),
+    "vllm": frozenset({"cache_bound", "environment", "vllm"}),
 }
 """Engine -> its capabilities."""
 

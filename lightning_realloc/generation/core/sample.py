@@ -95,6 +95,11 @@ class Sample:
         return self.turn_begin == len(self.token_ids)
 
     @property
+    def room(self) -> int:
+        """Most further tokens of the response."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    @property
     def is_full(self) -> bool:
         """Whether the response has ``max_new_tokens``."""
         return len(self.token_ids) >= self.max_new_tokens
@@ -133,6 +138,11 @@ class Sample:
         self.last_token, self.position, self.num_read = other.last_token, other.position, other.num_read
         self.turn, self.turn_begin = other.turn, other.turn_begin
         self.finish_reason, self.error = other.finish_reason, other.error
+
+    @property
+    def sequence(self) -> list[int]:
+        """Tokens of the prompt and the response so far."""
+        return [*self.prompt, *self.token_ids]
 
     def tokens(self, begin: int, end: int) -> list[int]:
         """Return the tokens of the sequence, prompt and response, from ``begin`` to ``end``."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.params import check_counts, check_kind
-from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.core.sample import FinishReason, Sample
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.runtime.event_loop import EventLoop
 from lightning_realloc.setting_hints import suggest_settings
@@ -87,6 +87,18 @@ class Answer:
     """Index of the sample in the call."""
     token_ids: tuple[int, ...] | None = None
     error: str | None = None
+
+    def give_to(self, sample: Sample) -> FinishReason | None:
+        """Add the answer to its sample; return why the response ends here, None if the model's next turn begins."""
+        sample.error = self.error
+        if self.error is not None:
+            return "environment"
+        if self.token_ids is None:
+            return "stop"
+        if len(self.token_ids) >= sample.room:
+            return "length"  # no room for a token of the model
+        sample.extend(self.token_ids)
+        return None
 
 
 @dataclass(slots=True, eq=False)

@@ -39,7 +39,7 @@ class GenerationStats:
     """Sum of running samples over all steps."""
     prefill_tokens: int = 0
     """Tokens read of prompts, environments and resumed responses, without each prompt's last token, which the first
-    decoding step reads. The engine ``"hf"`` counts that one, too."""
+    decoding step reads. The engines ``"hf"`` and ``"vllm"`` count all tokens before each turn."""
     generated_tokens: int = 0
     """Tokens that the model chose."""
     cache_bytes: int = 0
@@ -320,19 +320,13 @@ class GenerationRun:
         """Let answered samples read on; finish those that the environment ended or failed."""
         for answer in conversations.answers():
             sample = self.samples[answer.index]
-            sample.error = answer.error
-            if answer.error is not None:
-                self._finish_waiting(answer.index, "environment")
-            elif answer.token_ids is None:
-                self._finish_waiting(answer.index, "stop")
-            elif len(sample.token_ids) + len(answer.token_ids) >= sample.max_new_tokens:
-                self._finish_waiting(answer.index, "length")  # no room for a token of the model
+            reason = answer.give_to(sample)
+            if reason is not None:
+                self._finish_waiting(answer.index, reason)
+            elif self.scheduler.is_parked(answer.index):
+                self.scheduler.read(answer.index, sample.num_read, sample.position)
             else:
-                sample.extend(answer.token_ids)
-                if self.scheduler.is_parked(answer.index):
-                    self.scheduler.read(answer.index, sample.num_read, sample.position)
-                else:
-                    self.scheduler.add(Prompt.of(self.samples, (answer.index,), sample.prompt_number))
+                self.scheduler.add(Prompt.of(self.samples, (answer.index,), sample.prompt_number))
 
     def _finish_waiting(self, index: int, reason: FinishReason) -> None:
         sample = self.samples[index]

@@ -148,7 +148,12 @@ class ServedEngine:
         final_only = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         for request in requests:
             params = self._vllm.SamplingParams(
-                max_tokens=request["max_tokens"], seed=request["seed"], logprobs=0, output_kind=final_only, **sampling
+                max_tokens=request["max_tokens"],
+                min_tokens=request["min_tokens"],
+                seed=request["seed"],
+                logprobs=0,
+                output_kind=final_only,
+                **sampling,
             )
             engine.add_request(str(request["index"]), {"prompt_token_ids": request["prompt"]}, params)
         said = time.monotonic()

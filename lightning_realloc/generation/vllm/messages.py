@@ -37,13 +37,16 @@ def reading(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """A prompt to complete once."""
+    """A sequence to complete once."""
 
     index: int
     """Number of the request, distinct within a call."""
     prompt: tuple[int, ...]
+    """Tokens of the sequence: a prompt, or a prompt and the response so far."""
     max_tokens: int
     """Most tokens of the response."""
+    min_tokens: int
+    """Number of first tokens among which no stop token is drawn and stop strings are ignored."""
     seed: int
     """Seed of the response's random numbers, from 0 to 2**63 - 1."""
 

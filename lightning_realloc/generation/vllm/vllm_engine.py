@@ -1,13 +1,15 @@
 """Completions by vLLM, with the interface of `GenerationEngine`.
 
 vLLM draws by its own random numbers: responses differ from the native engine's, and follow the same distribution.
-Arguments that need the native engine's caches or steps are refused: drafts, samples that move, environments, budgets.
+Each turn of a conversation is a request of its own. Arguments that need the native engine's caches or steps are
+refused: drafts, samples that move, budgets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,10 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
 from lightning_realloc.generation.core.model_config import length_bounds
+from lightning_realloc.generation.core.noise import stream_key
 from lightning_realloc.generation.core.params import SamplingParams, check_counts
 from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
+from lightning_realloc.generation.loop.rounds import Rounds
 from lightning_realloc.generation.loop.run import GenerationStats, not_finite
 from lightning_realloc.generation.vllm.hand_over import weights_of
 from lightning_realloc.generation.vllm.messages import Connection, TokenRequest, TokenResponse
@@ -86,23 +90,20 @@ class VLLMEngine(Engine):
         return length_bounds(self._model, self.service.max_length or self._max_length)
 
     def _complete(self, call: EngineCall) -> GenerationStats:
-        samples, stop = call.samples, call.stop
-        number_of = {sample.sample_id: number for number, sample in enumerate(samples)}
-        asked = [_request(number_of[sample.sample_id], sample) for sample in call.longest_first()]
+        counts, sampling = Counter[str](), _sampling(call.params, call.stop)
 
-        def accept(response: TokenResponse) -> None:
-            sample = samples[response.index]
-            _fill(sample, response, stop)
-            call.notifier.report([sample])
+        def complete_turns(samples: Sequence[Sample], on_ended: Callable[[Sequence[Sample]], None]) -> None:
+            def accept(response: TokenResponse) -> None:
+                sample = samples[response.index]
+                counts["generated_tokens"] += _fill(sample, response, call.stop)
+                on_ended([sample])
 
-        num_steps = self.service.generate(self._model, asked, _sampling(call.params, stop), accept) if asked else 0
-        num_generated = sum(len(sample.token_ids) for sample in samples)
-        return GenerationStats(
-            num_steps=num_steps,
-            row_steps=num_generated,
-            generated_tokens=num_generated,
-            prefill_tokens=sum(len(sample.prompt) for sample in samples),
-        )
+            asked = [_request(index, sample, call.params) for index, sample in enumerate(samples)]
+            counts["prefill_tokens"] += sum(len(request.prompt) for request in asked)
+            counts["num_steps"] += self.service.generate(self._model, asked, sampling, accept) if asked else 0
+
+        Rounds(call.longest_first(), call.requests, call.notifier).run(complete_turns)
+        return GenerationStats(row_steps=counts["generated_tokens"], **counts)
 
 
 def _connect(
@@ -125,8 +126,11 @@ def _connect(
     return VLLMProcess(model, options, tokenizer=used, max_slots=max_slots, max_cache_bytes=max_cache_bytes)
 
 
-def _request(index: int, sample: Sample) -> TokenRequest:
-    return TokenRequest(index, sample.prompt, sample.max_new_tokens, sample.key % (1 << 63))
+def _request(index: int, sample: Sample, params: SamplingParams) -> TokenRequest:
+    # With the seed of an earlier turn, vLLM would draw by the same random numbers again.
+    key = sample.key if sample.turn == 1 else stream_key(sample.key, sample.turn)
+    num_early = min(max(params.min_new_tokens - len(sample.token_ids), 0), sample.room)
+    return TokenRequest(index, tuple(sample.sequence), sample.room, num_early, key % (1 << 63))
 
 
 def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
@@ -137,7 +141,6 @@ def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
         "top_p": params.top_p,
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
-        "min_tokens": params.min_new_tokens,
         "stop_token_ids": sorted(stop.token_ids),
         "ignore_eos": True,
         "detokenize": bool(params.stop_strings),
@@ -147,10 +150,11 @@ def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
     return sampling
 
 
-def _fill(sample: Sample, response: TokenResponse, stop: StopRule) -> None:
-    """Add a response to its sample, up to the token that ends it by the native engine's stop rule."""
+def _fill(sample: Sample, response: TokenResponse, stop: StopRule) -> int:
+    """Add a response to its sample, up to the token that ends it by the native engine's stop rule; return how many."""
     count = stop.take(sample, response.token_ids, response.logprobs)
     if not math.isfinite(sum(response.logprobs[:count])):
         raise not_finite([sample.sample_id], 1)
     if sample.finish_reason is None:  # a stop string that the tokenizer of vLLM decodes otherwise
         sample.finish_reason = "stop" if response.reason == "stop" else "length"
+    return count

@@ -114,7 +114,7 @@ class VLLMServer:
 
     def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
         """Complete all requests, ``max_slots`` at a time; see `Connection`."""
-        self._check_logprobs(sampling)
+        self._check_logprobs(sampling, forbids=any(request.min_tokens for request in requests))
         with ThreadPoolExecutor(max_workers=min(self._max_slots, len(requests))) as threads:
             futures = [threads.submit(self._complete, request, sampling) for request in requests]
             try:
@@ -135,13 +135,15 @@ class VLLMServer:
         """Remove the folder of weights; the server goes on."""
         self._folder.cleanup()
 
-    def _check_logprobs(self, sampling: Mapping[str, Any]) -> None:
+    def _check_logprobs(self, sampling: Mapping[str, Any], *, forbids: bool) -> None:
         """Refuse sampling for which the server reports other log-probabilities than ``softmax(logits / temperature)``.
+
+        ``forbids``: tokens are forbidden at the beginning.
 
         Raises:
             GenerationError: with the way out.
         """
-        filters = sampling["top_k"] or sampling["top_p"] < 1 or sampling["min_p"] or sampling["min_tokens"]
+        filters = sampling["top_k"] or sampling["top_p"] < 1 or sampling["min_p"] or forbids
         changed = {
             "raw_logprobs": sampling["temperature"] not in (0.0, 1.0) and f"temperature={sampling['temperature']}",
             "processed_logprobs": (filters or sampling["repetition_penalty"] != 1) and "filters or a penalty",
@@ -154,7 +156,8 @@ class VLLMServer:
             )
 
     def _complete(self, request: TokenRequest, sampling: Mapping[str, Any]) -> TokenResponse:
-        params = {**sampling, "max_tokens": request.max_tokens, "seed": request.seed, "logprobs": 0}
+        own = {"max_tokens": request.max_tokens, "min_tokens": request.min_tokens, "seed": request.seed}
+        params = {**sampling, **own, "logprobs": 0}
         body = {"model": self._name, "token_ids": list(request.prompt), "sampling_params": params}
         with self._reading():
             (made,) = self._ask("inference/v1/generate", body)["choices"]

@@ -208,10 +208,6 @@ def test_environments_are_functions_classes_or_import_paths() -> None:
         ({"environment": "tool"}, "an? environment's import path is 'package.module:name'; got 'tool'"),
         ({"environment": Limited}, r"Limited cannot be called with the tokenizer alone \(.*'limit'\); give its"),
         ({"environment": lambda turn, rng: None}, r"environment <lambda> cannot be called with a Turn alone"),
-        (
-            {"environment": silent, "engine": "hf"},
-            "environment needs an engine that asks an environment",
-        ),
         ({"conversation": Conversation(max_turns=2)}, "bounds a conversation without environment"),
     ],
 )

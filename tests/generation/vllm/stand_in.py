@@ -58,6 +58,7 @@ while (message := child.receive(connection)) is not None:
     do = message["do"]
     if do == "generate":
         for number, request in enumerate(message["requests"]):
+            note("request " + child.json.dumps(request))
             if number == 1 and behaviour == "error":
                 child.send(connection, dict(error="ValueError: no such kernel"))
             if number == 1 and (behaviour == "dies" or (behaviour == "dies once" and is_first)):
@@ -94,7 +95,7 @@ while (message := child.receive(connection)) is not None:
 
 
 def stand_in(folder: Path, behaviour: str = "") -> str:
-    """Return the path of the program; it notes its starts and updates of weights in ``folder/notes``."""
+    """Return the path of the program; it notes its starts, updates of weights and requests in ``folder/notes``."""
     path = folder / "python"
     path.write_text(_PROGRAM.format(python=sys.executable, behaviour=behaviour, folder=str(folder)))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -102,6 +103,7 @@ def stand_in(folder: Path, behaviour: str = "") -> str:
 
 
 def notes(folder: Path, kind: str) -> list[str]:
-    """Return the rest of the notes that begin with a word: ``started`` (process ids) or ``weights`` (labels)."""
+    """Return the rest of the notes that begin with a word: ``started`` (process ids), ``weights`` (labels) or
+    ``request`` (JSON)."""
     lines = (folder / "notes").read_text().splitlines()
     return [line.removeprefix(f"{kind} ") for line in lines if line.startswith(f"{kind} ")]

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, VLLMEngine, VLLMOptions
+from lightning_realloc.generation import (
+    Completion,
+    Conversation,
+    GenerationEngine,
+    SamplingParams,
+    Turn,
+    VLLMEngine,
+    VLLMOptions,
+)
 from lightning_realloc.generation.core.sampling import sampling_logprobs
 from lightning_realloc.generation.vllm.messages import EngineLost
 from tests.generation.test_engine import draw_prompts
@@ -90,6 +98,36 @@ def test_greedy_tokens_and_ends_are_those_of_the_native_engine(model: PreTrained
     ):
         ours, theirs = native.generate(prompts, params), engine.generate(prompts, params)
         assert [(c.token_ids, c.finish_reason) for c in theirs] == [(c.token_ids, c.finish_reason) for c in ours]
+
+
+def test_greedy_conversations_are_those_of_the_native_engine(model: PreTrainedModel, engine: VLLMEngine) -> None:
+    change_weights(model, engine, seed=10)
+
+    def environment(turn: Turn) -> list[int] | None:
+        last = turn.token_ids[-1] + 3 * turn.sample_id
+        return None if turn.number > 4 or last % 7 == 0 else [(last + 11 * step) % 256 for step in range(1 + last % 6)]
+
+    native, prompts = GenerationEngine(model, tokenizer=byte_tokenizer()), draw_prompts(6)
+    for params in (
+        SamplingParams(max_new_tokens=40, temperature=0, n=2, stop_token_ids=tuple(range(60))),
+        SamplingParams(max_new_tokens=40, temperature=0, stop_token_ids=tuple(range(100)), min_new_tokens=5),
+        SamplingParams(max_new_tokens=40, temperature=0, n=2, stop_strings=("a", "7", "Q")),
+    ):
+        ours, theirs = (one.generate(prompts, params, environment=environment) for one in (native, engine))
+        for own, other in zip(theirs, ours, strict=True):
+            assert (own.token_ids, own.model_mask, own.finish_reason) == (
+                other.token_ids, other.model_mask, other.finish_reason
+            )  # fmt: skip
+            logprobs = [torch.tensor(one.logprobs) for one in (own, other)]
+            torch.testing.assert_close(*logprobs, atol=1e-4, rtol=0)
+        assert any(False in one.model_mask for one in theirs)
+
+
+def test_turns_of_a_conversation_are_drawn_by_different_numbers(model: PreTrainedModel, engine: VLLMEngine) -> None:
+    params = SamplingParams(max_new_tokens=41, n=16, temperature=2.0, stop_token_ids=tuple(range(259)))
+    made = engine.generate([[5]], params, environment=lambda turn: [5], conversation=Conversation(max_turns=2))
+    # Nearly uniform over 259 tokens: both turns of a sample agree by chance in 1 of 259 samples.
+    assert sum(one.token_ids[0] == one.token_ids[2] for one in made) < 4
 
 
 def test_a_seed_draws_the_same_responses_in_any_batch(model: PreTrainedModel, engine: VLLMEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_realloc.errors import ConfigError, GenerationError
-from lightning_realloc.generation import Completion, SamplingParams, VLLMEngine, VLLMOptions
+from lightning_realloc.generation import Completion, Conversation, SamplingParams, Turn, VLLMEngine, VLLMOptions
 from lightning_realloc.generation.vllm.messages import EngineLost
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from tests.generation.vllm.stand_in import notes, stand_in
@@ -47,6 +48,51 @@ def test_completions_are_in_the_order_of_the_prompts_with_tokens_lengths_and_ver
     assert made[0].logprobs == (-1.0, -1.0) and made[0].versions == (3, 3) and made[0].model_mask == (True, True)
     assert [c.sample_id for c in finished] == [20, 21, 7, 8], "long ones first, each once"
     assert (engine.stats.num_steps, engine.stats.generated_tokens, engine.stats.prefill_tokens) == (7, 10, 6)
+
+
+def test_each_turn_of_a_conversation_is_a_request_with_the_whole_sequence(tmp_path: Path) -> None:
+    engine, asked = engine_with(tmp_path), list[Turn]()
+    params = SamplingParams(max_new_tokens=12, min_new_tokens=5, stop_token_ids=(12, 32))
+
+    def environment(turn: Turn) -> list[int] | None:
+        asked.append(turn)
+        return [28, 29] if turn.number == 1 else None
+
+    (made,) = engine.generate([[5, 8]], params, environment=environment)
+    # The stand-in counts upwards from the last token: 9 to the stop at 12, and after the answer 30 to the stop at 32.
+    assert made.token_ids == (9, 10, 11, 12, 28, 29, 30, 31, 32)
+    assert made.model_mask == (True,) * 4 + (False,) * 2 + (True,) * 3
+    assert made.logprobs == (-1.0,) * 4 + (0.0,) * 2 + (-1.0,) * 3 and made.finish_reason == "stop"
+    assert [(turn.number, turn.token_ids) for turn in asked] == [(1, made.token_ids[:4]), (2, made.token_ids)]
+    first, second = map(json.loads, notes(tmp_path, "request"))
+    assert first["prompt"] == [5, 8] and second["prompt"] == [5, 8, 9, 10, 11, 12, 28, 29]
+    assert (first["max_tokens"], second["max_tokens"]) == (12, 6)
+    assert (first["min_tokens"], second["min_tokens"]) == (5, 0)
+    assert first["seed"] != second["seed"], "the second turn would be drawn by the numbers of the first"
+    stats = engine.stats
+    assert (stats.num_steps, stats.generated_tokens, stats.prefill_tokens) == (14, 7, 10)
+
+
+def test_a_conversation_ends_by_its_length_its_turns_or_a_failure(tmp_path: Path) -> None:
+    def environment(turn: Turn) -> list[int]:
+        if turn.prompt == (90,):
+            raise ValueError("no such tool")
+        return [turn.token_ids[-1]] * turn.prompt[0]
+
+    engine, params = engine_with(tmp_path), SamplingParams(max_new_tokens=7, stop_token_ids=tuple(range(128)))
+    made = engine.generate(
+        [[1], [5], [6], [90]], params, environment=environment, conversation=Conversation(max_turns=2)
+    )
+    # One token, the answer, and one more token where there is room for it.
+    assert [len(one.token_ids) for one in made] == [3, 7, 1, 1]
+    assert [one.finish_reason for one in made] == ["stop", "stop", "length", "environment"]
+    assert "raised ValueError(no such tool) after turn 1" in str(made[3].error)
+
+
+def test_limits_below_min_new_tokens_lower_it(tmp_path: Path) -> None:
+    params = SamplingParams(max_new_tokens=9, min_new_tokens=4)
+    engine_with(tmp_path).generate([[5], [6]], params, token_limits=[2, 9])
+    assert [json.loads(note)["min_tokens"] for note in notes(tmp_path, "request")] == [2, 4]
 
 
 def test_weights_are_handed_over_once_for_each_update(tmp_path: Path) -> None:
@@ -221,7 +267,7 @@ def test_the_process_ends_with_its_engine_and_after_a_listener_that_raises(tmp_p
 
 @pytest.mark.parametrize(
     "settings",
-    [{"environment": lambda turn: None}, {"token_budget": 9}, {"seconds_budget": 1.0}, {"resume": [object()]}],
+    [{"on_tokens": print}, {"token_budget": 9}, {"seconds_budget": 1.0}, {"resume": [object()]}],
 )
 def test_arguments_that_need_another_engine_are_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(GenerationError, match=f"{next(iter(settings))} needs an engine .* engine='vllm' does not"):

@@ -93,6 +93,13 @@ def test_conversations_give_the_same_results_on_one_rank_and_two(workers: Worker
     assert all(step["response_length"] < length for step, length in zip(alone.logged, whole, strict=True))
 
 
+def test_a_run_that_generates_by_the_models_own_generate_has_conversations_too(workers: WorkerPool) -> None:
+    settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2), "engine": "hf"}
+    for logged in run(workers, "grpo", "dp1", 1, **settings).logged:
+        assert logged["environment_failures"] == 0.0
+        assert 1.0 < logged["turns"] <= 2.0
+
+
 def test_conversations_run_in_chunks_and_one_step_ahead(workers: WorkerPool) -> None:
     plain, chunks, ahead = (
         run(workers, "grpo", "dp1@0", 2, environment=tool, strategy=strategy)

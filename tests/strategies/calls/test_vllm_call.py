@@ -124,7 +124,6 @@ def test_ratios_are_proximal_and_corrected_unless_given_otherwise() -> None:
             {"generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=9))},
             "rollout_budget=.* needs an engine that stops at a budget",
         ),
-        ({"environment": print}, "environment needs an engine that asks"),
     ],
 )
 def test_what_needs_the_native_engine_is_refused_by_name(settings: dict[str, Any], message: str) -> None:

@@ -1,0 +1,106 @@
+"""Conversations in rounds, for engines that generate whole turns: each round generates all turns that can begin.
+
+The environment answers a turn while other turns of its round are generated. Between rounds, late answers are waited for
+as long as the last round took, counted from the first answer. A sample whose answer comes later joins a later round. So
+no sample waits long for the slowest environment, and rounds of few samples are rare.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Protocol
+
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.loop.environment import Conversations, check_environment
+from lightning_realloc.generation.loop.requests import Requests
+from lightning_realloc.generation.loop.streaming import CallNotifier
+
+
+class TurnCompletion(Protocol):
+    """Generates one turn of some samples."""
+
+    def __call__(self, samples: Sequence[Sample], on_ended: Callable[[Sequence[Sample]], None]) -> None:
+        """Give each sample the tokens of its current turn and a finish reason.
+
+        The model reads the prompt and the whole response so far. Each sample is passed to ``on_ended`` once, as soon as
+        its turn has ended; the environment may then be asked.
+        """
+
+
+class Rounds:
+    """The samples of one call, and their environment.
+
+    Args:
+        samples: Samples to complete, in the order in which their turns should begin.
+        requests: Arguments of the call, with its environment.
+        notifier: Reports finished samples.
+
+    Raises:
+        GenerationError: for an environment or a conversation that cannot be used.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        requests: Requests,
+        notifier: CallNotifier,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_environment(requests.environment, requests.conversation)
+        self._samples, self._notifier, self._clock = samples, notifier, clock
+        self._conversations: Conversations | None = None
+        if requests.environment is not None:
+            self._conversations = Conversations(
+                requests.environment, requests.conversation, vocabulary=requests.vocabulary, clock=clock
+            )
+        self._index_of = {sample.sample_id: index for index, sample in enumerate(samples)}
+
+    def run(self, complete_turns: TurnCompletion) -> None:
+        """Generate rounds until every sample is finished."""
+        if self._conversations is None:
+            complete_turns(self._samples, self._notifier.report)
+            return
+        with closing(self._conversations) as conversations:
+            ready = self._samples
+            while ready:
+                begin = self._clock()
+                complete_turns(ready, self._end_turns)
+                ready = self._next_round(conversations, most_s=self._clock() - begin)
+
+    def _end_turns(self, ended: Sequence[Sample]) -> None:
+        """Ask the environment about turns that ended by the stop rule; the other samples are finished."""
+        assert self._conversations is not None
+        for sample in ended:
+            if sample.finish_reason == "stop" and self._conversations.goes_on_after(sample):
+                sample.finish_reason = None
+                self._conversations.ask(self._index_of[sample.sample_id], sample)
+        self._notifier.report([sample for sample in ended if sample.finish_reason is not None])
+
+    def _next_round(self, conversations: Conversations, *, most_s: float) -> list[Sample]:
+        """Return the samples whose next turn can begin; wait for others up to ``most_s`` after the first answer."""
+        ready: set[int] = set()
+        end = math.inf
+        while True:
+            ready |= self._take_answers(conversations)
+            if ready:
+                end = min(end, self._clock() + most_s)
+            left_s = end - self._clock()
+            if not conversations.waiting or left_s <= 0:
+                return [self._samples[index] for index in sorted(ready)]
+            conversations.wait(left_s)
+
+    def _take_answers(self, conversations: Conversations) -> set[int]:
+        """Add answers to their samples, finish those that the environment ended or failed, and return the others."""
+        going_on = set()
+        for answer in conversations.answers():
+            sample = self._samples[answer.index]
+            sample.finish_reason = answer.give_to(sample)
+            if sample.finish_reason is None:
+                going_on.add(answer.index)
+            else:
+                self._notifier.report([sample])
+        return going_on
