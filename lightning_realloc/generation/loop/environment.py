@@ -205,7 +205,10 @@ class Conversations:
         async with self._may_run:
             question.due = self._clock() + self._settings.deadline_s
             self._queue.put((question, None))
-            self._queue.put((question, await self._answer_of(index, turn)))
+            answer = await self._answer_of(index, turn)
+            # The question of a late answer stays open until `answers` finds that its deadline has passed.
+            if self._clock() < question.due:
+                self._queue.put((question, answer))
 
     async def _answer_of(self, index: int, turn: Turn) -> Answer:
         try:

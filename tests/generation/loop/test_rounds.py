@@ -1,4 +1,4 @@
-"""Which turns share a round."""
+"""Which turns share a round, and the deadline of answers that come during one."""
 
 from __future__ import annotations
 
@@ -91,6 +91,26 @@ def test_a_round_waits_for_answers_that_come_within_the_time_of_the_last_round()
     call.run(during_round)
     assert call.rounds == [[0, 1, 2]] * 3
     assert all(sample.turn == 3 and sample.finish_reason == "stop" for sample in call.samples)
+
+
+def test_a_deadline_that_passes_during_a_round_ends_the_sample_although_its_answer_is_there() -> None:
+    seconds, is_asked, may_answer = [0.0], threading.Event(), threading.Event()
+
+    def environment(turn: Turn) -> list[int] | None:
+        is_asked.set()
+        assert may_answer.wait(10)
+        return [5]
+
+    def during_round(number: int) -> None:
+        assert is_asked.wait(10)
+        seconds[0] = 11.0
+        may_answer.set()
+        time.sleep(0.03)
+
+    call = Call(environment, count=1, clock=lambda: seconds[0])
+    call.run(during_round)
+    assert call.rounds == [[0]] and call.samples[0].finish_reason == "environment"
+    assert "did not answer turn 1 within deadline_s=10.0" in str(call.samples[0].error)
 
 
 def test_an_error_of_the_engine_leaves_no_question_open() -> None:
