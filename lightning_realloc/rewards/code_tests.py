@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import secrets
-import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_realloc.errors import RewardError, require_choice
 from lightning_realloc.rewards.program_tests import OutputTest, program_tests
-from lightning_realloc.rewards.sandbox.sandbox import run_limited
+from lightning_realloc.rewards.sandbox.python_programs import PythonPrograms
 from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
-from lightning_realloc.rewards.sandbox.surroundings import closed_to_nobody
 from lightning_realloc.rewards.texts import completion_texts, extract_code
 
-log = logging.getLogger(__name__)
-
 Score = Literal["all", "share"]
-
-_SIGNALS = ", and send signals to this run and other processes of its user"
 
 # The program is a module, as dataclasses and pickles need it. The token is random and written last, so a program that
 # exits early cannot pass; it goes to a descriptor of its own, since programs and tests may replace sys.stdout.
@@ -110,12 +99,9 @@ class CodeTests:
                 raise RewardError(f"{name}={number} must be above 0")
         self.column = column
         self.score = score
-        self.limits = Limits(wall_s, cpu_s, memory_bytes, file_bytes, processes, output_bytes)
         self.workers = workers
-        self.interpreter = interpreter or sys.executable
-        self.sandbox = tuple(sandbox)
-        if isinstance(sandbox, str):
-            raise RewardError(f"sandbox={sandbox!r} must be a list of arguments: {tuple(sandbox.split())!r}")
+        limits = Limits(wall_s, cpu_s, memory_bytes, file_bytes, processes, output_bytes)
+        self._programs = PythonPrograms(limits, interpreter=interpreter, sandbox=sandbox)
 
     def required_columns(self) -> set[str]:
         """Return the column of the tests."""
@@ -127,28 +113,7 @@ class CodeTests:
         Raises:
             RewardError: if the simplest program fails.
         """
-        result = self._run_test("answer = 4", "assert answer == 4")[1]
-        if not _passed(result):
-            details = result.reason or result.output[-300:]
-            raise RewardError(
-                f"CodeTests cannot run {' '.join((*self.sandbox, self.interpreter))} within {self.limits}: {details}; "
-                f"raise the limits, or give another interpreter or sandbox"
-            )
-        runs_as_root = os.getuid() == 0 and not result.is_nobody
-        if runs_as_root:
-            folder = tempfile.gettempdir()
-            closed = closed_to_nobody(self._command(Path(folder)), os.path.join(folder, "any"))
-            log.warning(
-                "code run by CodeTests has the rights of root%s; give CodeTests(interpreter=...) that all users can "
-                "run, such as /usr/bin/python3, or run training as another user",
-                "" if closed is None else f", since the user nobody cannot read {closed}",
-            )
-        if not result.isolated:
-            log.warning(
-                "this system does not allow namespaces: code run by CodeTests can use the network and sockets%s; give "
-                "CodeTests(sandbox=...) or run in a container",
-                "" if result.is_nobody else _SIGNALS if runs_as_root else f", read environment variables{_SIGNALS}",
-            )
+        self._programs.report_start(self._run_test("answer = 4", "assert answer == 4")[1], "CodeTests")
 
     def __call__(
         self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[Any]
@@ -176,33 +141,10 @@ class CodeTests:
         return float(all(passed)) if self.score == "all" else sum(passed) / len(passed)
 
     def _run_test(self, code: str, test: str | OutputTest) -> tuple[bool, ProgramResult]:
-        with tempfile.TemporaryDirectory(prefix="code_tests_", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
-            (folder / "solution.py").write_text(code, encoding="utf-8", errors="replace")
-            if isinstance(test, str):
-                token = secrets.token_hex(16)
-                result = run_limited(
-                    self._command(folder, "-c", _HARNESS),
-                    folder=folder,
-                    limits=self.limits,
-                    standard_input=json.dumps({"test": test, "token": token}) + "\n",
-                )
-                return _passed(result) and token in result.output, result
-            result = run_limited(
-                self._command(folder, "solution.py"),
-                folder=folder,
-                limits=self.limits,
-                standard_input=test.given,
-                with_errors=False,
-            )
-            return _passed(result) and test.accepts(result.output), result
-
-    def _command(self, folder: Path, *arguments: str) -> list[str]:
-        sandbox = [argument.replace("{folder}", str(folder)) for argument in self.sandbox]
-        if sandbox:
-            sandbox[0] = shutil.which(sandbox[0]) or sandbox[0]
-        return [*sandbox, self.interpreter, "-I", "-B", *arguments]
-
-
-def _passed(result: ProgramResult) -> bool:
-    return result.exit_code == 0
+        if isinstance(test, str):
+            token = secrets.token_hex(16)
+            given = json.dumps({"test": test, "token": token}) + "\n"
+            result = self._programs.run(code, "-c", _HARNESS, standard_input=given)
+            return result.exit_code == 0 and token in result.output, result
+        result = self._programs.run(code, standard_input=test.given, with_errors=False)
+        return result.exit_code == 0 and test.accepts(result.output), result
