@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Return the result of a function: await it if it is asynchronous, else run it in a thread.
 
     Each call has a thread of its own, because a thread cannot be stopped: a function that hangs must not hold one that

@@ -1,0 +1,161 @@
+"""Environments of messages: base class, and the result of a step.
+
+One object answers one sample: it reads the model's messages and keeps the state of that conversation alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from lightning_realloc.data.chat import Message as Message
+from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.environments.tools import Tool
+from lightning_realloc.errors import ConfigError, RewardError
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """An environment's answer to a turn of the model."""
+
+    messages: Sequence[Message] = ()
+    """Messages that the model reads next, unless the episode is done."""
+    reward: float | None = None
+    """Reward of this turn; None: it has none."""
+    done: bool = False
+    """Whether the episode has ended."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Numbers to log by name: added up over the turns of an episode, and averaged over episodes."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.messages, str | Mapping) or not isinstance(self.messages, Sequence):
+            raise ConfigError(
+                f"StepResult(messages=...) is a list of messages, such as [{{'role': 'user', 'content': 'Go on.'}}]; "
+                f"got {repr(self.messages)[:60]}"
+            )
+        object.__setattr__(self, "messages", tuple(self.messages))
+        if self.messages and not is_conversation(list(self.messages)):
+            raise ConfigError(f"every message needs 'role' and 'content'; StepResult got {repr(self.messages)[:120]}")
+        if not isinstance(self.done, bool):
+            raise ConfigError(f"StepResult(done=...) is True or False; got {self.done!r}")
+        if not isinstance(self.metrics, Mapping):
+            raise ConfigError(f"StepResult(metrics=...) maps names to numbers; got {repr(self.metrics)[:60]}")
+        checked_reward(self.reward, "StepResult(reward=...)")
+        for name, value in self.metrics.items():
+            if not isinstance(name, str) or not _is_finite(value):
+                raise ConfigError(
+                    f"StepResult(metrics={{{name!r}: {value!r}}}) must be a finite number; leave a metric out of "
+                    f"turns that it has no value in"
+                )
+
+
+class MessageEnvironment:
+    """Base class of environments, which answer the model's turns in messages.
+
+    One object answers one sample: it may keep that conversation's state in its fields. Every method may be ``async``;
+    plain ones run in threads. Override `step`, and the others as needed.
+
+    Example:
+        >>> class Guessing(MessageEnvironment):
+        ...     def step(self, message):
+        ...         if "7" in message["content"]:
+        ...             return StepResult(reward=1.0, done=True)
+        ...         return StepResult([{"role": "user", "content": "Wrong, guess again."}])
+        >>> Guessing().step({"role": "assistant", "content": "3?"}).messages[0]["content"]
+        'Wrong, guess again.'
+    """
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Tools that the chat template shows to the model, known after `reset`."""
+        return ()
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
+        """Begin an episode; return the whole conversation to begin with, or None for the row's prompt.
+
+        Args:
+            row: The data's columns, with ``prompt`` as messages.
+        """
+        return None
+
+    def step(self, message: Message) -> StepResult | Awaitable[StepResult]:
+        """Answer a turn of the model.
+
+        Args:
+            message: The turn: ``{"role": "assistant", "content": ...}``, with ``reasoning_content`` and ``tool_calls``
+                where it has them. The ``arguments`` of a call stay text if they are no JSON object.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method step(self, message) -> StepResult")
+
+    def get_reward(self) -> float | Awaitable[float | None] | None:
+        """Return the reward of the whole episode, asked for once at its end; None: the sum of its turns' rewards.
+
+        An episode also ends by the limits of turns and tokens, after which `step` is not called.
+        """
+        return None
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what the episode holds."""
+        return None
+
+
+def checked_result(result: object, environment: object) -> StepResult:
+    """Return the result of a step.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    if isinstance(result, StepResult):
+        return result
+    raise ConfigError(
+        f"{type(environment).__name__}.step must return StepResult(messages, ...); it returned {repr(result)[:60]}"
+    )
+
+
+def checked_conversation(begun: object, environment: object) -> Sequence[Message] | None:
+    """Return the messages with which an episode begins; None: those of the row.
+
+    Raises:
+        ConfigError: if they are no messages.
+    """
+    if begun is None or (isinstance(begun, Sequence) and is_conversation(list(begun))):
+        return begun
+    raise ConfigError(
+        f"{type(environment).__name__}.reset must return messages with 'role' and 'content', or None for the row's "
+        f"prompt; it returned {repr(begun)[:60]}"
+    )
+
+
+def checked_reward(reward: object, name: str) -> float | None:
+    """Return a reward as float; None: there is none.
+
+    Raises:
+        RewardError: for anything but a finite number.
+    """
+    if reward is None:
+        return None
+    if isinstance(reward, Real) and _is_finite(reward):
+        return float(reward)
+    raise RewardError(f"{name} must be a finite number, or None where there is no reward; got {repr(reward)[:60]}")
+
+
+def checked_tools(environment: MessageEnvironment) -> tuple[Tool, ...]:
+    """Return the tools of an environment.
+
+    Raises:
+        ConfigError: if they are other objects.
+    """
+    tools = environment.tools
+    if isinstance(tools, Sequence) and all(isinstance(tool, Tool) for tool in tools):
+        return tuple(tools)
+    raise ConfigError(
+        f"{type(environment).__name__}.tools must be a list of Tool; it is {repr(tools)[:60]}; write "
+        f"Tool.from_function(...) for each function, or derive from ToolEnvironment"
+    )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

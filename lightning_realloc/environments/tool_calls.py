@@ -1,0 +1,164 @@
+"""Carry out the tool calls of a turn, and answer each of them, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_realloc.data.chat import Message
+from lightning_realloc.environments.tool_arguments import CallError, arguments_of
+from lightning_realloc.environments.tools import Tool
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.rewards.signatures import is_async
+
+_log = logging.getLogger(__name__)
+UNKNOWN = "unknown"
+"""Name in metrics of tools that do not exist, which models invent without bound."""
+DEFAULT_DEADLINE_S = 30.0
+"""Most seconds of a call; less than `Conversation.deadline_s`, which fails the whole turn."""
+DEFAULT_ANSWER_CHARACTERS = 20_000
+"""Most characters of an answer, about 5,000 tokens; more fill the context of small models with one answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """Bounds of one tool call."""
+
+    deadline_s: float = DEFAULT_DEADLINE_S
+    """Most seconds until its result; infinity: the turn's deadline alone bounds it."""
+    answer_characters: int = DEFAULT_ANSWER_CHARACTERS
+    """Most characters of its answer; the rest is cut off, which the answer says."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float) or not self.deadline_s > 0:
+            raise ConfigError(f"tool_deadline_s={self.deadline_s!r} must be above 0; use math.inf to wait for ever")
+        characters = self.answer_characters
+        if isinstance(characters, bool) or not isinstance(characters, int) or characters < 1:
+            raise ConfigError(f"max_answer_characters={characters!r} must be a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Result of one call."""
+
+    message: Message
+    """The answer to the model."""
+    name: str
+    """The tool, or `UNKNOWN`."""
+    has_failed: bool
+    seconds: float
+
+
+class ToolRunner:
+    """Carries out calls of its tools.
+
+    Args:
+        tools: The tools that calls may name.
+        limits: Bounds of each call.
+    """
+
+    def __init__(self, tools: Iterable[Tool], limits: CallLimits) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self.limits = limits
+        self.has_abandoned = False
+        """Whether a call was given up, whose function may still run in its thread."""
+
+    async def answers(self, calls: Sequence[Mapping[str, Any]]) -> tuple[list[Message], dict[str, float]]:
+        """Return one answer per call, in the order of the calls, and counts and seconds by tool.
+
+        ``async`` tools run at the same time. Plain ones run in the order of their calls, each in a thread, because they
+        may share state. A call that fails or takes too long leaves the others alone.
+        """
+        outcomes: dict[int, _Outcome] = {}
+
+        async def run(places: Sequence[int]) -> None:
+            for place in places:
+                outcomes[place] = await self._outcome(calls[place])
+
+        at_once = [place for place, found in enumerate(calls) if self._is_async(found)]
+        in_order = [place for place in range(len(calls)) if place not in at_once]
+        async with asyncio.TaskGroup() as group:
+            for places in ([place] for place in at_once):
+                group.create_task(run(places))
+            group.create_task(run(in_order))
+        done = [outcomes[place] for place in range(len(calls))]
+        return [outcome.message for outcome in done], _metrics(done)
+
+    def _is_async(self, found: Mapping[str, Any]) -> bool:
+        tool = self.tools.get(_function_of(found)[0])
+        return tool is not None and is_async(tool.function)
+
+    async def _outcome(self, found: Mapping[str, Any]) -> _Outcome:
+        name, arguments = _function_of(found)
+        begin = time.monotonic()
+        error = None
+        try:
+            content = self._cut(text_of(await self._result(name, arguments)))
+        except CallError as problem:
+            error = str(problem)
+        except BaseException as problem:  # also SystemExit, which would end the event loop
+            task = asyncio.current_task()
+            if isinstance(problem, asyncio.CancelledError) and task is not None and task.cancelling():
+                self.has_abandoned = True
+                raise
+            _log.debug("tool %s failed", name, exc_info=True)
+            error = f"{type(problem).__name__}: {problem}"
+        if error is not None:
+            content = text_of({"error": self._cut(error)})
+        message = {"role": "tool", "tool_call_id": found.get("id"), "name": name, "content": content}
+        known = name if name in self.tools else UNKNOWN
+        return _Outcome(message, known, error is not None, time.monotonic() - begin)
+
+    async def _result(self, name: str, arguments: object) -> Any:
+        tool = self.tools.get(name)
+        if tool is None:
+            known = ", ".join(self.tools) or "none"
+            raise CallError(f"there is no tool {name!r}; the tools are: {known}")
+        given = arguments_of(tool, arguments)
+        deadline_s = self.limits.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s if math.isfinite(deadline_s) else None) as deadline:
+                return await call(tool.function, **given)
+        except TimeoutError:
+            if not deadline.expired():  # the tool's own
+                raise
+            self.has_abandoned = True
+            raise CallError(f"{name} did not answer within {deadline_s:g} seconds") from None
+
+    def _cut(self, text: str) -> str:
+        most = self.limits.answer_characters
+        if len(text) <= most:
+            return text
+        return f"{text[:most]}\n[cut off here: these are the first {most} of {len(text)} characters]"
+
+
+def text_of(result: object) -> str:
+    """Return the text of a tool's result: itself if it is text, else JSON. Lone surrogates, which no tokenizer reads,
+    become question marks."""
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    return text.encode("utf-8", "replace").decode()
+
+
+def _function_of(found: Mapping[str, Any]) -> tuple[str, object]:
+    """Return the name and the arguments of a call; an empty name where it has none."""
+    function = found.get("function")
+    if not isinstance(function, Mapping):
+        return "", None
+    return str(function.get("name") or ""), function.get("arguments")
+
+
+def _metrics(outcomes: Iterable[_Outcome]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for outcome in outcomes:
+        sums[f"tool_calls/{outcome.name}"] += 1
+        sums[f"tool_failures/{outcome.name}"] += outcome.has_failed
+        sums[f"tool_s/{outcome.name}"] += outcome.seconds
+    return dict(sums)
