@@ -1,0 +1,133 @@
+"""Environments with TRL's contract: public methods are the tools, ``reset`` gets columns, ``get_reward`` the reward.
+
+Source: the docstring of ``environment_factory`` in TRL's ``GRPOTrainer``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_realloc.data.chat import as_message, is_conversation
+from lightning_realloc.environments.message_environment import Message, checked_reward
+from lightning_realloc.environments.tool_calls import CallLimits
+from lightning_realloc.environments.tool_environment import ToolEnvironment
+from lightning_realloc.environments.tools import RESERVED_NAMES, Tool
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.rewards.signatures import accepted
+
+_OWN_METHODS = RESERVED_NAMES - {"step"}
+"""Methods that are no tools. TRL knows no ``close``: a method of this name releases what the object holds."""
+
+
+def has_trl_contract(found: object) -> bool:
+    """Return whether an object or class has a method ``reset`` and is not called itself."""
+    kind = found if isinstance(found, type) else type(found)
+    return callable(getattr(kind, "reset", None)) and "__call__" not in dir(kind)
+
+
+class TrlEnvironment(ToolEnvironment):
+    """Environment that makes one of an object with TRL's contract.
+
+    Public methods are the tools, in the order of their names. A text that ``reset(**columns)`` returns is appended to
+    the last message of the prompt. ``get_reward()`` is asked once, at the end.
+
+    TRL constructs an object once and resets it often, so constructors may be slow, or connect to a server. An object
+    without ``close`` is therefore given back at the end of its episode, unless one of its methods may still run.
+
+    Args:
+        wrapped: The object. Methods may be ``async``.
+        limits: Bounds of each call.
+        control_column: Column that selects the environment, which ``reset`` does not get; None: there is none.
+        give_back: Receives the object at the end.
+    """
+
+    def __init__(
+        self,
+        wrapped: Any,
+        limits: CallLimits,
+        *,
+        control_column: str | None = None,
+        give_back: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(
+            _methods(wrapped),
+            tool_deadline_s=limits.deadline_s,
+            max_answer_characters=limits.answer_characters,
+        )
+        self._wrapped = wrapped
+        self._control_column = control_column
+        self._give_back = give_back
+        self._was_cancelled = False
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the object has a reward of its own."""
+        return hasattr(self._wrapped, "get_reward")
+
+    async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
+        """Reset the object with the row's columns; return the prompt with its text, None if it has none.
+
+        Raises:
+            ConfigError: for results other than text.
+        """
+        columns = {name: value for name, value in row.items() if name != self._control_column}
+        said = await self._ask(self._wrapped.reset, **accepted(self._wrapped.reset, columns))
+        if said is None:
+            return None
+        if not isinstance(said, str):
+            raise ConfigError(
+                f"{type(self._wrapped).__name__}.reset must return text to append to the prompt, or None; it returned "
+                f"{repr(said)[:60]}"
+            )
+        return _appended(row.get("prompt"), said)
+
+    async def get_reward(self) -> float | None:
+        """Return the object's reward; None: it has none.
+
+        Raises:
+            RewardError: for anything but a finite number.
+        """
+        if not self.has_reward:
+            return None
+        return checked_reward(await self._ask(self._wrapped.get_reward), f"{type(self._wrapped).__name__}.get_reward()")
+
+    async def close(self) -> None:
+        """Close the object, or give it back for another episode."""
+        give_back, self._give_back = self._give_back, None
+        if hasattr(self._wrapped, "close"):
+            await call(self._wrapped.close)
+        elif give_back is not None and not (self._was_cancelled or self._calls.has_abandoned):
+            give_back(self._wrapped)
+
+    async def _ask(self, method: Callable[..., Any], /, **columns: Any) -> Any:
+        try:
+            return await call(method, **columns)
+        except asyncio.CancelledError:
+            self._was_cancelled = True
+            raise
+
+
+def _methods(wrapped: object) -> list[Tool]:
+    """Return the tools of an object: its public methods, but for those of the contract."""
+    members = inspect.getmembers(type(wrapped), predicate=inspect.isfunction)
+    names = [name for name, _ in members if not name.startswith("_") and name not in _OWN_METHODS]
+    if "step" in names:
+        raise ConfigError(
+            f"{type(wrapped).__name__} has a method 'step', which is no tool; derive from MessageEnvironment if it "
+            f"answers turns, or rename it if it is a tool of the model"
+        )
+    return [Tool.from_function(getattr(wrapped, name)) for name in names]
+
+
+def _appended(prompt: object, said: str) -> list[Message]:
+    messages = as_message(prompt, True) or [{"role": "user", "content": ""}]
+    if not is_conversation(messages):
+        raise ConfigError(f"the row's prompt must be text or messages with 'role' and 'content'; it is {prompt!r:.80}")
+    last = dict(messages[-1])
+    content = last.get("content") or ""
+    last["content"] = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
+    return [*messages[:-1], last]

@@ -1,0 +1,260 @@
+"""Every form of the settings environment= and tools= makes one environment per sample, or is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import pickle
+from typing import Any
+
+import pytest
+
+from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
+from lightning_realloc.environments.environment_factory import environment_factory_of, is_message_source
+from lightning_realloc.environments.tools import tools_of
+from lightning_realloc.environments.trl_environment import TrlEnvironment
+from lightning_realloc.errors import ConfigError, DataError
+from tests.environments.some_tools import AsyncCounter, Counter, Echo, add, call, shout, turn
+
+
+def make_echo() -> Echo:
+    return Echo(3)
+
+
+class Rewarded(Echo):
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Judged(ToolEnvironment):
+    """Tools, with a reward of its own in step."""
+
+    def __init__(self) -> None:
+        super().__init__([add])
+
+    async def step(self, message: Any) -> StepResult:
+        return StepResult(reward=1.0, done=True)
+
+
+class FromRow(MessageEnvironment):
+    """Its tools are those that the row names."""
+
+    def reset(self, row: Any) -> None:
+        self._tools = tools_of([add] if row["adds"] else [])
+
+    @property
+    def tools(self) -> Any:
+        return self._tools
+
+    def step(self, message: Any) -> StepResult:
+        return StepResult(done=True)
+
+
+def names(environment: MessageEnvironment) -> list[str]:
+    return [tool.name for tool in environment.tools]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "most"),
+    [
+        (Echo, Echo, 2), (make_echo, Echo, 3), (functools.partial(Echo, 5), Echo, 5), (Echo(7), Echo, 7),
+        ("tests.environments.some_tools:Echo", Echo, 2), (f"{__name__}.make_echo", Echo, 3),
+        (Counter, TrlEnvironment, None), (Counter(), TrlEnvironment, None),
+        (functools.partial(Counter), TrlEnvironment, None),
+        ("tests.environments.some_tools:Counter", TrlEnvironment, None),
+    ],
+)  # fmt: skip
+def test_each_form_of_a_source_makes_an_environment_of_its_own_for_every_sample(
+    source: Any, kind: type, most: int | None
+) -> None:
+    assert is_message_source(source)
+    factory = environment_factory_of(source)
+    made = [factory.make({}) for _ in range(3)]
+    assert all(type(environment) is kind for environment in made)
+    states = [environment._wrapped if isinstance(environment, TrlEnvironment) else environment for environment in made]
+    assert len(set(map(id, states))) == 3 and not any(state is source for state in states)
+    assert most is None or [environment.most for environment in made] == [most] * 3  # type: ignore[attr-defined]
+    assert factory.needs_row_column is None and not factory.by_name
+
+
+def test_copies_of_an_object_share_nothing() -> None:
+    prototype = Echo()
+    factory = environment_factory_of(prototype)
+    first, second = factory.make({}), factory.make({})
+    first.step(turn(content="a"))
+    assert isinstance(first, Echo) and isinstance(second, Echo)
+    assert (len(first.seen), second.seen, prototype.seen) == (1, [], [])
+
+
+def test_tools_alone_are_an_environment() -> None:
+    factory = environment_factory_of(None, [add, shout], tool_deadline_s=3.0, max_answer_characters=50)
+    environment = factory.make({})
+    assert names(environment) == ["add", "shout"] == [tool.name for tool in factory.tools]
+    assert factory.has_reward is False
+    result = asyncio.run(environment.step(turn(call("shout", {"text": "x" * 60}))))  # type: ignore[arg-type]
+    assert result.messages[0]["content"].startswith("X" * 50 + "\n[cut off")
+    assert environment is not factory.make({})
+
+
+@pytest.mark.parametrize("source", [Counter, Echo, Judged, FromRow])
+def test_tools_are_added_to_those_of_an_environment(source: type) -> None:
+    factory = environment_factory_of(source, [shout])
+    for _ in range(2):
+        environment = factory.make({})
+        asyncio.run(_begin(environment))
+        own = {Counter: ["increment"], Echo: [], Judged: ["add"], FromRow: ["add"]}[source]
+        assert names(environment) == ["shout", *own]
+    answer = asyncio.run(_step(environment, turn(call("shout", {"text": "a"}))))
+    assert source is Judged or answer.messages[0]["content"] == "A"
+
+
+async def _begin(environment: MessageEnvironment) -> None:
+    begun = environment.reset({"adds": True})
+    if asyncio.iscoroutine(begun):
+        await begun
+
+
+async def _step(environment: MessageEnvironment, message: Any) -> StepResult:
+    result = environment.step(message)
+    return result if isinstance(result, StepResult) else await result
+
+
+@pytest.mark.parametrize(
+    ("source", "tools", "has_reward", "known"),
+    [
+        (Counter, [], True, ["increment"]), (AsyncCounter, [], False, ["increment"]), (Echo, [], None, []),
+        (Echo, [add], None, ["add"]), (Rewarded, [add], True, ["add"]), (Judged, [], None, ["add"]),
+        (FromRow, [], None, []), (functools.partial(ToolEnvironment, [add]), [], False, ["add"]),
+        ({"a": Counter, "b": AsyncCounter}, [], False, ["increment"]),
+        ({"a": Counter, "b": Rewarded}, [], True, ["increment"]),
+        ({"a": Counter, "b": Echo}, [shout], None, ["shout", "increment"]),
+    ],
+)  # fmt: skip
+def test_rewards_and_tools_are_known_before_the_first_row(
+    source: Any, tools: list[Any], has_reward: bool | None, known: list[str]
+) -> None:
+    factory = environment_factory_of(source, tools)
+    assert factory.has_reward is has_reward
+    assert [tool.name for tool in factory.tools] == known
+
+
+def test_the_column_selects_one_of_several_environments_and_stays_out_of_resets() -> None:
+    factory = environment_factory_of({"count": Counter, "echo": "tests.environments.some_tools:Echo"})
+    assert factory.needs_row_column == "environment" and set(factory.by_name) == {"count", "echo"}
+    counter = factory.make({"environment": "count"})
+    assert isinstance(counter, TrlEnvironment) and isinstance(factory.make({"environment": "echo"}), Echo)
+    asyncio.run(counter.reset({"environment": "count", "level": 3}))
+    assert counter._wrapped.columns == {"level": 3}
+    with pytest.raises(DataError, match=r"names one of 'count', 'echo'; in a row it is 'chess'; correct the row"):
+        factory.make({"environment": "chess"})
+    with pytest.raises(DataError, match=r"in a row it is missing, of columns \['level', 'prompt'\]"):
+        factory.make({"prompt": "?", "level": 3})
+    with pytest.raises(DataError, match="in a row it is None"):
+        factory.make({"environment": None})
+
+
+class Needy(MessageEnvironment):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+class NeedyCounter(Counter):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+
+
+class Broken(MessageEnvironment):
+    def __init__(self) -> None:
+        raise OSError("no server")
+
+
+class Connected(MessageEnvironment):
+    def __init__(self) -> None:
+        self.lines = (line for line in ("a", "b"))  # generators can be neither copied nor pickled
+
+
+@pytest.mark.parametrize(
+    ("source", "tools", "rule"),
+    [
+        (None, [], r"environment=None and tools=\[\] make no environment; give one of them"),
+        (Needy, [], r"environment=Needy needs some \(missing .*: 'path'\); give functools\.partial\(Needy"),
+        (NeedyCounter, [], r"environment=NeedyCounter needs some .* or an object of it"),
+        (Broken, [], r"environment=Broken could not be made without arguments \(OSError: no server\)"),
+        (Connected(), [], r"cannot be copied \(TypeError.*give its class, or functools\.partial"),
+        (7, [], r"environment=7 is a int; give a class or object of MessageEnvironment"),
+        (int, [], r"environment=int makes a int; it must make a MessageEnvironment, or an object with a method reset"),
+        ({}, [], r"maps names to environments; got environment=\{\}"),
+        ({"a": {"b": Echo}}, [], r"environment\['a'\]=.* is a dict"),
+        ({"a": Echo, "b": Needy}, [], r"environment\['b'\]=Needy needs some"),
+        ("tests.environments.some_tools:Ecko", [], "environment '.*:Ecko' cannot be imported"),
+        (Judged, [add], r"'add' is that of .*; rename one of them"),
+        (type("Desk", (Echo,), {"tools": tools_of([add])}), [add], r"'add' is that of .*; rename one of them"),
+        (type("Listing", (Echo,), {"tools": [add]}), [], r"Listing\.tools must be a list of Tool"),
+        (Echo, "tests.environments.some_tools:add", r"must be a list of functions"),
+    ],
+)  # fmt: skip
+def test_settings_of_which_no_environment_can_be_made_are_refused(source: Any, tools: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        environment_factory_of(source, tools)
+
+
+def test_objects_of_trl_are_constructed_once_and_reset_for_the_next_sample() -> None:
+    made: list[Counter] = []
+
+    class Counted(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    factory = environment_factory_of(Counted)
+    environments = [factory.make({}) for _ in range(2)]
+    for environment in environments:
+        asyncio.run(environment.close())  # type: ignore[arg-type]
+    again = [factory.make({}) for _ in range(3)]
+    wrapped = {id(environment._wrapped) for environment in again if isinstance(environment, TrlEnvironment)}
+    assert len(made) == 3 and wrapped == set(map(id, made))
+
+
+def test_factories_reach_other_processes_without_the_objects_of_this_one() -> None:
+    factory = environment_factory_of({"a": Counter, "b": functools.partial(Echo, 4)}, [shout])
+    factory.check_picklable()
+    there = pickle.loads(pickle.dumps(factory))
+    environment = there.make({"environment": "a"})
+    assert isinstance(environment, TrlEnvironment) and environment._wrapped.count == -1
+    assert names(environment) == ["shout", "increment"] and there.has_reward is None
+    environment_factory_of(Connected).check_picklable()  # its object stays here
+
+
+def test_what_cannot_be_pickled_is_refused_with_the_way_out() -> None:
+    class Local(Echo):
+        pass
+
+    for source, tools in ((Local, []), (None, [*tools_of([lambda_tool()])])):
+        with pytest.raises(ConfigError, match=r"cannot be pickled \(.*at the top of a module, or give import paths"):
+            environment_factory_of(source, tools).check_picklable()
+
+
+def lambda_tool() -> Any:
+    def one() -> int:
+        """Return 1."""
+        return 1
+
+    return one
+
+
+class OfTokens:
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, turn: Any) -> list[int]:
+        return [1]
+
+
+def of_turn(turn: Any) -> list[int]:
+    return [1]
+
+
+def test_environments_that_answer_a_turn_with_tokens_are_told_apart() -> None:
+    for source in (OfTokens, OfTokens(None), of_turn, functools.partial(of_turn), 7):
+        assert not is_message_source(source)
+    assert is_message_source({"a": Echo}) and is_message_source(Needy) and is_message_source(NeedyCounter)
