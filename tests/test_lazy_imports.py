@@ -70,7 +70,8 @@ def found() -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("part", [
     "report", "recording", "cli", "strategies.ray", "strategies.checkpoints.remote",
-    "rewards.sandbox", "rewards.workers", "generation.speculative", "generation.rebalance", "generation.vllm",
+    "environments", "rewards.sandbox", "rewards.workers",
+    "generation.speculative", "generation.rebalance", "generation.vllm",
 ])  # fmt: skip
 def test_a_small_fit_imports_no_part_that_a_setting_asks_for(found: Mapping[str, Any], part: str) -> None:
     assert "lightning_realloc.generation.engine" in found["fit"]

@@ -2,7 +2,8 @@
 
 Begin with `message_environment.MessageEnvironment`. `environment_factory.environment_factory_of` makes them of
 the settings ``environment=`` and ``tools=``. Engines know tokens alone: they ask a
-`generation.Environment`.
+`generation.Environment`. `turn_parser.TurnParser` makes a message of the model's text, and
+`chat_turns.ChatTurns` the tokens of prompts and answers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,227 @@
+"""Parse the text of a model's turn into an assistant message with its thought, its content and its tool calls.
+
+transformers' response templates describe how a model writes them. A tokenizer may bring one; those of common families
+are package data, ``response_formats.yaml``. Each call is parsed by itself: a malformed one leaves the others readable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from lightning_realloc.data.chat import Message
+from lightning_realloc.environments.written_calls import read_calls, read_malformed
+from lightning_realloc.errors import ConfigError
+
+Parser = str | Mapping[str, Any] | Callable[[str], Message]
+"""Name of a format in ``response_formats.yaml``, a response template, or a function of a turn's text."""
+_NO_CALLS = "text"
+"""Format without tool calls, for chat templates that contain no format's marks."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that response templates have for a thought."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Part of a turn in which the format has one call, or a list of calls."""
+
+    raw: str
+    """Text with the tokens that open and close the region."""
+    body: str
+    """Text between those tokens."""
+    name: str | None
+    """Name of the tool; None if it is in the body."""
+    is_closed: bool
+
+
+class TurnParser:
+    """Parser of turns, which never fails on what a model writes.
+
+    Args:
+        tokenizer: Tokenizer whose chat template the model follows.
+        parser: How the model writes tool calls; None: as the tokenizer's ``response_template`` says, else in the format
+            whose marks are in its chat template. A function gets a turn without its stop token, and its errors are its
+            caller's.
+
+    Raises:
+        ConfigError: for an unknown format, or a response template that transformers does not accept.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | None = None) -> None:
+        self._function = parser if callable(parser) else None
+        self.format = _format_name(tokenizer, parser)
+        """Name of the format in ``response_formats.yaml``; None for a response template or function from elsewhere."""
+        spec = _formats()[self.format]["template"] if self.format else parser
+        if spec is None:
+            spec = tokenizer.response_template
+        if isinstance(spec, Mapping):
+            self._template = _loaded(spec)
+            fields = {name: field for name, field in spec["fields"].items() if name != "tool_calls"}
+            self._rest_template = _loaded({**spec, "fields": fields or {"content": {}}})
+            self._tags = _tags(spec["fields"].get("tool_calls", {})) if self.format else None
+
+    def check(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError if there are tools, and no format is known in which the model calls them."""
+        if tools and self.format == _NO_CALLS:
+            raise ConfigError(
+                f"tools need a format in which the model calls them, and the tokenizer has neither a response_template "
+                f"nor a chat template of a known family; give parser= {_choices()}"
+            )
+
+    def parse(
+        self, text: str, *, first_call: int, tools: Sequence[Mapping[str, Any]] = (), before: str = "", end: str = ""
+    ) -> Message:
+        """Return a turn as a message with ``content``, and ``reasoning_content`` and ``tool_calls`` if it has any.
+
+        Arguments of a call are a dict, or the text that the model wrote if it is no JSON object. A malformed call
+        without a name stays in the content.
+
+        Args:
+            text: The turn without its stop token, and with all other special tokens.
+            first_call: Number of the turn's first call, which makes its id.
+            tools: JSON schemas of the tools: in some formats, they alone tell the number 1 from the text "1".
+            before: Text before the turn, at least from the assistant's header on. It may open a thought.
+            end: Text of the stop token, which response templates from elsewhere may look for.
+        """
+        if self._function is not None:
+            return _from_function(self._function(text), first_call)
+        opened = self._opened(before)
+        calls: list[dict[str, Any]] = []
+        rest: list[str] = []
+        for piece in self._pieces(opened + text + ("" if self.format else end)):
+            found = [] if isinstance(piece, str) else self._calls(piece, tools)
+            calls += found
+            if not found:
+                rest.append(piece if isinstance(piece, str) else piece.raw)
+        message = _parsed("".join(rest), self._rest_template) or {"content": "".join(rest)}
+        return _message(message, calls, first_call)
+
+    def _opened(self, before: str) -> str:
+        """Return the end of the text before a turn that is part of the message."""
+        starts = [match.end() for match in self._template.start_anchor_re.finditer(before)]
+        return before[starts[-1] :] if starts else ""
+
+    def _pieces(self, text: str) -> Iterator[str | _Region]:
+        """Yield the regions of calls, and the text between them. A region within a thought is text."""
+        begin = done = 0
+        fields = [field for field in self._template.fields.values() if field.open_re is not None]
+        while found := [(match, field) for field in fields if (match := field.open_re.search(text, begin))]:
+            # transformers' rule: the first one, of those the longest.
+            opening, field = min(found, key=lambda pair: (pair[0].start(), -pair[0].end(), pair[1].name))
+            closing = field.close_re.search(text, opening.end()) if field.close_re is not None else None
+            end = closing.end() if closing is not None else len(text)
+            if field.name == "tool_calls":
+                yield text[done : opening.start()]
+                body = text[opening.end() : end if closing is None else closing.start()]
+                name = opening.groupdict().get("name")
+                yield _Region(text[opening.start() : end], body, name, is_closed=closing is not None)
+                done = end
+            if end == begin:  # a template whose tokens are empty would find this place for ever
+                break
+            begin = end
+        yield text[done:]
+
+    def _calls(self, region: _Region, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        # transformers leaves out text between arguments' tags, so the call would run with some of its arguments.
+        is_whole = self._tags is None or self._tags.fullmatch(region.body) is not None
+        parsed = _parsed(region.raw, self._template, tools) if region.is_closed and is_whole else None
+        calls = read_calls(parsed.get("tool_calls")) if parsed else []
+        return calls or read_malformed(region.body if region.body.strip() else region.raw, region.name)
+
+
+@cache
+def _formats() -> dict[str, dict[str, Any]]:
+    import yaml  # only where turns are parsed
+
+    text = files(__package__).joinpath("response_formats.yaml").read_text(encoding="utf-8")
+    formats: dict[str, dict[str, Any]] = yaml.safe_load(text)["formats"]
+    return formats
+
+
+def _format_name(tokenizer: PreTrainedTokenizerBase, parser: Parser | None) -> str | None:
+    if isinstance(parser, str):
+        if parser not in _formats():
+            raise ConfigError(f"parser={parser!r} is not known; give {_choices()}")
+        return parser
+    if parser is not None or getattr(tokenizer, "response_template", None) is not None:
+        return None
+    templates = tokenizer.chat_template or ""
+    text = "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
+    return next(name for name, found in _formats().items() if all(mark in text for mark in found["marks"]))
+
+
+def _choices() -> str:
+    names = ", ".join(name for name in _formats() if name != _NO_CALLS)
+    return (
+        f"one of {names}; a response template of transformers as a dict; or a function from a turn's text to a message"
+    )
+
+
+def _loaded(spec: Mapping[str, Any]) -> ResponseTemplate:
+    try:
+        template: ResponseTemplate = load_response_template(dict(spec))
+    except ValueError as error:
+        raise ConfigError(f"transformers does not accept the response template: {error}; give {_choices()}") from error
+    if template.implicit == "tool_calls":
+        raise ConfigError(
+            "the field tool_calls of a response template needs open or open_pattern, so that a malformed call can "
+            "stay in the content; add it, or give parser= a function from a turn's text to a message"
+        )
+    return template
+
+
+def _tags(field: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Return a pattern of the whole body of a call whose arguments are in tags; None for other calls."""
+    tag = field.get("content_args", {}).get("tag_pattern")
+    # Atomic groups: each tag is matched in one way, so that a body without closing tags takes linear time.
+    return re.compile(rf"\s*+(?>{tag}\s*+)*+", re.DOTALL) if tag else None
+
+
+def _parsed(text: str, template: ResponseTemplate, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
+    """Return the message that transformers reads in a text; None if it is malformed."""
+    try:
+        found: dict[str, Any] = parse_response(text, template, prefix="", tools=[dict(tool) for tool in tools])
+    except Exception:  # besides ValueError: RecursionError for deep JSON, and errors of transforms and tools' schemas
+        return None
+    return found
+
+
+def _message(parsed: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], first_call: int) -> dict[str, Any]:
+    """Return a message with one name for thoughts, text as content, and numbered calls."""
+    others = {key: value for key, value in parsed.items() if key not in ("content", "tool_calls", *_THOUGHTS)}
+    message: dict[str, Any] = {"role": "assistant", **others, "content": _text(parsed.get("content"))}
+    if thought := next((text for key in _THOUGHTS if (text := _text(parsed.get(key)))), ""):
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            # Mistral's templates demand ids of nine characters.
+            {"id": f"call{first_call + index:05d}", "type": "function", "function": dict(call)}
+            for index, call in enumerate(calls)
+        ]
+    return message
+
+
+def _text(value: object) -> str:
+    parts = value if isinstance(value, list) else [value]
+    return "".join(part for part in parts if isinstance(part, str)).strip()
+
+
+def _from_function(message: object, first_call: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ConfigError(
+            f"a parser returns a message, such as {{'content': text}} for a turn without calls; got {message!r}"
+        )
+    calls = read_calls(message.get("tool_calls"))
+    if message.get("tool_calls") and not calls:
+        raise ConfigError(
+            f"a parser's tool_calls is a list of {{'name': ..., 'arguments': {{...}}}}; got {message['tool_calls']!r}"
+        )
+    return _message(message, calls, first_call)
