@@ -1,0 +1,210 @@
+"""Tokens of prompts, and of an environment's answers between two turns of the model, by the chat template.
+
+What the model wrote is never tokenized again: the tokens of an answer are appended to it. So the template may change
+earlier turns when the conversation continues, such as by dropping their thoughts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.data.chat import Message, Text, conversation_text, prompt_token_ids, token_ids
+from lightning_realloc.errors import ConfigError, DataError
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools, as chat templates take them."""
+_MARK = "e0f7a9c4d2"
+"""Text in place of the model's turn, after which the turn's end is found."""
+_ANSWER_MARK = "d4c9a7f0e2"
+"""Text of a tool's answer, to see whether the template contains it."""
+_USER: Message = {"role": "user", "content": "."}
+_PLACE = "an environment's messages"
+_MOST_SHOWN = 60
+"""Most characters of a rendered text that an error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnEnd:
+    """How the template ends a turn of the model."""
+
+    text: str
+    """Text from the end of the turn's content, or of its last argument, to the token that ends the turn."""
+    token: str
+    """That token."""
+
+
+class ChatTurns:
+    """Renders messages by the tokenizer's chat template, and encodes them.
+
+    Args:
+        stop_token_ids: Tokens that end a turn of the model.
+        template: Further arguments of the chat template, such as ``enable_thinking``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: Collection[int],
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = dict(template or {})
+        added = tokenizer.added_tokens_decoder
+        # A stop token of ordinary text, such as a line break, does not end a turn in the template.
+        self._stops = [added[index].content for index in stop_token_ids if index in added]
+        self._special = [token.content for token in added.values() if token.special]
+        self._ends: dict[tuple[bool, str | None], _TurnEnd] = {}
+        """Ends of turns by whether they have calls, and the role that answers."""
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Return the tokens of a conversation up to where the model's turn begins.
+
+        Raises:
+            DataError: for messages that the chat template cannot render.
+        """
+        (ids,) = prompt_token_ids(self._tokenizer, [_encodable(self._render(messages, tools))])
+        return ids
+
+    def answer_ids(
+        self, turn_ids: Sequence[int], message: Message, answer: Sequence[Message], tools: Tools = ()
+    ) -> list[int]:
+        """Return the tokens that follow the model's turn, up to where its next turn begins.
+
+        They begin with the token that ends a turn in the template, unless it is the turn's last token.
+
+        Args:
+            turn_ids: Tokens that the model wrote.
+            message: What :class:`TurnParser` makes of them; the answer refers to ids and names of its calls.
+            answer: The environment's messages.
+
+        Raises:
+            DataError: for messages that the chat template cannot render.
+        """
+        calls = message.get("tool_calls") or ()
+        rendered = self._after_turn(calls, answer, tools)
+        end = self._end(calls, answer, tools)
+        if not rendered.startswith(end.text):  # it depends on more than the role that answers
+            end = self._first_end(rendered)
+        # As in a whole conversation: at the start of a text, some tokenizers add a space.
+        text = _encodable(end.token + rendered.removeprefix(end.text))
+        (ids,) = token_ids(self._tokenizer, [text])
+        return ids[1:] if list(turn_ids[-1:]) == ids[:1] else ids
+
+    def check(self, tools: Tools = ()) -> None:
+        """Raise ConfigError if the chat template cannot show the tools and their answers, or the end of a turn."""
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                f"an environment of messages needs a chat template, and {type(self._tokenizer).__name__} has none; use "
+                f"the tokenizer of a chat model, or set tokenizer.chat_template"
+            )
+        try:
+            if tools:
+                self._check_tools(tools)
+            self._end((), [_USER], tools)
+        except DataError as error:
+            raise ConfigError(
+                f"an environment of messages needs a chat template that renders its answers; {error}"
+            ) from error
+
+    def _check_tools(self, tools: Tools) -> None:
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        rendered = self._render([_USER], tools)
+        missing = [name for name in names if name not in rendered]
+        if missing or rendered == self._render([_USER], ()):
+            raise ConfigError(
+                f"the model must read its tools, and the chat template leaves out {', '.join(missing or names)}; set "
+                f"tokenizer.chat_template to one that renders tools, or describe them in the prompt and let the "
+                f"environment have no tools"
+            )
+        call = {"id": "call00000", "type": "function", "function": {"name": names[0], "arguments": {}}}
+        answer = {"role": "tool", "tool_call_id": "call00000", "name": names[0], "content": _ANSWER_MARK}
+        after = self._after_turn([call], [answer], tools)
+        if _ANSWER_MARK not in after:
+            raise ConfigError(
+                "the model must read answers of tools, and the chat template leaves them out; set "
+                "tokenizer.chat_template to one that renders messages of the role tool"
+            )
+        end = self._end([call], [answer], tools)
+        if end.token not in self._stops:
+            raise ConfigError(
+                f"a turn with tool calls must end with a stop token, which are {self._stops}; the chat template "
+                f"continues with {after.partition(_ANSWER_MARK)[0][:_MOST_SHOWN]!r}: add the token that ends the turn "
+                f"there to the stop tokens"
+            )
+
+    def _end(self, calls: Sequence[Mapping[str, Any]], answer: Sequence[Message], tools: Tools) -> _TurnEnd:
+        key = (bool(calls), answer[0]["role"] if answer else None)
+        if key not in self._ends:
+            # Without the answer's own text, which may contain the text of a stop token.
+            neutral = [{**message, "content": "."} for message in answer]
+            self._ends[key] = self._first_end(self._after_turn(calls, neutral, tools))
+        return self._ends[key]
+
+    def _after_turn(self, calls: Sequence[Mapping[str, Any]], answer: Sequence[Message], tools: Tools) -> str:
+        """Return the text that the template renders after the content of a turn, or the last argument of its calls."""
+        turn: dict[str, Any] = {"role": "assistant", "content": "" if calls else _MARK}
+        if calls:
+            # All are marked, since some templates render the first one alone.
+            turn["tool_calls"] = [
+                {**call, "function": {"name": call["function"]["name"], "arguments": {"_": _MARK}}} for call in calls
+            ]
+        _, mark, after = self._render([_USER, turn, *answer], tools).rpartition(_MARK)
+        if not mark:
+            raise DataError(
+                f"{_PLACE}: the chat template leaves out {'tool calls' if calls else 'turns of the assistant'}; set "
+                f"tokenizer.chat_template to one that renders them"
+            )
+        return after
+
+    def _first_end(self, rendered: str) -> _TurnEnd:
+        """Return the end at the first stop token of a text; without any, at the first special token.
+
+        In gpt-oss, earlier turns without calls end with a token that the model does not stop at.
+        """
+        for tokens in (self._stops, self._special):
+            if found := [(at, -len(token), token) for token in tokens if (at := rendered.find(token)) >= 0]:
+                at, _, token = min(found)
+                return _TurnEnd(rendered[: at + len(token)], token)
+        raise ConfigError(
+            f"a turn must end with a special token, after which the answer begins; the chat template continues with "
+            f"{rendered[:_MOST_SHOWN]!r}: set tokenizer.chat_template to one that ends turns with "
+            f"{self._stops or [self._tokenizer.eos_token]}"
+        )
+
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+        def text_of(some: Sequence[Message]) -> str:
+            template = {**self._template, "tools": list(tools) or None}
+            return conversation_text(
+                self._tokenizer, list(some), _PLACE, add_generation_prompt=True, template=template
+            ).text
+
+        try:
+            return text_of(messages)
+        except DataError:
+            as_text = [_with_text_arguments(message) for message in messages]
+            if as_text == list(messages):
+                raise
+            return text_of(as_text)  # DeepSeek's templates append arguments to text
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_text_argument(call) for call in calls]} if calls else message
+
+
+def _with_text_argument(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _encodable(text: str) -> Text:
+    """Return a text of a template, with question marks for halves of surrogate pairs, which tokenizers refuse."""
+    return Text(text.encode("utf-8", "replace").decode("utf-8"), _PLACE, add_bos=False)

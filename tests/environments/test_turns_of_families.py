@@ -1,0 +1,151 @@
+"""Turns and answers of the chat templates that TRL ships, in random conversations with tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="chat templates of TRL: pip install 'lightning-realloc[parity]'")
+
+from lightning_realloc.environments.chat_turns import ChatTurns
+from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.errors import ConfigError
+from tests.environments.chat_families import (
+    ALL_TEMPLATES,
+    TOOLS,
+    WITH_TOOLS,
+    Conversation,
+    Message,
+    encode,
+    family_of,
+    render,
+    stop_ids,
+    tokenizer_of,
+)
+
+USER: Message = {"role": "user", "content": "."}
+TEMPLATES = pytest.mark.parametrize("name", WITH_TOOLS)
+# Templates for training render turns as the original ones do: some conversations suffice.
+CONVERSATIONS = pytest.mark.parametrize(
+    ("name", "seeds"),
+    [pytest.param(name, range(3), id=name) for name in WITH_TOOLS]
+    + [
+        pytest.param(name, range(3, 203), id=f"{name}, many", marks=pytest.mark.exhaustive)
+        for name in WITH_TOOLS
+        if not name.endswith("_training")
+    ],
+)
+
+
+def turns_of(name: str) -> ChatTurns:
+    return ChatTurns(tokenizer_of(name), stop_token_ids=stop_ids(name))
+
+
+def tools_of(name: str) -> list[dict[str, Any]]:
+    return TOOLS if family_of(name).renders_tools else []
+
+
+def spoken(name: str, before: list[Message], message: Message) -> tuple[str, str, str]:
+    """Return the prompt, the turn as the model writes it, and the stop token that ends it."""
+    prompt, whole = render(name, before, prompt=True), render(name, [*before, message])
+    if not whole.startswith(prompt):  # DeepSeek's prompt opens a thought, which the rendered turn does not have
+        prompt = prompt.removesuffix("<think>\n")
+    assert whole.startswith(prompt)
+    at, stop = max((whole.rfind(stop), stop) for stop in family_of(name).stops)
+    if at >= len(prompt):
+        return prompt, whole[len(prompt) : at], stop
+    assert name == "glm4moe"  # a turn ends with the token that begins the next one
+    return prompt, whole[len(prompt) :], "<|observation|>" if "tool_calls" in message else "<|user|>"
+
+
+def expected_message(message: Message) -> Message:
+    expected = {key: value for key, value in message.items() if key != "thinking"}
+    return expected | ({"reasoning_content": message["thinking"]} if "thinking" in message else {})
+
+
+@CONVERSATIONS
+def test_a_turn_parses_to_the_message_of_which_the_template_made_it(name: str, seeds: range) -> None:
+    parser = TurnParser(tokenizer_of(name))
+    parser.check(TOOLS)
+    for seed in seeds:
+        first_call = 0
+        for message, _ in Conversation(name, seed).turns:
+            prompt, text, stop = spoken(name, [USER], message)
+            parsed = parser.parse(text, first_call=first_call, tools=TOOLS, before=prompt, end=stop)
+            assert parsed == expected_message(message), text
+            first_call += len(message.get("tool_calls", ()))
+
+
+@CONVERSATIONS
+def test_prompt_turns_and_answers_are_the_tokens_of_the_whole_conversation(name: str, seeds: range) -> None:
+    turns, num_compared = turns_of(name), 0
+    for seed in seeds:
+        conversation = Conversation(name, seed)
+        text = render(name, [conversation.user], prompt=True)
+        ids = turns.prompt_ids([conversation.user], tools_of(name))
+        for index, (message, answer) in enumerate(conversation.turns):
+            _, turn, stop = spoken(name, [USER], message)
+            whole = render(name, conversation.messages(index + 1), prompt=True)
+            if not whole.startswith(text + turn + stop):  # the template changes turns when others follow
+                break
+            turn_ids = encode(name, turn + stop)
+            ids = [*ids, *turn_ids, *turns.answer_ids(turn_ids, message, answer, tools_of(name))]
+            assert ids == encode(name, whole)
+            text, num_compared = whole, num_compared + 1
+    assert (num_compared == 0) == family_of(name).changes_history
+
+
+@CONVERSATIONS
+def test_an_answer_is_what_the_template_renders_after_that_turn(name: str, seeds: range) -> None:
+    turns = turns_of(name)
+    for seed in seeds:
+        for message, answer in Conversation(name, seed).turns:
+            whole = render(name, [USER, message, *answer], prompt=True)
+            prompt, turn, stop = spoken(name, [USER], message)
+            before = prompt + turn + stop
+            if "tool_calls" not in message:  # its thought may be dropped now that a user's message follows
+                stop = "<|end|>" if name.startswith("gptoss") else stop  # instead of <|return|>
+                said = message["content"] + stop
+                before = whole[: whole.index(said, len(render(name, [USER]))) + len(said)]
+            if message["content"] or "tool_calls" in message:
+                assert whole.startswith(before)
+                found = turns.answer_ids(encode(name, stop), message, answer, tools_of(name))
+                assert found == encode(name, whole.removeprefix(before))
+
+
+@TEMPLATES
+def test_a_turn_that_was_cut_off_gets_its_end_before_the_answer(name: str) -> None:
+    turns = turns_of(name)
+    for message, answer in Conversation(name, 0).turns:
+        _, turn, stop = spoken(name, [USER], message)
+        cut, other = encode(name, turn[:-1] or "."), encode(name, turn + tokenizer_of(name).eos_token)
+        if name.startswith("gptoss") and "tool_calls" not in message:
+            stop = "<|end|>"
+        (end,) = encode(name, stop)
+        ended = turns.answer_ids([*cut, end], message, answer, tools_of(name))
+        assert turns.answer_ids(cut, message, answer, tools_of(name)) == [end, *ended]
+        # So does a turn that another token ended: <|im_end|> belongs after a turn that ends with <|endoftext|>.
+        assert turns.answer_ids(other, message, answer, tools_of(name)) == [end, *ended]
+        assert turns.answer_ids([], message, answer, tools_of(name)) == [end, *ended]
+
+
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+def test_check_accepts_the_templates_that_render_tools_and_their_answers(name: str) -> None:
+    if name in WITH_TOOLS:
+        turns = turns_of(name)
+        turns.check()
+    else:
+        tokenizer = tokenizer_of(name)
+        turns = ChatTurns(tokenizer, stop_token_ids=tokenizer.added_tokens_decoder)
+    if name in WITH_TOOLS and family_of(name).renders_tools:
+        turns.check(TOOLS)
+    else:
+        with pytest.raises(ConfigError, match=r"set tokenizer.chat_template|another template"):
+            turns.check(TOOLS)
+
+
+def test_check_names_the_stop_token_that_is_missing() -> None:
+    turns = ChatTurns(tokenizer_of("gemma4"), stop_token_ids=tokenizer_of("gemma4").convert_tokens_to_ids(["<turn|>"]))
+    with pytest.raises(ConfigError, match=r"which are \['<turn\|>'\].*<tool_call\|><\|tool_response>.*add the token"):
+        turns.check(TOOLS)
