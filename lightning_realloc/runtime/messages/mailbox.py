@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple, NoReturn, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,6 +70,10 @@ class FrameKind(IntEnum):
     """Responses that a rank finished for another rank."""
     PROBE = 7
     """Empty frame that tests the connection to an awaited rank: sending to a process that has ended fails."""
+    QUESTION = 8
+    """Turn of a sample, to the rank where it began, which asks its environment."""
+    ANSWER = 9
+    """Answer of an environment, to the rank that sent the question."""
 
 
 class Frame(NamedTuple):
@@ -169,6 +175,40 @@ class Mailbox:
                         self.fail(None)
             self.seconds_waited += time.perf_counter() - begin
         return self._arrived.pop(frame)
+
+    def poll(self, awaited: int | None = None) -> None:
+        """Store the frames that have arrived, without waiting for others; see `take`.
+
+        Args:
+            awaited: Rank that this one waits for, whose connection is tested every few seconds; None: none.
+
+        Raises:
+            ReallocError: if a rank failed, as `receive` does.
+            RankLost: if the awaited rank has ended.
+        """
+        while self._next_incoming()[1][-1] >= 0:
+            self._receive_next(self._rank)  # of which nothing is awaited: the header is here
+        if self._failures:
+            self.fail(None)
+        if awaited is not None:
+            self._probe_if_due(awaited)
+
+    def take(self, kind: FrameKind, run: int, call: int) -> list[tuple[int, Tensor]]:
+        """Remove the stored frames of one kind and call; return source and content of each, as they arrived."""
+        frames = [frame for frame in self._arrived if frame[:3] == (kind, run, call)]
+        return [(frame.source, self._arrived.pop(frame)) for frame in frames]
+
+    def wait_until(self, is_done: Callable[[], bool], source: int, meanwhile: Callable[[], None]) -> None:
+        """Call ``meanwhile`` again and again until a message of ``source`` makes ``is_done`` true.
+
+        Raises:
+            RankLost: if that rank has ended.
+        """
+        self._begin_wait()
+        began = time.monotonic()
+        while not is_done():
+            meanwhile()
+            self._pause(source, began)
 
     def release(self, run: int) -> None:
         """Wait until all frames of ``run`` and earlier runs were received, and free their memory."""
@@ -299,24 +339,35 @@ class Mailbox:
         Checks for it repeatedly. A wait of gloo's for any rank never ends when one is lost, and a time-out of gloo's
         breaks the connections of all.
         """
+        work, fields = self._next_incoming()
+        began = time.monotonic()
+        while fields[-1] < 0:
+            if time.monotonic() > deadline:
+                raise RankLost("other ranks did not answer in time; see their own logs")
+            self._pause(awaited, began)
+        wait_for(work, meanwhile=_WAITING)
+        self._incoming = None
+        return int(work._source_rank()), fields.tolist()
+
+    def _next_incoming(self) -> tuple[dist.Work, npt.NDArray[np.int64]]:
+        """Return the receive of the next header, and its fields; the last one, a size, is negative until it arrives."""
         if self._incoming is None:
             empty = torch.full((5,), -1, dtype=torch.int64)
             self._incoming = self._start_receive(empty, None, _HEADER_TAG), empty
         work, header = self._incoming
-        fields = header.numpy()  # the last field, a size, arrives last
-        began = time.monotonic()
-        while fields[-1] < 0:
-            now = time.monotonic()
-            if now > deadline:
-                raise RankLost("other ranks did not answer in time; see their own logs")
-            if now > self._probe_at:
-                self._probe_rank(awaited)
-                interval = max(PROBE_INTERVAL_S, (now - self._wait_began) / 10)
-                self._probe_at = now + min(MAX_PROBE_INTERVAL_S, interval)
-            time.sleep(min(MAX_PAUSE_S, (now - began) / 64))
-        wait_for(work, meanwhile=_WAITING)
-        self._incoming = None
-        return int(work._source_rank()), header.tolist()
+        return work, header.numpy()
+
+    def _pause(self, awaited: int, began: float) -> None:
+        """Pause between two checks of a wait that began at this moment of `time.monotonic`."""
+        self._probe_if_due(awaited)
+        time.sleep(min(MAX_PAUSE_S, (time.monotonic() - began) / 64))
+
+    def _probe_if_due(self, rank: int) -> None:
+        now = time.monotonic()
+        if now > self._probe_at:
+            self._probe_rank(rank)
+            interval = max(PROBE_INTERVAL_S, (now - self._wait_began) / 10)
+            self._probe_at = now + min(MAX_PROBE_INTERVAL_S, interval)
 
     def _begin_wait(self) -> None:
         """Begin to count the seconds to the next probe, which frames of other ranks do not delay."""

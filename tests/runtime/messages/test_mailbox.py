@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,6 +58,58 @@ def test_frames_are_found_by_name_in_any_order(workers: WorkerPool) -> None:
         assert received == expected
 
 
+def _poll_and_take() -> list[tuple[int, list[int]]]:
+    """Return the questions that rank 0 took between two looks at another message, each with its sender."""
+    rank, mailbox = _open()
+    taken: list[tuple[int, list[int]]] = []
+    if rank:
+        for part in range(3):
+            mailbox.send([0], FrameKind.QUESTION, 1, 2, _bytes(rank, part), part=part)
+        mailbox.send([0], FrameKind.QUESTION, 1, 3, _bytes(99))  # of another call
+        mailbox.send([0], FrameKind.ANSWER, 1, 2, _bytes(rank))
+    else:
+        mailbox.wait_until(lambda: len(taken) == 6, 1, lambda: taken.extend(_questions(mailbox)))
+        assert sorted(content.item() for _, content in _all_of(mailbox, FrameKind.ANSWER, 2)) == [1, 2]
+    mailbox.release(1)
+    return taken
+
+
+def _questions(mailbox: Mailbox) -> list[tuple[int, list[int]]]:
+    mailbox.poll()
+    return [(source, content.tolist()) for source, content in mailbox.take(FrameKind.QUESTION, 1, 2)]
+
+
+def _all_of(mailbox: Mailbox, kind: FrameKind, count: int) -> list[tuple[int, torch.Tensor]]:
+    """Return so many frames of a kind, once they have arrived."""
+    found: list[tuple[int, torch.Tensor]] = []
+    while len(found) < count:
+        mailbox.poll(1)
+        found += mailbox.take(kind, 1, 2)
+    return found
+
+
+def test_a_rank_takes_the_frames_that_have_arrived_without_waiting(workers: WorkerPool) -> None:
+    taken, *others = workers.run(_poll_and_take, world_size=3)
+    for rank in (1, 2):
+        assert [content for source, content in taken if source == rank] == [[rank, part] for part in range(3)]
+    assert others == [[], []]
+
+
+def _poll_a_failed_rank() -> str:
+    rank, mailbox = _open()
+    try:
+        if rank:
+            mailbox.fail(RewardError("no reward"))
+        while True:
+            mailbox.poll()
+    except ReallocError as error:
+        return str(error)
+
+
+def test_a_rank_that_polls_raises_the_error_of_another_one(workers: WorkerPool) -> None:
+    assert all("no reward" in error for error in workers.run(_poll_a_failed_rank, world_size=2))
+
+
 def _send_to_a_rank_that_sleeps() -> tuple[float, float]:
     rank, mailbox = _open()
     dist.barrier()
@@ -77,7 +130,7 @@ def test_a_sender_does_not_wait_before_release(workers: WorkerPool) -> None:
     assert waited < 0.8
 
 
-def _wait_among_frames(folder: Path) -> str:
+def _wait_among_frames(folder: Path, wait: Callable[[Mailbox], None]) -> str:
     """Return the error of rank 0, which knows that the store is lost, while rank 1 sends it frames of another call."""
     rank = dist.get_rank()
     watchdog = Watchdog(FlightRecord(), rank=rank, world_size=2, timeout_s=60, action="warn", folder=folder)
@@ -90,15 +143,32 @@ def _wait_among_frames(folder: Path) -> str:
     if rank == 1:
         return str(has_ended.exists())
     try:
-        mailbox.receive(FrameKind.ROWS, 0, 1, 1)
+        wait(mailbox)
     except RankLost as error:
         has_ended.touch()
         return str(error)
     return "nothing"
 
 
-def test_frames_of_other_calls_do_not_delay_the_search_for_lost_ranks(workers: WorkerPool, tmp_path: Path) -> None:
-    assert workers.run(_wait_among_frames, tmp_path, world_size=2) == ["the process group's store has ended", "True"]
+def _receive(mailbox: Mailbox) -> None:
+    mailbox.receive(FrameKind.ROWS, 0, 1, 1)
+
+
+def _poll(mailbox: Mailbox) -> None:
+    while True:
+        mailbox.poll(1)
+
+
+def _wait_until(mailbox: Mailbox) -> None:
+    mailbox.wait_until(lambda: False, 1, mailbox.poll)
+
+
+@pytest.mark.parametrize("wait", [_receive, _poll, _wait_until])
+def test_frames_of_other_calls_do_not_delay_the_search_for_lost_ranks(
+    workers: WorkerPool, tmp_path: Path, wait: Callable[[Mailbox], None]
+) -> None:
+    found = workers.run(_wait_among_frames, tmp_path, wait, world_size=2)
+    assert found == ["the process group's store has ended", "True"]
 
 
 def _probe_and_send() -> tuple[int, int]:
