@@ -49,6 +49,9 @@ if TYPE_CHECKING:  # imported where they are used: plain generation needs none o
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
 
+MAX_GROUP_PAUSE_S = 1.0
+"""Longest wait for environments in seconds, after which the first rank of a tensor-parallel group lets the others go
+on. They wait in a collective, whose time-out must be longer."""
 
 @suggest_settings(ENGINE_HINTS)
 class GenerationEngine(Engine):
@@ -67,8 +70,8 @@ class GenerationEngine(Engine):
             returns whether any rank has. A rank without work then runs a dummy token.
         speculation: Settings of speculative decoding; None: none, or, with a ``drafter``, a measured draft length.
         drafter: Replaces the drafter that ``speculation`` names.
-        agree: For tensor-parallel models. Takes this rank's measured seconds, and returns the same numbers on all ranks
-            of the group, such as the first one's.
+        agree: For tensor-parallel models. Takes numbers of this rank, and returns those of the group's first rank on
+            all of its ranks: seconds, and answers of an environment, which that rank asks for all.
         pack_weights: Let long generations on CPU copy linear layers' weights into the fastest order, and drop the
             copies at the end. False saves their memory.
         cuda_graphs: Capture steps that read no prompts, and replay each with one launch. ``"collective"``: also those
@@ -198,7 +201,9 @@ class GenerationEngine(Engine):
         num_first = min(num_slots, num_own)
         executor = kind(self._model, self._cache, num_slots=num_first, longest=longest, graphs=self._graphs)
         scheduler = self._scheduler(waiting, samples, executor, num_slots)
-        max_pause_s = 0.0 if self._lockstep is not None else math.inf
+        max_pause_s = math.inf if self._agree is None else MAX_GROUP_PAUSE_S
+        if self._lockstep is not None:
+            max_pause_s = 0.0
         if self._rebalancer is not None:
             max_pause_s = self._rebalancer.max_pause_s
         return GenerationRun(
@@ -280,12 +285,16 @@ class GenerationEngine(Engine):
         check_environment(environment, conversation)
         if environment is None:
             return None
-        if self._agree is not None or self._is_tensor_parallel:
+        group = tensor_parallel_group(self._model)
+        if group is not None and self._agree is None:
             raise GenerationError(
-                "an environment cannot be asked under tensor parallelism: each rank would ask separately, and continue "
-                "with another answer at another time; generate in a layout with tp=1"
+                "ranks in tensor parallelism must take the same answers of an environment at the same step, and each "
+                "would ask separately; pass GenerationEngine(agree=...), which gives all ranks the first one's answers"
             )
-        return Conversations(environment, conversation, vocabulary=vocabulary_of(self._model), clock=self._wall_clock)
+        return Conversations(
+            environment, conversation, vocabulary=vocabulary_of(self._model), clock=self._wall_clock, agree=self._agree,
+            asks=group is None or group.index == 0,
+        )  # fmt: skip
 
     @property
     def _is_tensor_parallel(self) -> bool:

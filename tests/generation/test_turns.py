@@ -288,9 +288,3 @@ def test_tensor_parallel_ranks_without_agree_are_refused_an_adaptive_depth(monke
         GenerationEngine(model, speculation=Speculation())
     GenerationEngine(model, speculation=Speculation(num_draft_tokens=4))
     GenerationEngine(model, speculation=Speculation(), agree=list)
-
-
-def test_an_environment_under_tensor_parallelism_is_refused() -> None:
-    engine = engine_of(exact_model(), agree=list)
-    with pytest.raises(GenerationError, match=r"cannot be asked under tensor parallelism: .* layout with tp=1"):
-        engine.generate([[5]], GREEDY, environment=tool)

@@ -1,7 +1,7 @@
 """Multi-turn responses: an environment answers each turn of the model while other samples keep running.
 
 Asynchronous environments answer in one event loop, others in threads. Answers arrive in a queue, which the generation
-loop reads between two steps.
+loop reads between two steps. Of a tensor-parallel group, the first rank asks for all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import FinishReason, Sample
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.runtime.event_loop import EventLoop
+from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
@@ -51,8 +52,9 @@ class Turn:
 class Environment(Protocol):
     """Answers the model's turns: a tool, a simulated user, a game.
 
-    A function runs in several threads at once, an ``async`` one in one event loop. A turn may be asked about again,
-    also while its first question is open, and by another rank or a resumed run.
+    A function runs in several threads at once, an ``async`` one in one event loop. All turns of a call's sample are
+    asked about on the rank where it began. A turn that a budget cut off is asked about again, also while its first
+    question is open, and by another rank or a resumed run.
     """
 
     def __call__(self, turn: Turn) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
@@ -102,7 +104,9 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class Question:
+    """A question to the environment about one turn."""
+
     number: int
     """Number of the turn."""
     due: float = math.inf
@@ -128,19 +132,32 @@ class Conversations:
     Args:
         settings: Bounds of a response's turns; None: the defaults.
         vocabulary: Bound on the environment's token ids.
+        agree: In a tensor-parallel group, whose ranks hold the same samples: returns the first rank's numbers on all of
+            them. `answers` is then collective while questions are open. None: no group.
+        asks: Whether this rank asks; of a group, the first rank alone.
+        bound: Bound on the answers that are computed at a time; None: one of its own.
     """
 
     def __init__(
-        self, environment: Environment, settings: Conversation | None, *, vocabulary: int, clock: Callable[[], float]
+        self,
+        environment: Environment,
+        settings: Conversation | None,
+        *,
+        vocabulary: int,
+        clock: Callable[[], float],
+        agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
+        asks: bool = True,
+        bound: asyncio.Semaphore | None = None,
     ) -> None:
         self._environment = environment
         self._settings = settings or Conversation()
         self._vocabulary = vocabulary
         self._clock = clock
-        self._may_run = asyncio.Semaphore(self._settings.max_concurrent)
-        self._asked: dict[int, _Question] = {}
-        self._received: list[tuple[_Question, Answer | None]] = []
-        self._queue: SimpleQueue[tuple[_Question, Answer | None]] = SimpleQueue()
+        self._agree, self._asks = agree, asks
+        self._may_run = bound or asyncio.Semaphore(self._settings.max_concurrent)
+        self._asked: dict[int, Question] = {}
+        self._received: list[tuple[Question, Answer | None]] = []
+        self._queue: SimpleQueue[tuple[Question, Answer | None]] = SimpleQueue()
         """Questions with their answers; None: the environment is asked, so that there is a deadline now."""
 
     @property
@@ -159,34 +176,32 @@ class Conversations:
 
     def ask(self, index: int, sample: Sample) -> None:
         """Ask for the tokens after the sample's turn; `answers` returns them later."""
-        question = self._asked[index] = _Question(sample.turn)
-        turn = Turn(sample.sample_id, sample.prompt_index, sample.prompt, tuple(sample.token_ids), sample.turn)
-        question.future = EVENT_LOOP.submit(self._answer(index, question, turn))
+        self.ask_about(
+            index, Turn(sample.sample_id, sample.prompt_index, sample.prompt, tuple(sample.token_ids), sample.turn)
+        )
+
+    def ask_about(self, index: int, turn: Turn) -> None:
+        """Ask for the tokens after a turn; `answers` returns them under this index."""
+        question = self._asked[index] = Question(turn.number)
+        if self._asks:
+            self._begin(index, question, turn)
 
     def answers(self) -> list[Answer]:
         """Return the answers since the last call, and a failure for each question past its deadline."""
-        while not self._queue.empty():
-            self._received.append(self._queue.get())
-        # The question of an answer after its deadline is closed.
-        received = [(question, answer) for question, answer in self._received if answer is not None]
-        answers = [answer for question, answer in received if self._asked.get(answer.index) is question]
-        self._received.clear()
+        answers = self._ready() if self._asks else []
+        if self._agree is not None and self._asked:
+            answers = _first_ranks(answers, self._agree)
         for answer in answers:
             del self._asked[answer.index]
-        now = self._clock()
-        for index, question in [(index, question) for index, question in self._asked.items() if question.due <= now]:
-            self._forget(index)
-            answers.append(
-                Answer(
-                    index,
-                    error=f"the environment did not answer turn {question.number} within deadline_s="
-                    f"{self._settings.deadline_s}; bound the tool's own time, or raise Conversation(deadline_s=...)",
-                )
-            )
         return answers
 
     def wait(self, most_s: float) -> None:
-        """Return once there is an answer, a deadline passes, or ``most_s`` seconds have passed."""
+        """Return once there is an answer, a deadline passes, or ``most_s`` seconds have passed.
+
+        Ranks that do not ask return at once, and wait for the first one in `answers`.
+        """
+        if not self._asks:
+            return
         left = min((question.due for question in self._asked.values()), default=math.inf) - self._clock()
         with suppress(Empty):
             self._received.append(self._queue.get(timeout=max(0.0, min(left, most_s, threading.TIMEOUT_MAX))))
@@ -197,11 +212,31 @@ class Conversations:
             self._forget(index)
 
     def _forget(self, index: int) -> None:
-        future = self._asked.pop(index).future
-        if future is not None:
-            future.cancel()
+        _cancel(self._asked.pop(index))
 
-    async def _answer(self, index: int, question: _Question, turn: Turn) -> None:
+    def _begin(self, index: int, question: Question, turn: Turn) -> None:
+        question.future = EVENT_LOOP.submit(self._answer(index, question, turn))
+
+    def _ready(self) -> list[Answer]:
+        """Return the answers that are there, and failures of those past their deadline; all questions stay open."""
+        while not self._queue.empty():
+            self._received.append(self._queue.get())
+        # The question of an answer after its deadline is closed.
+        received = [(question, answer) for question, answer in self._received if answer is not None]
+        answers = {answer.index: answer for question, answer in received if self._asked.get(answer.index) is question}
+        self._received.clear()
+        now = self._clock()
+        for index, question in self._asked.items():
+            if question.due <= now and index not in answers:
+                _cancel(question)
+                answers[index] = Answer(
+                    index,
+                    error=f"the environment did not answer turn {question.number} within deadline_s="
+                    f"{self._settings.deadline_s}; bound the tool's own time, or raise Conversation(deadline_s=...)",
+                )
+        return list(answers.values())
+
+    async def _answer(self, index: int, question: Question, turn: Turn) -> None:
         async with self._may_run:
             question.due = self._clock() + self._settings.deadline_s
             self._queue.put((question, None))
@@ -240,3 +275,18 @@ class Conversations:
             raise GenerationError(f"{said} holds no tokens; return None to end the response")
         check_vocabulary(said, tokens, self._vocabulary)
         return tokens
+
+
+def _cancel(question: Question) -> None:
+    if question.future is not None:
+        question.future.cancel()
+
+
+def _first_ranks(answers: Sequence[Answer], agree: Callable[[Sequence[float]], Sequence[float]]) -> list[Answer]:
+    """Return the answers of a group's first rank. Collective over the group, whose ranks pass equally many numbers."""
+    content = encode_value(list(answers)) if answers else b""
+    size = int(agree([float(len(content))])[0])
+    if not size:
+        return []
+    received: list[Answer] = decode_value(bytes(map(int, agree([*map(float, content or bytes(size))]))))
+    return received
