@@ -25,6 +25,7 @@ from lightning_realloc.generation.core.sample import Sample, Tokenizer
 from lightning_realloc.generation.core.step import ForwardStep, StepExecutor
 from lightning_realloc.generation.engine_parts import (
     CudaGraphs,
+    build_conversations,
     build_decoding,
     build_graphs,
     build_rebalancer,
@@ -40,6 +41,7 @@ from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
+from lightning_realloc.runtime.messages.mailbox import PROBE_INTERVAL_S
 from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
 
@@ -49,9 +51,10 @@ if TYPE_CHECKING:  # imported where they are used: plain generation needs none o
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
 
-MAX_GROUP_PAUSE_S = 1.0
+MAX_GROUP_PAUSE_S = PROBE_INTERVAL_S
 """Longest wait for environments in seconds, after which the first rank of a tensor-parallel group lets the others go
 on. They wait in a collective, whose time-out must be longer."""
+
 
 @suggest_settings(ENGINE_HINTS)
 class GenerationEngine(Engine):
@@ -291,10 +294,15 @@ class GenerationEngine(Engine):
                 "ranks in tensor parallelism must take the same answers of an environment at the same step, and each "
                 "would ask separately; pass GenerationEngine(agree=...), which gives all ranks the first one's answers"
             )
-        return Conversations(
-            environment, conversation, vocabulary=vocabulary_of(self._model), clock=self._wall_clock, agree=self._agree,
+        return build_conversations(
+            environment,
+            conversation,
+            self._rebalancer,
+            vocabulary=vocabulary_of(self._model),
+            clock=self._wall_clock,
+            agree=self._agree,
             asks=group is None or group.index == 0,
-        )  # fmt: skip
+        )
 
     @property
     def _is_tensor_parallel(self) -> bool:

@@ -6,6 +6,7 @@ Speculation and rebalancing are imported where a call needs them: plain generati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -16,6 +17,7 @@ from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.forward.batch_invariant import TileGraphs
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
+from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
@@ -76,6 +78,25 @@ def build_rebalancer(
     from lightning_realloc.generation.rebalance.protocol import Rebalancer
 
     return Rebalancer(peers, agree=agree, clock=clock)
+
+
+def build_conversations(
+    environment: Environment,
+    settings: Conversation | None,
+    rebalancer: Rebalancer | None,
+    *,
+    vocabulary: int,
+    clock: Callable[[], float],
+    agree: Callable[[Sequence[float]], Sequence[float]] | None,
+    asks: bool,
+) -> Conversations:
+    """Return conversations; where samples move, those that ask on the rank where each began. See `Conversations`."""
+    kind: Callable[..., Conversations] = partial(Conversations, asks=asks)
+    if rebalancer is not None and asks:
+        from lightning_realloc.generation.rebalance.home_conversations import HomeConversations
+
+        kind = partial(HomeConversations, peers=rebalancer.peers)
+    return kind(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree)
 
 
 def check_parts(speculation: object, drafter: object, peers: object, lockstep: object, poll_weights: object) -> None:

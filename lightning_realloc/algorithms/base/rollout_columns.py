@@ -36,7 +36,7 @@ class RowEnvironment:
 
     Args:
         environment: Environment to call.
-        prompts: Prompts of all samples that may occur.
+        prompts: Prompts of this rank's samples.
         num_responses: Responses per prompt, as ``prompts.repeat`` numbers them.
     """
 

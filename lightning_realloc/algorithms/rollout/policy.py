@@ -86,8 +86,6 @@ class PolicyModule(MultiModelModule):
         self._environment: Callable[..., Any] | None = None
         self._asked: Environment | None = None
         """The environment; None before its first use."""
-        self._batch: Samples | None = None
-        """Prompts of the current iteration, without those of earlier ones."""
         self._conversation = conversation or Conversation()
         self._set_environment(environment, conversation)
         self._num_failed_rollouts = 0
@@ -192,14 +190,7 @@ class PolicyModule(MultiModelModule):
             return None
         if self._asked is None:
             self._asked = make_environment(self._environment, self.tokenizer)
-        # With sample reallocation, samples of other ranks may arrive here.
-        known = self._batch if self._batch is not None and self.generation_options.sample_reallocation else prompts
-        return Dialogue(RowEnvironment(self._asked, known, sampling.n), self._conversation)
-
-    def prepare_batch(self, batch: Samples) -> Samples:
-        """Return the batch, and store it for the environment."""
-        self._batch = batch
-        return batch
+        return Dialogue(RowEnvironment(self._asked, prompts, sampling.n), self._conversation)
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
         """Return also the accuracy on held-out prompts."""

@@ -66,6 +66,8 @@ class Departure:
 class Arrival:
     """Samples on their way to this rank, planned in one round."""
 
+    source: int
+    """Rank that sends them."""
     planned_in: int
     """Round of the plan."""
     expected: dict[int, LiveSample]
@@ -114,6 +116,10 @@ class SampleHandover:
         """Samples on their way to this rank, by id, as reported."""
         return {sample_id: sample for arrival in self._arriving for sample_id, sample in arrival.expected.items()}
 
+    def home_of(self, index: int) -> int:
+        """Return the rank whose call a sample on this rank belongs to."""
+        return self._origins[index].rank
+
     def expected_since(self, current_round: int) -> int:
         """Return the round that planned the oldest arrival; the next round if none is on its way."""
         return min((arrival.planned_in for arrival in self._arriving), default=current_round + 1)
@@ -146,7 +152,7 @@ class SampleHandover:
             elif target == self._peers.rank:
                 expected = {move.sample_id: known[move.sample_id] for move in group}
                 kv_message = receive(source, number) if has_kv else None
-                self._arriving.append(Arrival(current_round, expected, receive(source, number + 1), kv_message))
+                self._arriving.append(Arrival(source, current_round, expected, receive(source, number + 1), kv_message))
 
     def _begin_to_send(self, departure: Departure) -> None:
         self._leaving.append(departure)
@@ -185,7 +191,7 @@ class SampleHandover:
         """
         self.hand_over_all()
         arrival = self._arriving[0]
-        arrival.message.wait()
+        self._peers.wait_for(arrival.message, arrival.source)
         self._take_in(arrival)
 
     def _hand_over(self, departure: Departure) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import Tensor
 
 from lightning_realloc.runtime.messages.bulk_messages import PendingReceive, PendingSend
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
@@ -35,10 +37,22 @@ class Peers:
     """Generations in this call so far."""
     num_reports: int = 0
     num_shipments: int = 0
+    answer_questions: Callable[[], None] | None = None
+    """Answers the peers' questions about samples of this rank, without waiting; None: there is no environment."""
 
     def at(self, run: int, call: int) -> None:
         """Begin another call."""
         self.run, self.call, self.num_calls = run, call, 0
+
+    def wait_for(self, message: PendingReceive, source: int) -> Tensor:
+        """Return the content of a message, and answer the peers' questions until it arrives: the source may need that.
+
+        Raises:
+            RankLost: if the source has ended.
+        """
+        if self.answer_questions is not None:
+            self.mailbox.wait_until(message.has_arrived, source, self.answer_questions)
+        return message.wait()
 
     def next_report_number(self) -> int:
         """Return the number of the next round's reports."""
@@ -92,7 +106,7 @@ class ReportMessages:
         """
         peers, reports = self._peers, []
         for other, message in self._incoming.popleft().items():
-            reports.append(decode_message(message.wait()))
+            reports.append(decode_message(peers.wait_for(message, other)))
             if not reports[-1]:  # the peer failed or knows of a rank that did; the mailbox raises the cause
                 peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls + 1)
         return reports

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from lightning_realloc.errors import GenerationError
@@ -24,6 +24,7 @@ from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.rebalance.balance_policy import plan_balance
 from lightning_realloc.generation.rebalance.handover import MigrationStats, SampleHandover
+from lightning_realloc.generation.rebalance.home_conversations import HomeConversations
 from lightning_realloc.generation.rebalance.load import (
     LiveSample,
     LoadReport,
@@ -109,14 +110,17 @@ class Rebalancer:
         rounds = _Rounds(self, run, access, recorder, lengths)
         self.stats, self._has_begun = rounds.stats, True
         kind = self.peers.call, max_new_tokens
+        talks = run.conversations
+        session = talks.serving(rounds.home_of) if isinstance(talks, HomeConversations) else nullcontext()
         try:
-            if self._short_calls.predict(kind):
-                rounds.run_alone()
-            else:
-                for sample in rounds.run_to_end():
-                    if sample.finish_reason != "unfinished":
-                        self.history.record(sample)
-                self._short_calls.observe(kind, was_short=rounds.was_short)
+            with session:
+                if self._short_calls.predict(kind):
+                    rounds.run_alone()
+                else:
+                    for sample in rounds.run_to_end():
+                        if sample.finish_reason != "unfinished":
+                            self.history.record(sample)
+                    self._short_calls.observe(kind, was_short=rounds.was_short)
         except BaseException:
             rounds.abandon()
             raise
@@ -148,6 +152,10 @@ class _Rounds:
         self._steps_left = PERIOD_STEPS
         self.was_short = False
         """Whether the call was too short on every rank for a move to pay; known at its end."""
+
+    def home_of(self, index: int) -> int:
+        """Return the rank whose call a sample on this rank belongs to."""
+        return self._handover.home_of(index)
 
     def run_to_end(self) -> list[Sample]:
         """Make steps and rounds until every sample of every rank is finished; return those that came back."""

@@ -342,7 +342,7 @@ def test_calls_too_short_for_a_move_have_no_rounds(workers: WorkerPool) -> None:
         assert num_messages == len(sizes) + 1  # and a farewell
 
 
-def _received_error(error: Exception, mailbox: Mailbox) -> str:
+def received_error(error: Exception, mailbox: Mailbox) -> str:
     """Return this rank's error as the others receive it, or another rank's error as received."""
     if mailbox.has_failed:
         return str(error)
@@ -374,7 +374,7 @@ def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[
                 peers.mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank)  # as in a later call
             peers.mailbox.release(0)
         except Exception as error:
-            return _received_error(error, peers.mailbox)
+            return received_error(error, peers.mailbox)
     return found
 
 
@@ -426,7 +426,7 @@ def _one_fails() -> str:
                 next(model.parameters()).fill_(float("nan") if rank else 0.0)
             engine.generate([[5]] * 4, params, sample_ids=ids)
     except Exception as error:
-        return _received_error(error, peers.mailbox)
+        return received_error(error, peers.mailbox)
     return "nothing"
 
 
@@ -438,7 +438,7 @@ def _one_cannot_begin() -> str:
     try:
         engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), sample_ids=[rank])
     except GenerationError as error:
-        return _received_error(error, peers.mailbox)
+        return received_error(error, peers.mailbox)
     return "nothing"
 
 
@@ -473,7 +473,7 @@ def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
             engine.generate([[5]], params, sample_ids=[rank])
         except Exception as error:
             begin = time.monotonic()
-            return _received_error(error, peers.mailbox), time.monotonic() - begin
+            return received_error(error, peers.mailbox), time.monotonic() - begin
     return "nothing", 0.0
 
 

@@ -14,11 +14,12 @@ from lightning_realloc.generation import Conversation, SamplingParams, Turn
 from tests.generation.dialogues import tool
 from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
+from tests.models import UNEVEN_HEADS, tiny_model
 from tests.strategies import runs
 from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.calls.test_speculation import ALGORITHMS, plan_of
 from tests.strategies.runs import Batches, Outcome
-from tests.workers import WorkerFailure, WorkerPool
+from tests.workers import WorkerPool
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=32, stop_token_ids=tuple(range(80, 128)))
 """A turn has three tokens on average."""
@@ -77,7 +78,13 @@ def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, 
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), matrix([("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")], ("grpo", "fsdp2"), ("ppo", "dp2"))
+    ("name", "layout"),
+    matrix(
+        [("grpo", "dp2"), ("grpo", "fsdp2"), ("grpo", "tp2"), ("ppo", "dp2")],
+        ("grpo", "fsdp2"),
+        ("grpo", "tp2"),
+        ("ppo", "dp2"),
+    ),
 )
 def test_conversations_give_the_same_results_on_one_rank_and_two(workers: WorkerPool, name: str, layout: str) -> None:
     settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2)}
@@ -110,18 +117,25 @@ def test_conversations_run_in_chunks_and_one_step_ahead(workers: WorkerPool) -> 
     assert runs.largest_difference(chunks.weights, plain.weights) < 1e-4
 
 
-def run_with_moves(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
+def run_with_moves(layout: str, world_size: int, moves: SampleReallocation) -> tuple[Outcome, list[float]]:
     """Return the outcome of two iterations, and the number of samples that moved in each."""
-    module = runs.grpo(sampling=SAMPLING, environment=informed, generation=GenerationOptions(sample_reallocation=moves))
+    sizes = dict(UNEVEN_HEADS["9/3"]) if "tp" in layout else {}  # counterparts hold equally many heads
+    actor, reference = (tiny_model("llama", seed=seed, **sizes) for seed in (0, 1))
+    generation = GenerationOptions(sample_reallocation=moves)
+    module = runs.grpo(actor=actor, reference=reference, sampling=SAMPLING, environment=informed, generation=generation)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
-        outcome = runs.train(module, plan_of(module, "dp2"), 2, Batches(2), callbacks=[moved])
+        outcome = runs.train(module, plan_of(module, layout), world_size, Batches(2), callbacks=[moved])
     return outcome, moved.counts
 
 
-def test_conversations_continue_on_the_rank_that_receives_their_sample(workers: WorkerPool) -> None:
+@pytest.mark.parametrize(("layout", "world_size"), matrix([("dp2", 2), ("dp2.tp2", 4)], ("dp2", 2)))
+def test_conversations_continue_on_the_rank_that_receives_their_sample(
+    workers: WorkerPool, layout: str, world_size: int
+) -> None:
     (stayed, _), (moved, counts) = (
-        workers.run(run_with_moves, moves, world_size=2, init_process_group=False)[0] for moves in (False, "all")
+        workers.run(run_with_moves, layout, world_size, moves, world_size=world_size, init_process_group=False)[0]
+        for moves in (False, "all")
     )
     assert sum(counts) >= 1
     assert all(step["environment_failures"] == 0.0 for step in moved.logged)
@@ -141,8 +155,3 @@ def test_tools_that_raise_or_hang_end_only_their_own_samples(workers: WorkerPool
         assert rows[2::3] == expected[2::3]  # their tool worked
         assert all(row == other[: len(row)] for row, other in zip(rows, expected, strict=True))
     assert outcome.steps == [1, 2]
-
-
-def test_an_environment_under_tensor_parallelism_ends_the_run_by_name(workers: WorkerPool) -> None:
-    with pytest.raises(WorkerFailure, match=r"cannot be asked under tensor parallelism: .* generate in a layout"):
-        run(workers, "grpo", "tp2", 2, environment=tool)
