@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_realloc.environments.chat_turns import ChatTurns
+from lightning_realloc.environments.tool_environment import ToolEnvironment
+from lightning_realloc.environments.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, DataError
 from tests.models import byte_tokenizer
 
@@ -68,6 +71,35 @@ def test_an_answer_begins_after_the_turns_end(answer: list[dict[str, Any]], expe
     for message in (CALLING, {"role": "assistant", "content": "I do not say this again"}):
         assert text_of(turns, turns.answer_ids([9, EOS], message, answer, TOOLS)) == expected
         assert text_of(turns, turns.answer_ids([9], message, answer, TOOLS)) == "<eos>" + expected
+
+
+def test_a_turn_is_read_carried_out_and_answered() -> None:
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+    environment, tokenizer = ToolEnvironment([add]), tokenizer_with(CHATML + "{# <tool_call> #}")
+    tools = [tool.schema for tool in environment.tools]
+    turns, parser = ChatTurns(tokenizer, stop_token_ids=[EOS]), TurnParser(tokenizer)
+    turns.check(tools)
+    parser.check(tools)
+    written = [
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1, }}</tool_call>',
+        '<tool_call>{"name": "add", "argu',
+    ]
+    message = parser.parse("\n".join(written), first_call=7, tools=tools)
+    result = asyncio.run(environment.step(message))
+    text = text_of(turns, turns.answer_ids([EOS], message, result.messages, tools))
+    (right, *wrong, _) = text.split("<eos>\n")[:4]
+    assert [answer["tool_call_id"] for answer in result.messages] == ["call00007", "call00008", "call00009"]
+    assert right == "\n<|tool|>3" and len(wrong) == 2
+    assert all(answer.startswith('<|tool|>{"error": "') and "JSON" in answer for answer in wrong)
 
 
 def test_ids_of_calls_reach_the_template_of_mistral() -> None:
