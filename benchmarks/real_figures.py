@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
 from lightning_realloc.tuning.search.space import CallOptions
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.timeline.simulator import simulate
 
 PROMPT_TOKENS = 128
@@ -122,15 +124,19 @@ COLUMNS = (
 
 def estimator(column: Column, response_tokens: int, efficiency: Efficiency) -> RooflineEstimator:
     """Return the estimator of one cell."""
-    models = {"actor": column.model("actor"), "critic": column.model("critic")}
-    sources = models | {"reference": models["actor"], "reward": models["critic"]}
-    roles = read_roles(sources, FLOW, is_priced=True)
+    roles = _roles(column.model("actor"), column.model("critic"))
     workload = Workload(
         num_sequences=TOKENS // (PROMPT_TOKENS + response_tokens), prompt_tokens=PROMPT_TOKENS,
         response_tokens=response_tokens, num_minibatches=MINIBATCHES,
     )  # fmt: skip
     cluster = ClusterSpec.parse(f"a800-80g:{column.nodes}x8")
     return RooflineEstimator(FLOW, cluster, roles, SETTINGS, workload, efficiency=efficiency)
+
+
+@cache
+def _roles(actor: str, critic: str) -> dict[str, RoleMemory]:
+    """Return all roles, whose models take most of the time of an estimate."""
+    return read_roles({"actor": actor, "critic": critic, "reference": actor, "reward": critic}, FLOW, is_priced=True)
 
 
 def baseline_plan(column: Column) -> ExecutionPlan:
