@@ -84,6 +84,7 @@ def run(*arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.exhaustive  # compiles C++ for half a minute; test_kernels.py needs no compiler
 def test_the_device_is_one_of_its_own_and_captures_graphs() -> None:
     run("-c", FAILS + SEPARATE + GRAPHS)
 
