@@ -78,6 +78,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Exclude also what a file's tests have imported: collections, of which every fit has some, stay short."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
     """Destroy the process group that a fit in pytest's own process leaves; other tests create their own.

@@ -29,8 +29,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Imported once, by the template. Every worker imports other modules itself.
-PRELOADED = (
+NEEDED = (
     "torch",
+    "lightning_realloc.strategies.lightning.process_group",
+    "tests.dry_runs",
+    "lightning_realloc.runtime.forward.packed_attention",
+    "lightning_realloc.runtime.parallel.tp_check",
+)
+"""Modules of every run."""
+PRELOADED = (
+    *NEEDED,
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -262,6 +270,8 @@ def _serve(connection: Connection, log: Path) -> None:
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
         connection.send_bytes(_answer(message))
+        gc.collect()
+        gc.freeze()  # also what the run has imported
 
 
 def _leave_with_parent() -> None:
