@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,20 @@ PACKAGE = ROOT / "lightning_realloc"
 REPORT_ASSETS = ("charts.js", "live.js", "page.css", "page.html", "page.js", "tables.js")
 
 
-def _imports(tree: ast.AST) -> set[str]:
+@pytest.fixture(scope="module")
+def nodes() -> Mapping[Path, Sequence[ast.AST]]:
+    """Imports, calls and attributes in every file of the package, parsed once."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute)
+    return {
+        file: [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def _imports(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the top-level names of all modules that a file imports."""
     modules: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -32,11 +43,13 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ["layout", "realloc"])
-def test_the_pure_packages_import_only_the_standard_library(package: str) -> None:
-    files = sorted((PACKAGE / package).rglob("*.py"))
+def test_the_pure_packages_import_only_the_standard_library(
+    package: str, nodes: Mapping[Path, Sequence[ast.AST]]
+) -> None:
+    files = [file for file in nodes if PACKAGE / package in file.parents]
     assert files
     for file in files:
-        foreign = _imports(ast.parse(file.read_text())) - sys.stdlib_module_names - {"lightning_realloc"}
+        foreign = _imports(nodes[file]) - sys.stdlib_module_names - {"lightning_realloc"}
         assert not foreign, f"{file.relative_to(ROOT)} imports {foreign}"
 
 
@@ -105,27 +118,28 @@ OF_THE_REPOSITORY = {"bench", "docs", "parity", "real", "test"}
 """Extras for tests, benchmarks and examples."""
 
 
-def test_every_import_is_of_a_dependency_or_an_extra_and_every_extra_is_for_something() -> None:
+def test_every_import_is_of_a_dependency_or_an_extra_and_every_extra_is_for_something(
+    nodes: Mapping[Path, Sequence[ast.AST]],
+) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: own for name, own in project["optional-dependencies"].items() if name not in OF_THE_REPOSITORY}
     required = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in project["dependencies"]}
     optional = {re.split(r"[^\w.-]", requirement)[0].lower() for own in extras.values() for requirement in own}
-    sources = [file.read_text() for file in PACKAGE.rglob("*.py")]
 
-    imported = set().union(*(_imports(ast.parse(source)) for source in sources)) - sys.stdlib_module_names
+    imported = set().union(*map(_imports, nodes.values())) - sys.stdlib_module_names
     foreign = imported - {"lightning_realloc", "lightning_realloc_autoload"}
     packages = {DISTRIBUTIONS.get(name, name) for name in foreign}
     assert {name.replace("_", "-") for name in packages} <= {name.replace("_", "-") for name in required | optional}
 
     names = {package: name for name, package in DISTRIBUTIONS.items()}
-    words = set(re.findall(r"\w+", " ".join(sources)))
+    words = set(re.findall(r"\w+", " ".join(file.read_text() for file in nodes)))
     unused = {package for package in optional if names.get(package, package.replace("-", "_")) not in words}
     assert unused - NEEDED_BY_OTHERS == set()
 
 
-def test_the_package_never_prints() -> None:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+def test_the_package_never_prints(nodes: Mapping[Path, Sequence[ast.AST]]) -> None:
+    for file, own in nodes.items():
+        calls = [node for node in own if isinstance(node, ast.Call)]
         printed = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
         assert not printed, f"{file.relative_to(ROOT)} prints in lines {printed}"
 
@@ -139,13 +153,13 @@ UNPICKLING = {
 """Modules that may unpickle, and what."""
 
 
-def test_nothing_from_a_store_or_another_rank_is_unpickled() -> None:
+def test_nothing_from_a_store_or_another_rank_is_unpickled(nodes: Mapping[Path, Sequence[ast.AST]]) -> None:
     forbidden = {"loads", "load", "Unpickler", "broadcast_object_list", "scatter_object_list"}
     forbidden |= {"all_gather_object", "gather_object", "send_object_list", "recv_object_list"}
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file, own in nodes.items():
         used = {
             f"{node.value.id}.{node.attr}"
-            for node in ast.walk(ast.parse(file.read_text()))
+            for node in own
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in forbidden
             if node.value.id in ("pickle", "cloudpickle", "dill", "marshal", "dist", "distributed")
         }

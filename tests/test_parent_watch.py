@@ -35,21 +35,20 @@ def start(child: str, then: str = "time.sleep(40)") -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_rank_ends_after_a_signal_to_the_process_that_started_it(signum: signal.Signals) -> None:
-    parent = start(f"{IMPORT}; {WAIT}")
-    assert parent.stdout is not None and parent.stdout.readline() == "imported\n"
-    parent.send_signal(signum)
-    output, _ = parent.communicate(timeout=DEADLINE_S)
-    assert output.startswith(f"error: process {parent.pid}, which started this rank, ended without it")
-
-
-def test_a_rank_ends_that_imports_the_package_after_its_parent_has_ended() -> None:
+def test_a_rank_ends_after_the_process_that_started_it() -> None:
+    signals = (signal.SIGTERM, signal.SIGKILL)  # all at once: a rank has seconds to end by itself
+    parents = [start(f"{IMPORT}; {WAIT}") for _ in signals]
     gone = "import os, time\nwhile str(os.getppid()) == os.environ['LIGHTNING_REALLOC_PARENT']: time.sleep(0.05)\n"
-    parent = start(f"{gone}{IMPORT}; {WAIT}", then="")
-    parent.wait()  # otherwise it would still exist as a zombie
-    output, _ = parent.communicate(timeout=DEADLINE_S)
-    assert "which started this rank, ended without it" in output
+    ended_before = start(f"{gone}{IMPORT}; {WAIT}", then="")
+    for signum, parent in zip(signals, parents, strict=True):
+        assert parent.stdout is not None and parent.stdout.readline() == "imported\n"
+        parent.send_signal(signum)
+    ended_before.wait()  # otherwise it would still exist as a zombie
+    for parent in parents:
+        output, _ = parent.communicate(timeout=DEADLINE_S)
+        assert output.startswith(f"error: process {parent.pid}, which started this rank, ended without it")
+    output, _ = ended_before.communicate(timeout=DEADLINE_S)
+    assert "which started this rank, ended without it" in output, "a rank that imports the package after the end"
 
 
 def test_processes_that_a_rank_starts_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
