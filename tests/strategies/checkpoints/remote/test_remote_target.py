@@ -148,7 +148,7 @@ def save_while_the_store_fails(place: str, world_size: int, failing: int) -> tup
     return errors, fitted.global_step
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", matrix([0, 1], 1))
 def test_a_store_that_fails_midway_ends_the_save_on_all_ranks_in_one_line(
     workers: WorkerPool, tmp_path: Path, failing: int
 ) -> None:
