@@ -23,6 +23,11 @@ def crossed(*axes: Sequence[Any]) -> list[Any]:
     return matrix(itertools.product(*axes), *boundaries)
 
 
+def few_and_more(few: Sequence[Any], more: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by its argument ``cases``, all of which it runs at once: a few, and exhaustively more."""
+    return pytest.mark.parametrize("cases", [list(few), _exhaustive(list(more))], ids=["few", "more"])
+
+
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     """Return the values of a parameter in this module's tests of this run, for a fixture that prepares them at once."""
     found: dict[int, Any] = {}

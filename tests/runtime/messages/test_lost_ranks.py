@@ -59,12 +59,17 @@ def _watchdog(rank: int, folder: Path) -> Watchdog:
     return Watchdog(FlightRecord(), rank=rank, world_size=3, timeout_s=3600, action="warn", folder=folder)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_ranks_that_wait_for_a_killed_one_end_and_name_its_call(tmp_path: Path, killed: int) -> None:
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Killed rank -> folder with what the others wrote down; the runs wait at the same time."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    environments = rank_environments(3)
-    processes = [context.Process(target=run_rank, args=(killed, each, tmp_path)) for each in environments]
+    folders = {killed: tmp_path_factory.mktemp(f"killed{killed}") for killed in WAITS_FOR}
+    processes = [
+        context.Process(target=run_rank, args=(killed, each, folder))
+        for killed, folder in folders.items()
+        for each in rank_environments(3)
+    ]
     for process in processes:
         process.start()
     try:
@@ -73,14 +78,19 @@ def test_ranks_that_wait_for_a_killed_one_end_and_name_its_call(tmp_path: Path, 
     finally:
         for process in processes:
             process.kill()
+    return folders
 
-    killed_at = float((tmp_path / "killed").read_text())
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_ranks_that_wait_for_a_killed_one_end_and_name_its_call(ended: dict[int, Path], killed: int) -> None:
+    folder = ended[killed]
+    killed_at = float((folder / "killed").read_text())
     for rank in WAITS_FOR[killed]:
-        error, noticed_at, is_known = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        error, noticed_at, is_known = json.loads((folder / f"rank{rank}.json").read_text())
         assert noticed_at - killed_at < NOTICED_S
         if killed:  # rank 0 hosts the store, which names the lost rank to others, such as one that saves a checkpoint
             assert "rank 1 was lost in actor.generate" in error and is_known
         else:
             assert "the process that hosts the process group's store, mostly rank 0, was lost" in error
             assert "rank 0 was last seen in actor.generate" in error
-        assert (tmp_path / f"rank{rank}.log").read_text(errors="replace").count("TCPStore.cpp") <= 2
+        assert (folder / f"rank{rank}.log").read_text(errors="replace").count("TCPStore.cpp") <= 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensors
-from tests.matrices import matrix
+from tests.matrices import few_and_more, matrix
 from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, UNEVEN_HEADS, tiny_model
 from tests.runtime.reference import Case, train_beside_the_reference
 from tests.workers import WorkerPool
+
+UNEVEN = {"vocab_size": 131, "intermediate_size": 90}
+WITHOUT_TP = ("fsdp2@0-1", "dp2@2-3", "dp2.fsdp2@0-3", "fsdp4@0-3")
+BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
 def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
@@ -33,24 +38,32 @@ def test_training_under_tensor_parallelism_equals_one_process(workers: WorkerPoo
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_training_under_data_parallelism_equals_one_process(workers: WorkerPool) -> None:
-    layouts = ("fsdp2@0-1", "dp2@2-3", "dp2.fsdp2@0-3", "fsdp4@0-3")
-    cases = [Case(family, layouts[index % len(layouts)]) for index, family in enumerate(FAMILIES)]
-    cases += [Case("gpt2", "fsdp4@0-3"), Case("opt", "dp2@0-1"), Case("qwen2", "dp2.fsdp2@0-3")]
+DATA_PARALLEL = [Case(family, layout) for family, layout in zip(FAMILIES, cycle(WITHOUT_TP), strict=False)]
 
+
+@few_and_more(
+    [*DATA_PARALLEL[::2], Case("gpt2", "fsdp4@0-3"), Case("opt", "dp2@0-1")],
+    [*DATA_PARALLEL[1::2], Case("qwen2", "dp2.fsdp2@0-3")],
+)
+def test_training_under_data_parallelism_equals_one_process(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_tensor_parallelism_composes_with_replication_and_ranks_in_any_order(workers: WorkerPool) -> None:
-    cases = [
-        Case("qwen3", "dp2.tp2@0-3"),
+@few_and_more(
+    [
         Case("gemma", "dp2.tp2@0,2,1,3"),
         Case("qwen2", "tp4@2,0,3,1"),
         Case("qwen3", "fsdp2.tp2@3,1,2,0"),
+    ],
+    [
+        Case("qwen3", "dp2.tp2@0-3"),
         Case("llama", "fsdp4@2,0,3,1"),
         Case("opt", "dp2.fsdp2@3,2,1,0"),
-    ]
-
+    ],
+)
+def test_tensor_parallelism_composes_with_replication_and_ranks_in_any_order(
+    workers: WorkerPool, cases: list[Case]
+) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
@@ -61,42 +74,48 @@ def test_double_precision_agrees_to_rounding(workers: WorkerPool) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_uneven_sizes_head_counts_biases_and_ties_equal_one_process(workers: WorkerPool) -> None:
-    uneven = {"vocab_size": 131, "intermediate_size": 90}
-    biases = {"attention_bias": True, "mlp_bias": True}
-    cases = [
-        Case("llama", "tp4@0-3", {**uneven, **biases, "tie_word_embeddings": True}),
-        Case("llama", "fsdp2.tp2@0-3", {**uneven, **biases, "num_key_value_heads": 1}),
-        Case("phi3", "tp4@0-3", uneven),
-        Case("gemma", "fsdp2.tp2@0-3", uneven),
-        Case("qwen3", "tp4@0-3", {"num_key_value_heads": 1, **uneven}),
-        Case("mistral", "tp4@0-3", {"num_key_value_heads": 4}),
-        Case("gpt_neox", "tp4@0-3", {"tie_word_embeddings": True, **uneven}),
+@few_and_more(
+    [
+        Case("llama", "tp4@0-3", {**UNEVEN, **BIASES, "tie_word_embeddings": True}),
+        Case("llama", "fsdp2.tp2@0-3", {**UNEVEN, **BIASES, "num_key_value_heads": 1}),
+        Case("phi3", "tp4@0-3", UNEVEN),
         Case("llama", "tp4@0-3", {"vocab_size": 5, "bos_token_id": 1, "eos_token_id": 2}),  # a rank without tokens
-    ]
-
+    ],
+    [
+        Case("gemma", "fsdp2.tp2@0-3", UNEVEN),
+        Case("qwen3", "tp4@0-3", {"num_key_value_heads": 1, **UNEVEN}),
+        Case("mistral", "tp4@0-3", {"num_key_value_heads": 4}),
+        Case("gpt_neox", "tp4@0-3", {"tie_word_embeddings": True, **UNEVEN}),
+    ],
+)
+def test_uneven_sizes_head_counts_biases_and_ties_equal_one_process(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_heads_that_the_degree_does_not_divide_equal_one_process(workers: WorkerPool) -> None:
-    everywhere = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-    nine, fourteen, six, five = UNEVEN_HEADS.values()
-    tied = {"tie_word_embeddings": True}
-    cases = [
-        Case("llama", "tp2@0-1", nine),
-        Case("llama", "tp3@1-3", {**nine, **tied}),
-        Case("llama", "tp4@3,0,2,1", nine),  # the third key-value head on two ranks
-        Case("qwen2", "tp4@0-3", fourteen),  # tied, with biases
-        Case("qwen3", "tp3@0-2", fourteen),  # the first key-value head on one rank, the second on two; norms of heads
-        Case("qwen3", "tp4@0-3", {**six, **tied}),
-        Case("gpt_neox", "tp2@2-3", five),
-        Case("llama", "fsdp2.tp2@0-3", {**nine, **tied}),
-        Case("gpt_neox", "dp2.tp2@0-3", five),
-        Case("qwen2", "fsdp2.tp2@0-3", nine, checkpointing=True),
-        Case("llama", "fsdp2.tp2@0-3", nine, lora_modules=everywhere),
-        Case("qwen2", "tp4@0-3", fourteen, lora_modules=everywhere),
-    ]
+NINE, FOURTEEN, SIX, FIVE = UNEVEN_HEADS.values()
+TIED = {"tie_word_embeddings": True}
+EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
+
+@few_and_more(
+    [
+        Case("llama", "tp3@1-3", {**NINE, **TIED}),
+        Case("llama", "tp4@3,0,2,1", NINE),  # the third key-value head on two ranks
+        Case("qwen3", "tp3@0-2", FOURTEEN),  # the first key-value head on one rank, the second on two; norms of heads
+        Case("gpt_neox", "dp2.tp2@0-3", FIVE),
+        Case("qwen2", "fsdp2.tp2@0-3", NINE, checkpointing=True),
+        Case("qwen2", "tp4@0-3", FOURTEEN, lora_modules=EVERYWHERE),
+    ],
+    [
+        Case("llama", "tp2@0-1", NINE),
+        Case("qwen2", "tp4@0-3", FOURTEEN),  # tied, with biases
+        Case("qwen3", "tp4@0-3", {**SIX, **TIED}),
+        Case("gpt_neox", "tp2@2-3", FIVE),
+        Case("llama", "fsdp2.tp2@0-3", {**NINE, **TIED}),
+        Case("llama", "fsdp2.tp2@0-3", NINE, lora_modules=EVERYWHERE),
+    ],
+)
+def test_heads_that_the_degree_does_not_divide_equal_one_process(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, [replace(c, tolerance=1e-5) for c in cases]))
 
 
@@ -121,16 +140,18 @@ def test_heads_micro_batches_checkpointing_and_custom_plans_equal_one_process(wo
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
-def test_adapters_train_on_sharded_layers(workers: WorkerPool) -> None:
-    everywhere = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-    cases = [
-        Case("qwen3", "tp4@0-3", lora_modules=everywhere),
-        Case("qwen2", "fsdp2.tp2@0-3", lora_modules=everywhere),
+@few_and_more(
+    [
+        Case("qwen2", "fsdp2.tp2@0-3", lora_modules=EVERYWHERE),
         Case("gpt_neox", "tp2@2-3", lora_modules=("query_key_value", "dense")),
         Case("phi3", "tp2@0-1", lora_modules=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    ],
+    [
+        Case("qwen3", "tp4@0-3", lora_modules=EVERYWHERE),
         Case("gpt2", "fsdp4@0-3", lora_modules=("c_attn",)),
-    ]
-
+    ],
+)
+def test_adapters_train_on_sharded_layers(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 

@@ -10,6 +10,7 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.stage import cut_stage, get_stage_io
+from tests.matrices import few_and_more
 from tests.models import tiny_model
 from tests.runtime.parallel.pipeline_cases import (
     Case,
@@ -35,41 +36,50 @@ def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> No
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, world_size=2, deadline_s=170.0))
 
 
-def test_pipelines_compose_with_every_other_axis(workers: WorkerPool) -> None:
-    cases = [
-        Case("llama", "pp4", num_layers=5),
+@few_and_more(
+    [
         Case("gpt2", "pp4@2,0,3,1", num_layers=4),
-        Case("llama", "pp2.fsdp2"),
         Case("gpt_neox", "pp2.fsdp2@3,1,2,0", num_layers=3),
-        Case("qwen3", "pp2.tp2"),
         Case("gemma", "pp2.tp2"),
         Case("phi3", "pp2.dp2"),
-    ]
-
+    ],
+    [
+        Case("llama", "pp4", num_layers=5),
+        Case("llama", "pp2.fsdp2"),
+        Case("qwen3", "pp2.tp2"),
+    ],
+)
+def test_pipelines_compose_with_every_other_axis(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
 
 
-def test_any_number_of_micro_batches_equals_one_process(workers: WorkerPool) -> None:
-    cases = [
-        Case("llama", "pp4", num_layers=4, num_micro_batches=1),
-        Case("llama", "pp4", num_layers=4, num_micro_batches=2),
+@few_and_more(
+    [
         Case("llama", "pp4", num_layers=4, num_micro_batches=5),
         Case("llama", "pp2.fsdp2", num_layers=4, num_micro_batches=1),
+    ],
+    [
+        Case("llama", "pp4", num_layers=4, num_micro_batches=1),
+        Case("llama", "pp4", num_layers=4, num_micro_batches=2),
         Case("llama", "pp2.fsdp2", num_layers=4, num_micro_batches=5),
-    ]
-
+    ],
+)
+def test_any_number_of_micro_batches_equals_one_process(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
 
 
-def test_critics_adapters_and_recomputed_activations_equal_one_process(workers: WorkerPool) -> None:
-    cases = [
-        Case("qwen2", "pp2.tp2", token_classifier=True),
+@few_and_more(
+    [
         Case("llama", "pp2.fsdp2", token_classifier=True, checkpointing=True, num_micro_batches=4),
-        Case("llama", "pp4", num_layers=4, checkpointing=True, num_micro_batches=4),
         Case("qwen3", "pp2.tp2", lora_modules=("q_proj", "v_proj", "down_proj")),
+    ],
+    [
+        Case("qwen2", "pp2.tp2", token_classifier=True),
+        Case("llama", "pp4", num_layers=4, checkpointing=True, num_micro_batches=4),
         Case("gpt_neox", "pp2.fsdp2", lora_modules=("query_key_value", "dense")),
-    ]
-
+    ],
+)
+def test_critics_adapters_and_recomputed_activations_equal_one_process(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
 
 

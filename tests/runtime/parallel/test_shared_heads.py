@@ -28,6 +28,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.packed_forward import predicting_logits, token_logprobs
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensor
+from tests.matrices import few_and_more
 from tests.models import UNEVEN_HEADS
 from tests.runtime.reference import Case, local_part
 from tests.workers import WorkerPool
@@ -52,6 +53,9 @@ SHARDED = {
     "adapters on the head": Case("llama", "fsdp2@0-1", UNEVEN, lora_modules=("lm_head", "q_proj")),
 }
 """Cases whose heads only tiles keep from having all logits."""
+SPLIT = {f"{name}, split": case for name, case in CASES.items()}
+TILED = {**SPLIT, **SHARDED}
+FEW = ("soft cap, tied, split", "sharded, checkpointing, split", "adapters on the head, split", "tied")
 TILE_ROWS, HIDDEN_SIZE = 10, 64
 WHOLE_HEAD = Case("llama", "tp2@0-1", UNEVEN, tp_plan={"lm_head": "replicate"})
 
@@ -157,9 +161,9 @@ def test_statistics_equal_those_of_one_process_and_no_rank_has_all_logits(worker
         assert taken == dict.fromkeys(taken, ([], 0))
 
 
-def test_tiles_equal_whole_logits_of_one_process(workers: WorkerPool) -> None:
-    cases = {**{f"{name}, split": case for name, case in CASES.items()}, **SHARDED}
-    for answers in workers.run(_differences, list(cases.values()), TILE_ROWS):
+@few_and_more(FEW, [name for name in TILED if name not in FEW])
+def test_tiles_equal_whole_logits_of_one_process(workers: WorkerPool, cases: list[str]) -> None:
+    for answers in workers.run(_differences, [TILED[name] for name in cases], TILE_ROWS):
         taken = {name: answer for name, answer in zip(cases, answers, strict=True) if answer is not None}
         assert [(name, wrong) for name, (wrong, _) in taken.items() if wrong] == []
         assert taken and all(num_rows <= TILE_ROWS for _, num_rows in taken.values())

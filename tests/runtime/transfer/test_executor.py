@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.traffic import staging_bytes
-from tests.matrices import crossed, matrix
+from tests.matrices import matrix
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
 from tests.workers import WorkerPool
 
@@ -83,13 +84,16 @@ def _go_and_come_back(source_text: str, targets: Sequence[str], pack_below_bytes
             assert all(back.target_tensors[name].data_ptr() == home[name].data_ptr() for name in home)
 
 
-@pytest.mark.parametrize("source", matrix(LAYOUTS, *LAYOUTS[::2]))
+@pytest.mark.parametrize("source", matrix(LAYOUTS, *LAYOUTS[::4]))
 def test_every_layout_reaches_every_other_and_comes_back_bit_by_bit(workers: WorkerPool, source: str) -> None:
     small = 100 if LAYOUTS.index(source) % 2 else 1 << 16
     workers.run(_go_and_come_back, source, _half(source, LAYOUTS), small, 1, deadline_s=120.0)
 
 
-@pytest.mark.parametrize(("source", "num_nodes"), crossed(OVER_NODES, [2, 4]))
+@pytest.mark.parametrize(
+    ("source", "num_nodes"),
+    matrix(product(OVER_NODES, [2, 4]), ("fsdp4", 2), ("dp2.tp2@0,2,1,3", 4), ("tp2@2-3", 2)),
+)
 def test_layouts_over_several_nodes_reach_every_other_bit_by_bit(
     workers: WorkerPool, source: str, num_nodes: int
 ) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.runtime.transfer.version_stream import VersionReceiver, VersionSender
+from tests.matrices import matrix
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference
 from tests.workers import WorkerFailure, WorkerPool
 
@@ -59,7 +60,7 @@ def _send_three_versions(source_text: str, target_text: str, dtype: torch.dtype)
         assert end.has_arrived() and not end.has_version() and end.receive() is None
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), matrix(PAIRS, PAIRS[0], PAIRS[2], PAIRS[3], PAIRS[6]))
 def test_every_version_arrives_as_it_was_sent(workers: WorkerPool, source: str, target: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         workers.run(_send_three_versions, source, target, dtype, deadline_s=60.0)
