@@ -66,6 +66,7 @@ def test_all_features_together_give_the_same_bits_as_none(
     assert all(torch.equal(full.weights[name], weight) for name, weight in plain.weights.items())
 
 
+@pytest.mark.exhaustive  # drafts and moves keep weights up to rounding: in tests/strategies/calls, each on its own
 def test_with_ratios_to_behaviour_logprobs_weights_are_equal_up_to_rounding(workers: WorkerPool) -> None:
     plain, _ = first_rank(workers, 2, False, "behaviour", 2)
     full, _ = first_rank(workers, 2, True, "behaviour", 2)

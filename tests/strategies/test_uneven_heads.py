@@ -39,12 +39,10 @@ CASES = (
 )  # fmt: skip
 """Heads, settings and the number of a plan. Adapters train, and caches are bounded, in one plan for each."""
 BOUNDARIES = (
-    ("9/3", "all weights", 2),
     ("14/2", "all weights", 0),
     ("9/3", "adapters", 1),
-    ("14/2", "bounded cache", 1),
 )
-"""Each number of heads and each of the settings; tp2, tp3 and tp4."""
+"""Each number of heads, whole and by adapters; tp2, tp3 and tp4. `tests/generation/test_ranks.py` bounds the cache."""
 
 
 def _train(heads: str, plans: Sequence[Any], settings: dict[str, Any]) -> list[Outcome]:

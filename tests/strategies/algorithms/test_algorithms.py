@@ -115,7 +115,9 @@ def fit(cases: Sequence[str]) -> dict[str, runs.Outcome]:
     return found
 
 
-EXHAUSTIVE = {"dr_grpo", "cispo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled_lora"}
+EXHAUSTIVE = {
+    "dr_grpo", "gspo", "cispo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled_lora",
+}  # fmt: skip
 """Cases with settings that other cases, or faster tests, guard."""
 IN_PLANS = [f"{name} {layout}" for name in CASES for layout in ("fsdp", "pp")]
 BOUNDARIES = [

@@ -97,9 +97,9 @@ def run_with_limits(limits: Sequence[Mapping[str, float]]) -> list[tuple[runs.Ou
 def test_steps_stop_after_a_mini_batch_exceeds_a_limit(workers: WorkerPool) -> None:
     limits = ({"ratio": 50.0}, {"behaviour_kl": 1e-6}, {"entropy": 0.0})
     (alone,) = workers.run(run_with_limits, limits, world_size=1, init_process_group=False, deadline_s=120.0)
-    together = workers.run(run_with_limits, limits, world_size=2, init_process_group=False, deadline_s=120.0)[0]
+    together = workers.run(run_with_limits, limits[1:], world_size=2, init_process_group=False, deadline_s=120.0)[0]
     assert [outcome.logged[0]["actor/steps"] for outcome, _ in alone] == [6.0, 1.0, 0.0]
-    for (ours, _), (theirs, _) in zip(together, alone, strict=True):
+    for (ours, _), (theirs, _) in zip(together, alone[1:], strict=True):
         assert ours.logged[0] == pytest.approx(theirs.logged[0], abs=1e-5, rel=1e-5)
     assert alone[2][1] == 0.0 < alone[1][1] < alone[0][1]
     assert "critic/steps" not in alone[0][0].logged[0]

@@ -11,6 +11,7 @@ from lightning_realloc.algorithms.base.generation_options import GenerationOptio
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Speculation
 from tests.generation.random_moves import at_random, moving
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.calls.test_speculation import plan_of
@@ -31,7 +32,7 @@ def run_grpo(layout: str, max_slots: int, drafts: Speculation | None, options: G
         return runs.train(module, plan, runs.world_size(), Batches(2))
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+@pytest.mark.parametrize("layout", matrix(["dp2", "tp2"], "dp2"))
 def test_trained_weights_are_equal_to_the_bit_with_other_batches_drafts_and_moves(
     workers: WorkerPool, layout: str
 ) -> None:

@@ -34,7 +34,7 @@ def run_overlapping(plans: Sequence[Any], settings: dict[str, Any], batches: Bat
     ]
 
 
-@pytest.mark.parametrize("number", matrix(range(len(PLANS)), 2, 3))
+@pytest.mark.parametrize("number", matrix(range(len(PLANS)), 2))
 def test_training_on_some_ranks_gives_the_same_results_as_on_one(
     workers: WorkerPool, number: int, alone: Outcome
 ) -> None:
@@ -68,7 +68,7 @@ def test_overlapping_calls_and_iterations_changes_no_result(workers: WorkerPool)
     assert free.steps == [1, 2, 3]
 
 
-@pytest.mark.parametrize("failing_rank", [0, 3])
+@pytest.mark.parametrize("failing_rank", matrix([0, 3], 3))
 def test_a_failure_reaches_ranks_that_take_no_part_in_the_call(workers: WorkerPool, failing_rank: int) -> None:
     layout = "dp1@0" if failing_rank == 0 else "dp2@3,0"
     messages = workers.run(_fail_to_infer, calls(actor_train="dp1@1", actor_generate="dp2@2,3", reference_infer=layout),

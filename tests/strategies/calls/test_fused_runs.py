@@ -107,7 +107,11 @@ def test_ppo_gives_the_same_results_from_chunks(workers: WorkerPool, world_size:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"generation": GenerationOptions(sample_reallocation=True)}, {"engine": "hf"}],
+    [
+        {},
+        {"generation": GenerationOptions(sample_reallocation=True)},
+        pytest.param({"engine": "hf"}, marks=pytest.mark.exhaustive),
+    ],
     ids=["alone", "moving samples", "hf"],
 )
 def test_grpo_gives_the_same_results_from_chunks(workers: WorkerPool, settings: dict[str, Any]) -> None:

@@ -86,7 +86,6 @@ def both(name: str, plan: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     matrix(
         [("dpo", 0), ("dpo", 1), ("dpo", 2), ("by rank", 0), ("kto", 1), ("kto from zero", 2)],
         ("dpo", 1),
-        ("by rank", 0),
         ("kto from zero", 2),
     ),
 )

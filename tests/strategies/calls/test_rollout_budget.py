@@ -154,7 +154,6 @@ def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name:
     ("name", "layout", "environment"),
     matrix(
         [("grpo", "dp2", None), ("grpo", "fsdp2", None), ("ppo", "tp2", None), ("grpo", "dp2", informed)],
-        ("ppo", "tp2", None),
         ("grpo", "dp2", informed),
     ),
 )

@@ -17,6 +17,7 @@ from lightning_realloc.algorithms.losses.kl import KL
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.algorithms import preferences
 from tests.strategies.runs import Batches, calls
@@ -148,7 +149,10 @@ def spoilt_sample(name: str, layout: str) -> Fitted:
     return fit(module, plan, runs.world_size(), data, Watch())
 
 
-@pytest.mark.parametrize(("name", "layout"), [("sft", "fsdp2"), ("dpo", "dp2"), ("grpo", "tp2"), ("ppo", "fsdp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    matrix([("sft", "fsdp2"), ("dpo", "dp2"), ("grpo", "tp2"), ("ppo", "fsdp2")], ("dpo", "dp2"), ("ppo", "fsdp2")),
+)
 def test_other_mini_batches_are_trained_on(workers: WorkerPool, name: str, layout: str) -> None:
     ranks = workers.run(spoilt_sample, name, layout, world_size=2, init_process_group=False)
     assert [metrics["actor/skipped_steps"] for metrics in ranks[0][1]] == [1.0, 0.0]

@@ -41,7 +41,6 @@ DRAFTING = {"history": Speculation(num_draft_tokens=3), "ngram": Speculation(dra
     ("name", "layout", "drafter"),
     matrix(
         [(*case, drafter) for case in (("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "tp2")) for drafter in DRAFTING],
-        ("grpo", "fsdp2", "history"),
         ("ppo", "tp2", "ngram"),
     ),
 )

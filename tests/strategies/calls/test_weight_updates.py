@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from tests.workers import WorkerFailure, WorkerPool
 
 APART = {"actor.generate": "dp1@0", "reference.infer": "dp1@1", "actor.train": "dp1@1"}
 TWO_PAIRS = {"actor.generate": "tp2@0-1", "reference.infer": "dp1@2", "actor.train": "tp2@2-3"}
+PLANS = {"apart": (2, APART), "pairs": (4, TWO_PAIRS)}
+"""Number of ranks, and their plan."""
 SAMPLING = {"sampling": runs.SamplingParams(n=2, max_new_tokens=24, stop_token_ids=tuple(range(120, 128)))}
 
 
@@ -97,12 +101,24 @@ def lines(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "weight_versions" / f"rank_{rank}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("plan", "num_ranks"), matrix([(APART, 2), (TWO_PAIRS, 4)], (APART, 2)))
+@pytest.fixture(scope="module")
+def slow(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Result]]]:
+    """``slow(name of a plan)`` returns a run with slow generation, made once, and its folder with checkpoint ``3``."""
+
+    @cache
+    def run_once(name: str) -> tuple[Path, list[Result]]:
+        folder = tmp_path_factory.mktemp(name)
+        return folder, run(workers, *PLANS[name], str(folder), sleep_s=0.02, save_after=3)
+
+    return run_once
+
+
+@pytest.mark.parametrize("name", matrix(PLANS, "apart"))
 def test_a_slow_generation_takes_newer_weights_and_its_log_repeats_it(
-    workers: WorkerPool, tmp_path: Path, plan: dict[str, str], num_ranks: int
+    workers: WorkerPool, tmp_path: Path, slow: Callable[[str], tuple[Path, list[Result]]], name: str
 ) -> None:
-    first = run(workers, num_ranks, plan, str(tmp_path), sleep_s=0.02)
-    log = lines(tmp_path, 0)
+    folder, first = slow(name)
+    log = lines(folder, 0)
     assert [line["iteration"] for line in log] == list(range(6))
     assert any(steps > 0 for line in log for steps, _ in line["updates"]), "weights arrived between two tokens"
     for line in log:
@@ -114,19 +130,20 @@ def test_a_slow_generation_takes_newer_weights_and_its_log_repeats_it(
     assert all(0.0 <= step["staleness"] <= 2.0 for step in first[0].logged if "staleness" in step)
     assert sum(step.get("weight_updates/actor.generate", 0.0) for step in first[0].logged) > 0
 
-    again = run(workers, num_ranks, plan, str(tmp_path / "again"), replay_versions=str(tmp_path / "weight_versions"))
+    again = run(workers, *PLANS[name], str(tmp_path), replay_versions=str(folder / "weight_versions"))
     assert again[0].tokens == first[0].tokens
     assert again[0].versions == first[0].versions
     for name, tensor in first[0].weights.items():
         assert torch.equal(again[0].weights[name], tensor)
-    assert lines(tmp_path / "again", 0) == log
+    assert lines(tmp_path, 0) == log
 
 
-def test_a_resumed_run_repeats_the_rest_from_the_log(workers: WorkerPool, tmp_path: Path) -> None:
-    straight, _ = run(workers, 2, APART, str(tmp_path), sleep_s=0.02, save_after=3)
-    log = str(tmp_path / "weight_versions")
-    options = {"replay_versions": log, "ckpt_path": str(tmp_path / "3")}
-    resumed, _ = run(workers, 2, APART, str(tmp_path / "resumed"), **options)
+def test_a_resumed_run_repeats_the_rest_from_the_log(
+    workers: WorkerPool, tmp_path: Path, slow: Callable[[str], tuple[Path, list[Result]]]
+) -> None:
+    folder, (straight, _) = slow("apart")
+    options = {"replay_versions": str(folder / "weight_versions"), "ckpt_path": str(folder / "3")}
+    resumed, _ = run(workers, 2, APART, str(tmp_path), **options)
     assert resumed.tokens == straight.tokens[-len(resumed.tokens) :] and len(resumed.tokens) == 5  # two had waited
     for name, tensor in straight.weights.items():
         assert torch.equal(resumed.weights[name], tensor)

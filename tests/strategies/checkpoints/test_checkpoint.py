@@ -97,13 +97,13 @@ def test_an_optimizer_without_state_resumes_too(workers: WorkerPool, tmp_path: P
 def test_dropout_continues_after_resuming(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(_sft("fsdp2"), 3, save=tmp_path / "straight", save_at=(2,), family="gpt2", dropout=0.3)
     resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
-    without = replace(straight, save=tmp_path / "without", save_at=(), dropout=0.0)
+    without = replace(straight, max_steps=1, save=None, save_at=(), dropout=0.0)
 
     logged = workers.run(run_parts, [straight, resumed, without], 2, world_size=2, init_process_group=False)[0]
 
     assert logged[1] == logged[0][2:]
     assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
-    assert logged[2] != logged[0], "the test drops nothing"
+    assert logged[2] != logged[0][:1], "the test drops nothing"
 
 
 def test_dropout_is_the_same_on_tensor_parallel_ranks(workers: WorkerPool) -> None:
@@ -132,8 +132,8 @@ def test_random_numbers_of_users_continue_after_resuming(tmp_path: Path) -> None
 @pytest.mark.parametrize("heads", matrix(["even", "9/3"], "9/3"))
 def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, tmp_path: Path, heads: str) -> None:
     # With 9 and 3 heads, ranks hold different numbers of them.
-    straight = Part("static", 4, save=tmp_path / "straight", sizes=UNEVEN_HEADS.get(heads, {}))
-    layouts = ("fsdp4", "pp2.fsdp2@1,3,0,2", "tp4@1,2,3,0", "fsdp2.tp2@3,2,1,0")
+    straight = Part("static", 3, save=tmp_path / "straight", sizes=UNEVEN_HEADS.get(heads, {}))
+    layouts = ("pp2.fsdp2@1,3,0,2", "tp4@1,2,3,0", "fsdp2.tp2@3,2,1,0")
     parts = [
         replace(
             straight, plan=_sft(layout), max_steps=step + 1, resume=tmp_path / str(step) if step else None,
@@ -146,20 +146,20 @@ def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, 
     logged = workers.run(run_parts, parts, 4, init_process_group=False, deadline_s=120)[0]
 
     _close(alone, [entry for part in logged for entry in part])
-    _close_contents(tmp_path / "4", tmp_path / "straight")
+    _close_contents(tmp_path / "3", tmp_path / "straight")
 
 
 def test_a_run_on_changing_numbers_of_ranks_equals_a_run_on_one(workers: WorkerPool, tmp_path: Path) -> None:
-    straight = Part("static", 4, save=tmp_path / "straight")
+    straight = Part("static", 3, save=tmp_path / "straight")
     logged = workers.run(run_parts, [straight], 1, world_size=1, init_process_group=False)[0]
     after: list[dict[str, float]] = []
-    for step, (layout, world_size) in enumerate([("dp2.tp2", 4), ("tp2", 2), ("dp1", 1), ("fsdp4", 4)]):
+    for step, (layout, world_size) in enumerate([("dp2.tp2", 4), ("dp1", 1), ("fsdp2", 2)]):
         before = tmp_path / str(step) if step else None
         part = Part(_sft(layout), step + 1, resume=before, save=tmp_path / str(step + 1))
         after += workers.run(run_parts, [part], world_size, world_size=world_size, init_process_group=False)[0][0]
 
     _close(logged[0], after)
-    _close_contents(tmp_path / "4", tmp_path / "straight")
+    _close_contents(tmp_path / "3", tmp_path / "straight")
 
 
 def _close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
@@ -194,7 +194,7 @@ def test_frozen_roles_and_earlier_ranks_leave_no_files(workers: WorkerPool, tmp_
     assert torch.load(folder / "meta.pt", weights_only=True)["global_step"] == 2  # plain data only
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_last", matrix([True, "link"], "link"))
 def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path: Path, save_last: Any) -> None:
     first, second, steps = workers.run(
         fit_with_model_checkpoint, tmp_path, 2, save_last, world_size=2, init_process_group=False

@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -85,20 +86,13 @@ def num_modules() -> int:
     return sum(issubclass(type(found), nn.Module) for found in gc.get_objects())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fit_leaves_nothing_behind(kind: str) -> None:
-    before = num_modules()
-    assert alive(fit(kind, "heuristic", 1)) == []
-    assert num_modules() == before
-
-
-def fit_all(plan: Any) -> tuple[list[str], list[int], list[int]]:
-    """Fit modules of several kinds; return the objects left of them, and modules and threads after each."""
+def fit_all(plan: Any) -> tuple[list[list[str]], list[int], list[int]]:
+    """Fit modules of all kinds; return the objects left of each, modules before and after each, threads after each."""
     environment, world_size = dict(os.environ), runs.world_size()
-    left, modules, threads = [], [], []
-    for kind in ("plain", "draft model", "failure", "plain"):
+    left, modules, threads = [], [num_modules()], []
+    for kind in KINDS:
         os.environ.update(environment)  # Lightning clears the environment
-        left += alive(fit(kind, plan, world_size))
+        left.append(alive(fit(kind, plan, world_size)))
         modules.append(num_modules())
         threads.append(len(os.listdir("/proc/self/task")))
     return left, modules, threads
@@ -106,13 +100,15 @@ def fit_all(plan: Any) -> tuple[list[str], list[int], list[int]]:
 
 @CPU_ALONE
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-def test_fits_on_several_ranks_leave_no_models_and_no_threads(workers: WorkerPool) -> None:
-    plan = runs.calls(actor_generate="dp2", reference_infer="dp2", actor_train="fsdp2")
-    for left, modules, threads in workers.run(fit_all, plan, world_size=2, init_process_group=False):
-        assert left == []
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fits_leave_no_models_and_no_threads(workers: WorkerPool, world_size: int) -> None:
+    layout = runs.calls(actor_generate="dp2", reference_infer="dp2", actor_train="fsdp2")
+    plan = layout if world_size > 1 else "heuristic"
+    for left, modules, threads in workers.run(fit_all, plan, world_size=world_size, init_process_group=False):
+        assert left == [[]] * len(KINDS)
         assert len(set(modules)) == 1
         # A gloo group has three threads. A failure leads to new groups; blocked threads of the old ones remain.
-        assert threads[1] - threads[0] < 3
+        assert max(threads[:3]) - threads[0] < 3
 
 
 def take_turns() -> list[int]:
@@ -146,26 +142,35 @@ class LiveBytes(Callback):
         self.noted.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
 
 
-@pytest.fixture
+@contextmanager
 def no_collector() -> Iterator[None]:
     """Disable automatic garbage collection, which rarely runs between large fits."""
     gc.collect()
     gc.disable()
-    yield
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
-@pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("same_trainer", [False, True])
-def test_models_of_earlier_fits_are_gone_before_new_ones_are_built(same_trainer: bool) -> None:
-    meter = LiveBytes()
+def fit_four_times(same_trainer: bool) -> list[int]:
+    """Return the bytes of tensors at the beginning of each fit."""
+    environment, meter = dict(os.environ), LiveBytes()
     trainer = runs.trainer("realloc", 1, callbacks=[meter])
-    for _ in range(4):
-        trainer = trainer if same_trainer else runs.trainer("realloc", 1, callbacks=[meter])
-        trainer.fit(runs.grpo(), Batches(1))
+    with no_collector():
+        for _ in range(4):
+            os.environ.update(environment)
+            trainer = trainer if same_trainer else runs.trainer("realloc", 1, callbacks=[meter])
+            trainer.fit(runs.grpo(), Batches(1))
+    return meter.noted
+
+
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_models_of_earlier_fits_are_gone_before_new_ones_are_built(workers: WorkerPool, same_trainer: bool) -> None:
+    (noted,) = workers.run(fit_four_times, same_trainer, world_size=1, init_process_group=False)
     model_bytes = sum(parameter.nbytes for parameter in tiny_model("llama").parameters())
     # The second fit finds the first one's last metrics, a few numbers.
-    assert max(meter.noted) - meter.noted[0] < model_bytes / 100
+    assert max(noted) - noted[0] < model_bytes / 100
 
 
 def test_a_class_made_for_tensor_parallelism_is_freed_with_its_modules() -> None:

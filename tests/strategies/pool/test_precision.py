@@ -70,9 +70,7 @@ def one_rank(workers: WorkerPool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layouts", matrix(["fsdp2 to tp2", "tp2 to dp2", "dp2 to tp2", "pp2 to dp2"], "fsdp2 to tp2", "pp2 to dp2")
-)
+@pytest.mark.parametrize("layouts", matrix(["fsdp2 to tp2", "tp2 to dp2", "dp2 to tp2", "pp2 to dp2"], "fsdp2 to tp2"))
 def test_each_precision_trains_in_each_layout_close_to_one_rank(
     layouts: str, one_rank: dict[str, Any], workers: WorkerPool
 ) -> None:
