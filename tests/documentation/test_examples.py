@@ -21,6 +21,7 @@ from lightning_realloc import GRPO, PPO, ExecutionPlan, PromptDataModule
 from lightning_realloc.cli import ReallocCLI
 from tests.documentation.pages import PAGES, ROOT, blocks, examples
 from tests.documentation.reader import CHATS, PAIRS, write_folder
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -44,9 +45,17 @@ OPTIONAL = {"quantization_config=": "bitsandbytes", "MLFlowLogger(": "mlflow", "
 """Text of a block -> package without which it is left out: those that are in no extra of the tests."""
 
 
+SLOW = (
+    "docs/algorithms.md", "docs/coming-from-openrlhf.md", "docs/lora.md", "docs/metrics.md",
+    "docs/online-algorithms.md", "docs/policy-loss.md", "docs/preferences.md",
+)  # fmt: skip
+"""Pages whose examples run for a second or more, on settings and methods that tests of their own guard."""
+
+
 def has_examples(language: str) -> Any:
     """Parametrize a test by the pages that have code in one language."""
-    return pytest.mark.parametrize("page", [page for page in PAGES if examples(page, language)])
+    pages = [page for page in PAGES if examples(page, language)]
+    return pytest.mark.parametrize("page", matrix(pages, *(page for page in pages if page not in SLOW)))
 
 
 @pytest.fixture(scope="module")

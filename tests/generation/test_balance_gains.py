@@ -109,7 +109,9 @@ GUESSED = pytest.mark.parametrize("noise", matrix([0.25, 0.5], 0.5))
 
 
 @GUESSED
-@pytest.mark.parametrize("scenario", SKEWED)
+@pytest.mark.parametrize(
+    "scenario", matrix(SKEWED, "8 laptops, skew 0.6", "2 laptops, skew 1.0", "4 laptops, skew 0.6, a queue")
+)
 def test_balance_gains_a_fifth_where_lengths_differ_by_rank(scenario: str, noise: float) -> None:
     together, _ = SKEWED[scenario](noise=noise)
     assert together >= 1.2

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.generation.dialogues import GREEDY, PROMPTS, SAMPLED, check_same, eng
 from tests.generation.markov import VOCABULARY
 from tests.generation.speculative.drafters import DRAFTERS, prompts_of, speculating
 from tests.generation.test_partial import in_pieces
-from tests.matrices import crossed
+from tests.matrices import crossed, matrix
 from tests.models import tiny_model
 
 LONG = SamplingParams(max_new_tokens=70, n=2, seed=3, ignore_eos=True)
@@ -68,7 +69,9 @@ def test_tokens_are_the_same_on_too_few_pages_with_any_drafter(drafter: str, dep
         assert engine.stats.accepted_tokens == engine.stats.verified_tokens > 0
 
 
-@pytest.mark.parametrize(("num_pages", "max_prefill_tokens"), crossed([6, 10, 1000], [7, 8192]))
+@pytest.mark.parametrize(
+    ("num_pages", "max_prefill_tokens"), matrix(product([6, 10, 1000], [7, 8192]), (6, 7), (1000, 8192))
+)
 def test_tokens_are_the_same_on_any_number_of_pages(num_pages: int, max_prefill_tokens: int) -> None:
     bound = bound_of(num_pages, longest=6)
     engine = GenerationEngine(

@@ -132,7 +132,7 @@ def test_masking_ends_after_several_batches_without_any_reward() -> None:
 @pytest.mark.parametrize("completion", ["leave", "leave and hang"])
 def test_children_and_daemons_end_with_their_worker(completion: str, tmp_path: Path) -> None:
     note = tmp_path / "pids"
-    with pooled(workers=1, deadline_s=5.0, on_failure="mask") as reward:
+    with pooled(workers=1, deadline_s=3.0, on_failure="mask") as reward:
         outcomes = judge(reward, [completion], note=[str(note)])
         left = [int(pid) for pid in note.read_text().split()]
         assert len(left) == 2

@@ -28,7 +28,7 @@ from lightning_realloc.tuning.memory.generation_memory import draft_bytes, packe
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from tests.matrices import crossed
+from tests.matrices import crossed, matrix
 from tests.models import tiny_model
 
 SLOTS = 8
@@ -108,7 +108,7 @@ def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> N
     assert counted.final_bytes < 400_000 - page < filled.final_bytes <= 400_000
 
 
-@pytest.mark.parametrize("prompt", [8, 64])
+@pytest.mark.parametrize("prompt", matrix([8, 64], 64))
 def test_an_unbounded_cache_and_that_of_a_draft_model_are_counted(prompt: int) -> None:
     load, model, small = replace(LOAD, prompt_tokens=prompt), target(), drafter()
     # 47 or 103 positions; two layers of two heads of 16, keys and values, in fp32.
