@@ -40,7 +40,7 @@ class BestOfN(RewardedModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardSource,
+        reward: RewardSource | None = None,
         *,
         sampling: SamplingParams | None = None,
         keep: int = 1,

@@ -54,7 +54,7 @@ class OnlineDPO(RewardedModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardSource,
+        reward: RewardSource | None = None,
         *,
         sampling: SamplingParams | None = None,
         loss: PairLossName = "sigmoid",

@@ -88,7 +88,7 @@ class PPO(RewardedModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardSource,
+        reward: RewardSource | None = None,
         *,
         critic: ModelSource | None = None,
         sampling: SamplingParams | None = None,

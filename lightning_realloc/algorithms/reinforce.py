@@ -52,7 +52,7 @@ class ReinforcePlusPlus(PolicyGradient):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardSource,
+        reward: RewardSource | None = None,
         *,
         baseline: Baseline = "batch",
         discount: float = 1.0,

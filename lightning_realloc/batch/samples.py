@@ -28,6 +28,10 @@ EXTRA_INPUT = "input/"
 """Beginning of the names of columns that are further inputs of the model: sequences of rows, ``input/pixel_values`` for
 the argument ``pixel_values`` of its ``forward``."""
 
+RECORD = "record/"
+"""Beginning of the names of columns about whole samples that no model reads, such as sequences of other lengths than
+the response's: they stay with their samples, and are not packed."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:

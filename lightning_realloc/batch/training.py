@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.batch.packing import PackedBatch, balanced_shares, micro_batches, pack
-from lightning_realloc.batch.samples import PROMPT_KEY, Ragged, Samples, extra_columns
+from lightning_realloc.batch.samples import PROMPT_KEY, RECORD, Ragged, Samples, extra_columns
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.layout.dims import is_count
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS
@@ -174,13 +174,13 @@ class MicroBatch:
 
 
 def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool = False) -> PackedBatch:
-    """Pack the samples with all their tensors and sequences into one row on ``device``.
+    """Pack the samples with their tensors and sequences, records apart, into one row on ``device``.
 
     Prompts are shared on CPU only: the CUDA kernel for packed sequences does not support it, and running without that
     kernel costs more.
     """
     inputs = {"prompt_ids", "response_ids", PROMPT_KEY, *extra_columns(samples)}
-    columns = [name for name in samples.columns if name not in inputs]
+    columns = [name for name in samples.columns if name not in inputs and not name.startswith(RECORD)]
     share_prompts = share_prompts and device.type == "cpu"
     return pack(samples, columns=columns, share_prompts=share_prompts).to(device)
 

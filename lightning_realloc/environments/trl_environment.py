@@ -64,6 +64,11 @@ class TrlEnvironment(ToolEnvironment):
         self._was_cancelled = False
 
     @property
+    def wrapped(self) -> object:
+        """The object that was given."""
+        return self._wrapped
+
+    @property
     def has_reward(self) -> bool:
         """Whether the object has a reward of its own."""
         return hasattr(self._wrapped, "get_reward")

@@ -21,8 +21,16 @@ from lightning_realloc.data.chat import Message, answer_message, is_conversation
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
 from lightning_realloc.rewards.invoke import MAX_REWARD, call_reward, call_reward_async, finite_number, masks_failures
+from lightning_realloc.rewards.signatures import (
+    ENVIRONMENTS,
+    is_async,
+    mentioned,
+    reads_environments,
+    required_columns,
+    resolved,
+    unique_names,
+)
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
-from lightning_realloc.rewards.signatures import is_async, mentioned, required_columns, resolved, unique_names
 from lightning_realloc.rewards.texts import describe_completion
 from lightning_realloc.runtime.event_loop import EventLoop
 
@@ -88,6 +96,8 @@ class RewardFunctions:
             )
         self._alone = alone
         self.names = unique_names(self.functions)
+        self.reading_environments = tuple(name for name, function in self._named() if reads_environments(function))
+        """Names of the functions that get the objects of environments; see `judge_environments`."""
         self.trainer_state: Callable[[], TrainerState] = TrainerState
         """Factory of the ``trainer_state`` that functions receive."""
         self._loop = EventLoop("rewards")
@@ -167,27 +177,60 @@ class RewardFunctions:
     def __call__(
         self,
         prompts: Sequence[object],
-        completions: Sequence[str],
+        completions: Sequence[str | list[Message]],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[object]],
         *,
         ignored: Tensor | None = None,
+        known: Mapping[str, Tensor] | None = None,
     ) -> Rewards:
         """Return the rewards of a batch of B completions.
 
         Args:
             prompts: B texts or conversations. For a conversation, functions receive the completion as a conversation as
                 well; a final assistant message of the prompt becomes part of the completion.
-            completions: B texts.
+            completions: B texts, or conversations of the model with its environment.
             completion_ids: B lists of token ids.
             columns: Further columns of the data, B values each.
             ignored: (B,) bool, True for completions whose rewards are discarded; None: there are none.
+            known: (B,) rewards, NaN for none, by the names of functions that are not called again.
 
         Raises:
             RewardError: if a function fails or returns anything but one finite number (or None) per completion, or if
                 no function applies to a completion. The message names function, prompt and completion.
         """
-        given: dict[str, Any] = {
+        given = self._arguments(prompts, completions, completion_ids, columns)
+        outcomes = {name: _as_outcomes(values) for name, values in (known or {}).items()}
+        asked = {name: function for name, function in self._named() if name not in outcomes}
+        nothing = torch.zeros(len(completions), dtype=torch.bool)
+        outcomes |= self._call_all(asked, given)
+        return self._weighted(outcomes, given, nothing if ignored is None else ignored)
+
+    def judge_environments(
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[str | list[Message]],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[object]],
+        environments: Sequence[object],
+    ) -> dict[str, list[Outcome]]:
+        """Return the results of the functions that read environments, by name; arguments as of a call, and B objects.
+
+        Raises:
+            RewardError: as a call.
+        """
+        given = self._arguments(prompts, completions, completion_ids, columns) | {ENVIRONMENTS: list(environments)}
+        asked = {name: function for name, function in self._named() if name in self.reading_environments}
+        return self._call_all(asked, given)
+
+    def _arguments(
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[str | list[Message]],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[object]],
+    ) -> dict[str, Any]:
+        return {
             **{name: list(values) for name, values in columns.items()},
             "prompts": [_without_partial_answer(prompt) for prompt in prompts],
             "completions": list(map(_completion, prompts, completions)),
@@ -196,18 +239,16 @@ class RewardFunctions:
             "log_extra": _do_nothing,
             "log_metric": _do_nothing,
         }
-        nothing = torch.zeros(len(completions), dtype=torch.bool)
-        return self._weighted(self._call_all(given), given, nothing if ignored is None else ignored)
 
-    def _call_all(self, given: Mapping[str, Any]) -> dict[str, list[Outcome]]:
+    def _call_all(self, asked: Mapping[str, RewardFunction], given: Mapping[str, Any]) -> dict[str, list[Outcome]]:
         waiting = {
             name: self._loop.submit(call_reward_async(name, function, given))
-            for name, function in self._named()
+            for name, function in asked.items()
             if is_async(function)
         }
         try:
             results = {
-                name: call_reward(name, function, given) for name, function in self._named() if name not in waiting
+                name: call_reward(name, function, given) for name, function in asked.items() if name not in waiting
             }
             return results | {name: future.result() for name, future in waiting.items()}
         finally:  # after an exception, the other results are not needed
@@ -305,12 +346,16 @@ def _as_tensor(outcomes: Sequence[Outcome]) -> Tensor:
     return torch.tensor([math.nan if isinstance(o, missing) else o for o in outcomes], dtype=torch.float32)
 
 
+def _as_outcomes(values: Tensor) -> list[Outcome]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
 def _do_nothing(*arguments: object) -> None:
     """Stand-in for TRL's logging functions, whose tables do not exist here."""
 
 
-def _completion(prompt: object, text: str) -> str | list[Message]:
-    return [answer_message(prompt, text)] if is_conversation(prompt) else text
+def _completion(prompt: object, given: str | list[Message]) -> str | list[Message]:
+    return [answer_message(prompt, given)] if is_conversation(prompt) and isinstance(given, str) else given
 
 
 def _without_partial_answer(prompt: Any) -> object:

@@ -18,6 +18,8 @@ STANDARD_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
 """Arguments that every function may request."""
 SERVICES = frozenset({"trainer_state", "log_extra", "log_metric"})
 """Further arguments that TRL passes to functions: the state of the trainer and two logging functions."""
+ENVIRONMENTS = "environments"
+"""Argument of functions that read the objects of environments: these are called where the environments run."""
 
 
 def import_function(
@@ -123,7 +125,12 @@ def required_columns(function: RewardFunction) -> set[str]:
         return set(function.required_columns())
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {p.name for p in _parameters(function) if p.kind in kinds and p.default is inspect.Parameter.empty}
-    return named - STANDARD_ARGUMENTS - SERVICES
+    return named - STANDARD_ARGUMENTS - SERVICES - {ENVIRONMENTS}
+
+
+def reads_environments(function: RewardFunction) -> bool:
+    """Return whether a function has an argument ``environments``."""
+    return not hasattr(function, "required_columns") and any(p.name == ENVIRONMENTS for p in _parameters(function))
 
 
 def mentioned(function: RewardFunction, texts: Collection[str]) -> list[str]:

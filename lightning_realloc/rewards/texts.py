@@ -17,8 +17,13 @@ HIDDEN = "***"
 
 
 def completion_texts(completions: Sequence[Any]) -> list[str]:
-    """Return completions as texts; for a conversation, the content of its last message."""
-    return [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
+    """Return completions as texts; for a conversation, the content of the model's last message."""
+    return [text if isinstance(text, str) else _last_answer(text) for text in completions]
+
+
+def _last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the content of the last message of the model; tools may have answered it."""
+    return str(next((m.get("content") or "" for m in reversed(messages) if m["role"] == "assistant"), ""))
 
 
 def extract_code(text: str) -> str:

@@ -20,7 +20,12 @@ REWARD_MODELS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "my/reward-model")
 SIZES = {"vocab_size": 260, "max_position_embeddings": 4096}
 MOST_TOKENS = range(2, 200)
 """End-of-sequence tokens of the models, so that most responses are short for any ``max_new_tokens``."""
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ tools | tojson }}
+{% endif %}
+{%- for message in messages %}{{ message['role'] + ': ' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<eos>
+{% endfor %}"""
 
 SUMS = [(f"{number} + {number} =", str(2 * number)) for number in range(160)]
 PROMPTS = [{"prompt": prompt, "answer": answer} for prompt, answer in SUMS]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.json_column import json_values
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
     EXTRA_INPUT,
     PROMPT_KEY,
@@ -22,6 +24,9 @@ from lightning_realloc.batch.samples import (
     extra_inputs,
     model_inputs,
 )
+from lightning_realloc.data.chat import Message
+from lightning_realloc.environments.columns import CONVERSATION, FUNCTIONS, NUM_CALLS, SECONDS, TOOL_METRICS
+from lightning_realloc.environments.transcript import transcript
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
@@ -56,7 +61,7 @@ class RowEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Environment of a conversation, and its limits."""
+    """Environment of the responses of a call, and its limits."""
 
     environment: Environment
     conversation: Conversation
@@ -65,6 +70,20 @@ class Dialogue:
     def settings(self) -> dict[str, Any]:
         """Arguments for an engine."""
         return {"environment": self.environment, "conversation": self.conversation}
+
+    def begin(self, samples: Samples) -> Sequence[ModelInput]:
+        """Return the prompts of new samples."""
+        return model_inputs(samples)
+
+    def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
+        """Prepare for unfinished responses of an earlier call."""
+
+    def finish(self, completions: Sequence[Completion]) -> tuple[Sequence[Completion], Mapping[str, Column]]:
+        """Return the final completions, and the columns of their conversations."""
+        return completions, dialogue_columns(completions, self.conversation)
+
+    def close(self) -> None:
+        """Give up what unfinished responses hold, after an error."""
 
 
 def sample_responses(
@@ -93,17 +112,36 @@ def sample_responses(
         return made if iteration is None else made.with_columns(**age_columns(completions, iteration))
 
     on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
-    talk = {} if dialogue is None else dialogue.settings
-    return responses(engine.generate(model_inputs(prompts), sampling, sample_ids=ids, on_finished=on_finished, **talk))
+    if dialogue is None:
+        return responses(engine.generate(model_inputs(prompts), sampling, sample_ids=ids, on_finished=on_finished))
+    inputs, params = dialogue_inputs(dialogue, samples, sampling)
+    try:
+        return responses(engine.generate(inputs, params, sample_ids=ids, on_finished=on_finished, **dialogue.settings))
+    finally:
+        dialogue.close()
+
+
+def dialogue_inputs(
+    dialogue: Dialogue, samples: Samples, sampling: SamplingParams
+) -> tuple[Sequence[ModelInput], SamplingParams]:
+    """Return the prompts of new samples and their sampling: one prompt per sample where an environment varies them."""
+    inputs, n = dialogue.begin(samples), sampling.n
+    keys = [each.prompt_key for each in inputs]
+    if all(keys[place] == keys[place - place % n] for place in range(len(keys))):
+        return inputs[::n], sampling
+    return inputs, replace(sampling, n=1)
 
 
 def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Dialogue | None) -> Samples:
     """Return the columns of a rollout, one row per row of ``prompts``."""
-    made = Samples(
+    talked: Mapping[str, Column] = {}
+    if dialogue is not None:
+        completions, talked = dialogue.finish(completions)
+    return Samples(
         prompts.ids,
         {
             "prompt_id": prompts.tensor("prompt_id"),
-            "prompt_ids": prompts.ragged("prompt_ids"),
+            "prompt_ids": Ragged.from_list([c.input.token_ids for c in completions], dtype=torch.int64),
             **{f"{EXTRA_INPUT}{name}": column for name, column in extra_inputs(prompts).items()},
             PROMPT_KEY: torch.tensor([c.input.prompt_key for c in completions], dtype=torch.int64),
             "response_ids": Ragged.from_list([c.token_ids for c in completions], dtype=torch.int64),
@@ -111,9 +149,9 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
             "finish_reason": torch.tensor(
                 [FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=torch.int64
             ),
+            **talked,
         },
     )
-    return made if dialogue is None else made.with_columns(**dialogue_columns(completions, dialogue.conversation))
 
 
 def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[str, Column]:
@@ -187,12 +225,18 @@ def judged_responses(
 ) -> Rewards:
     """Return the rewards of responses, NaN where an environment failed.
 
-    Functions get the data's columns as Python objects. See :func:`response_texts` for ``ends``.
+    Functions get the data's columns as Python objects, and conversations with an environment as messages. See
+    :func:`response_texts` for ``ends``.
     """
-    prompts, texts = samples.objects("prompt"), response_texts(samples, tokenizer, ends=ends)
+    prompts: Sequence[object] = samples.objects("prompt")
+    texts: Sequence[str | list[Message]] = response_texts(samples, tokenizer, ends=ends)
+    if CONVERSATION in samples:
+        talks = json_values(samples.ragged(CONVERSATION))
+        prompts, texts = [talk["prompt"] for talk in talks], [talk["messages"] for talk in talks]
     others = {name: column for name, column in samples.data.items() if name != "prompt"}
     ids, failed = samples.ragged("response_ids").to_lists(), environment_failed(samples).cpu()
-    return functions(prompts, texts, ids, others, ignored=failed)
+    known = {name: samples.tensor(f"{FUNCTIONS}{name}").cpu() for name in functions.reading_environments}
+    return functions(prompts, texts, ids, others, ignored=failed, known=known)
 
 
 def reward_columns(rewards: Rewards) -> dict[str, Tensor]:
@@ -211,8 +255,8 @@ def reward_summary(samples: Samples) -> dict[str, Tensor]:
 def response_summary(samples: Samples) -> dict[str, Tensor]:
     """Return mean, least and largest response length in tokens of the model, and shares that ended or were cut off.
 
-    Conversations add the mean number of turns, and the shares that the environment or its failures ended. Carried
-    responses add the mean age of tokens in iterations.
+    Conversations add the mean number of turns, and the shares that the environment or its failures ended; those with
+    tools the mean calls, failures and seconds per response. Carried responses add the mean age of tokens in iterations.
     """
     reasons, lengths = samples.tensor("finish_reason"), num_model_tokens(samples).float()
     summary = {
@@ -226,6 +270,11 @@ def response_summary(samples: Samples) -> dict[str, Tensor]:
         summary["turns"] = samples.tensor("num_turns").float().mean()
         summary["ended_by_environment"] = samples.tensor("ended_by_environment").float().mean()
         summary["environment_failures"] = (reasons == FINISH_REASONS.index("environment")).float().mean()
+    if NUM_CALLS in samples:
+        summary["tool_calls"] = samples.tensor(NUM_CALLS).float().mean()
+        summary["environment_s"] = samples.tensor(SECONDS).mean()
+        of_tools = (name for name in samples.columns if name.partition("/")[0] in TOOL_METRICS)
+        summary |= {name: samples.tensor(name).mean() for name in of_tools}
     if "stale_tokens" in samples:
         summary["staleness"] = samples.tensor("stale_tokens").sum() / num_model_tokens(samples).sum()
     return summary
@@ -254,7 +303,8 @@ _HIDDEN = "data."
 def sample_rows(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
     """Return one row per sample, in the samples' order.
 
-    A row holds ``prompt`` as in the data, ``response`` (text, without special tokens) with ``num_response_tokens``,
+    A row holds ``prompt`` as in the data, ``response`` (text, without special tokens) with ``num_response_tokens``, the
+    ``conversation`` with an environment of messages as text,
     every column of one number per sample, such as ``reward``, and the data's other columns. ``finish_reason`` is a
     word; numbers that are not finite are None. A data column with the name of one of these is called ``data.<name>``.
     """
@@ -264,6 +314,8 @@ def sample_rows(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[di
     if "response_ids" in samples:
         made["response"] = response_texts(samples, tokenizer)
         made["num_response_tokens"] = samples.ragged("response_ids").lengths.tolist()
+    if CONVERSATION in samples:
+        made["conversation"] = list(map(transcript, json_values(samples.ragged(CONVERSATION))))
     for name, column in samples.columns.items():
         if isinstance(column, Tensor) and column.dim() == 1:
             made[_ROW_NAMES.get(name, name)] = _values(name, column)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.algorithms.losses.functional import kept_tokens, spread_tokens, turn_ends
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.environments.columns import TURN_REWARDS
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.rewards.signatures import check_takes, resolved
 
@@ -63,12 +65,50 @@ def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rewards - (sums / counts).to(rewards)[index], counts, index
 
 
-ADVANTAGES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "group": group_advantages,
-    "group_mean": partial(group_advantages, std_eps=None),
-    "leave_one_out": leave_one_out_advantages,
+def turn_advantages(samples: Samples, *, std_eps: float = 1e-4) -> Ragged:
+    """Return the advantage of every response token: the sum of the standardized rewards of its turn and later ones.
+
+    A turn's reward is its environment's; the last one's also has the rest of the response's reward. Each is compared
+    with those of all turns of the group: ``(r - mean) / (std + std_eps)``. Tokens of the environment get zero.
+
+    Source: Shao et al., arXiv:2402.03300, §4.1.3, with turns as steps.
+    """
+    rewards, responses = samples.tensor("rewards").cpu(), samples.ragged("response_ids")
+    whole = Ragged(torch.ones(responses.num_tokens, dtype=torch.bool), responses.lengths)
+    mask = samples.ragged("model_mask").to("cpu") if "model_mask" in samples else whole
+    ends = turn_ends(mask)
+    empty: list[Tensor] = [rewards.new_zeros(0)] * len(samples)
+    given = samples.ragged(TURN_REWARDS).split() if TURN_REWARDS in samples else empty
+    rows = zip(rewards, given, ends.lengths.tolist(), strict=True)
+    of_turns = [_by_turn(total, own.to(rewards), count) for total, own, count in rows]
+    groups = torch.repeat_interleave(samples.tensor("prompt_id").cpu(), ends.lengths)
+    compared = Ragged(group_advantages(torch.cat(of_turns), groups, std_eps=std_eps), ends.lengths)
+    sums = [row.flip(0).cumsum(0).flip(0) for row in compared.split()]
+    lengths = torch.diff(ends.values, prepend=torch.tensor([-1]))  # tokens of each turn
+    kept = kept_tokens(Ragged(torch.zeros(mask.num_tokens), mask.lengths), mask)
+    return spread_tokens(Ragged(torch.repeat_interleave(torch.cat(sums), lengths), kept.lengths), mask)
+
+
+def _by_turn(total: Tensor, own: Tensor, count: int) -> Tensor:
+    """Return the (count,) rewards of a response's turns, which add up to its total; NaN if that is missing."""
+    rewards = total.new_zeros(count)
+    rewards[: len(own)] = own[:count]
+    if count:
+        rewards[-1] += total - rewards.sum()
+    return rewards.masked_fill(total.isnan(), torch.nan)
+
+
+def _of_groups(rule: Callable[[Tensor, Tensor], Tensor], samples: Samples) -> Tensor:
+    return rule(samples.tensor("rewards"), samples.tensor("prompt_id"))
+
+
+ADVANTAGES: Mapping[str, AdvantageRule] = {
+    "group": partial(_of_groups, group_advantages),
+    "group_mean": partial(_of_groups, partial(group_advantages, std_eps=None)),
+    "group_turns": turn_advantages,
+    "leave_one_out": partial(_of_groups, leave_one_out_advantages),
 }
-"""Name for ``advantages=`` -> function of (B,) rewards and (B,) groups."""
+"""Rules by their names for ``advantages=``."""
 
 
 def resolve_advantages(given: str | AdvantageRule) -> AdvantageRule:
@@ -78,7 +118,7 @@ def resolve_advantages(given: str | AdvantageRule) -> AdvantageRule:
         ConfigError: for another name, and for a function that cannot be imported or takes other arguments.
     """
     if isinstance(given, str) and given in ADVANTAGES:
-        return partial(_of_groups, ADVANTAGES[given])
+        return ADVANTAGES[given]
     if given == "gae":
         raise ConfigError("advantages='gae' compares with the values of a critic; use PPO, which has one")
     if callable(given) or (isinstance(given, str) and not given.isidentifier()):
@@ -89,10 +129,6 @@ def resolve_advantages(given: str | AdvantageRule) -> AdvantageRule:
     raise ConfigError(
         f"advantages={given!r} must be one of {', '.join(ADVANTAGES)}, a function of samples, or its import path"
     )
-
-
-def _of_groups(rule: Callable[[Tensor, Tensor], Tensor], samples: Samples) -> Tensor:
-    return rule(samples.tensor("rewards"), samples.tensor("prompt_id"))
 
 
 def require_shape(method: str, made: object, like: Tensor, unit: str, otherwise: str = "") -> Tensor:

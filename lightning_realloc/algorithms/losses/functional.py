@@ -151,6 +151,18 @@ def kept_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
     return Ragged(values.values[mask.values.to(values.values.device)], counts)
 
 
+def turn_ends(mask: Ragged) -> Ragged:
+    """Return the places of the turns' last tokens among all tokens whose ``mask`` is True, in order: (B, turns) ragged.
+
+    A turn is a run of such tokens.
+    """
+    chosen = mask.values.bool().cpu()
+    goes_on = torch.cat([chosen[1:], chosen.new_zeros(1)])
+    goes_on[(mask.offsets[1:] - 1)[mask.lengths > 0]] = False
+    ends = chosen & ~goes_on
+    return Ragged((chosen.cumsum(0) - 1)[ends], sequence_sums(Ragged(ends.long(), mask.lengths)).long())
+
+
 def spread_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
     """Invert :func:`kept_tokens`, with zeros where the ``mask`` is False."""
     if mask is None:

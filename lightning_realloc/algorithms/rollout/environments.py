@@ -1,22 +1,25 @@
-"""Construct an environment from a setting: a function, a class or an import path."""
+"""Construct an environment of tokens from a setting: a function, a class or an import path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.environments.message_environment import MessageEnvironment
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Environment
 from lightning_realloc.rewards.signatures import check_takes, import_function
 
-EnvironmentSource = str | Callable[..., Any]
-"""An environment, a class of environments that are constructed from the tokenizer, or the import path of one."""
+EnvironmentSource = str | Mapping[str, str | Callable[..., Any]] | MessageEnvironment | Callable[..., Any]
+"""An environment of messages: its class, an object to copy, a function that makes one, or several of these by name. Or
+one of tokens: a function of a turn, or a class of such functions that is constructed from the tokenizer. Or an import
+path."""
 
 
 def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
-    """Return the environment or class that a setting names.
+    """Return the environment of tokens, or the class of one, that a setting names.
 
     Raises:
         ConfigError: for an import path that cannot be resolved, and for objects that cannot be called, or not with one

@@ -13,8 +13,15 @@ from typing import Any
 
 import torch
 
-from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, Dialogue, model_mask, rollout_of
+from lightning_realloc.algorithms.base.rollout_columns import (
+    FINISH_REASONS,
+    Dialogue,
+    dialogue_inputs,
+    model_mask,
+    rollout_of,
+)
 from lightning_realloc.algorithms.losses.functional import sequence_sums
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
     EXTRA_INPUT,
     Divided,
@@ -96,9 +103,14 @@ class BudgetedRollout:
         progress = Progress(
             self._group_of(rows), least=self.num_minibatches, late=self._late(rows), waiting=self._waiting(done)
         )
+        inputs: Sequence[ModelInput] = model_inputs(fresh)
+        params = sampling
+        resumed = [completion for part in unfinished_parts for completion in _completions(part)]
+        if self.dialogue is not None:
+            self.dialogue.resume(_with_rows(unfinished_parts, prompts), resumed)
+            inputs, params = dialogue_inputs(self.dialogue, new, sampling)
         completions = engine.generate(
-            model_inputs(fresh), sampling, sample_ids=new.ids.tolist(),
-            resume=[completion for part in unfinished_parts for completion in _completions(part)],
+            inputs, params, sample_ids=new.ids.tolist(), resume=resumed,
             token_budget=self.budget.tokens, seconds_budget=self.budget.seconds,
             on_finished=progress.record, may_stop=progress.may_stop,
             **({} if self.dialogue is None else self.dialogue.settings),
@@ -197,6 +209,15 @@ def _begun(earlier: Samples | None, prompts: Samples) -> tuple[list[Samples], li
             rows[reason == _UNFINISHED].append(row)
     done, unfinished_parts = ([earlier.select(part)] if part else [] for part in rows)
     return done, unfinished_parts
+
+
+def _with_rows(unfinished: Sequence[Samples], prompts: Samples) -> Samples:
+    """Return unfinished responses with the data's columns of their prompts."""
+    row_of = {prompt: row for row, prompt in enumerate(prompts.ids.tolist())}
+    rows = [row_of[prompt] for part in unfinished for prompt in part.tensor("prompt_id").tolist()]
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *[part.ids for part in unfinished]])
+    data = {name: tuple(column[row] for row in rows) for name, column in prompts.data.items()}
+    return Samples(ids, {"prompt_ids": prompts.ragged("prompt_ids").select(rows)}, data)
 
 
 def _only_known(samples: Samples) -> Samples:

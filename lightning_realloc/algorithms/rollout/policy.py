@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +11,20 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import generate, infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
-from lightning_realloc.algorithms.base.rollout_columns import (
-    Dialogue,
-    RowEnvironment,
-    environment_failed,
-    sample_responses,
-)
+from lightning_realloc.algorithms.base.rollout_columns import Dialogue, environment_failed, sample_responses
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
-from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
+from lightning_realloc.algorithms.rollout.dialogues import ToolSource, dialogues_of
+from lightning_realloc.algorithms.rollout.environments import EnvironmentSource
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
+from lightning_realloc.environments.turn_parser import Parser
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
-from lightning_realloc.generation import Conversation, Engine, Environment, SamplingParams
-from lightning_realloc.generation.core.model_config import penalties_of
+from lightning_realloc.generation import Conversation, Engine, SamplingParams
+from lightning_realloc.generation.core.model_config import eos_ids_of, penalties_of
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
@@ -40,6 +37,8 @@ class PolicySettings(ModuleSettings, total=False):
     evaluation_sampling: SamplingParams | None
     accuracy: Accuracy | None
     environment: EnvironmentSource | None
+    tools: Sequence[ToolSource]
+    parser: Parser | None
     conversation: Conversation | None
 
 
@@ -50,9 +49,14 @@ class PolicyModule(MultiModelModule):
         sampling: Sampling of the rollout.
         evaluation_sampling: Sampling of ``validate`` and ``test``; None: one greedy response per prompt.
         accuracy: Rule for correct responses, for ``val/accuracy`` and ``val/pass@k``; None: not logged.
-        environment: Function ``f(turn) -> token ids`` that answers the actor's turns, None to end the response; a class
-            of such functions, constructed from the tokenizer; or an import path. Its tokens are not learned. None: a
-            response is one turn.
+        environment: Answers the actor's turns; its tokens are not learned. A class of `MessageEnvironment`, one with
+            TRL's methods ``reset`` and ``get_reward``, or an object that is copied, for each response; several by
+            name, for the data's column ``environment``; a function ``f(turn) -> token ids | None``, or a class of
+            such functions, made from the tokenizer; or an import path. None: a response is one turn, unless it has
+            ``tools``.
+        tools: Functions with annotations and a docstring that the actor may call, or their import paths.
+        parser: How the actor writes calls: a format's name, a response template of transformers, or a function from
+            the text of a turn to a message. None: as its chat template.
         conversation: Limits on the turns of a response and on the environment's time.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
@@ -73,6 +77,8 @@ class PolicyModule(MultiModelModule):
         evaluation_sampling: SamplingParams | None = None,
         accuracy: Accuracy | None = None,
         environment: EnvironmentSource | None = None,
+        tools: Sequence[ToolSource] = (),
+        parser: Parser | None = None,
         conversation: Conversation | None = None,
         **settings: Unpack[ModuleSettings],
     ) -> None:
@@ -83,11 +89,7 @@ class PolicyModule(MultiModelModule):
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
         self.accuracy = accuracy
         self._check_accuracy()
-        self._environment: Callable[..., Any] | None = None
-        self._asked: Environment | None = None
-        """The environment; None before its first use."""
-        self._conversation = conversation or Conversation()
-        self._set_environment(environment, conversation)
+        self._dialogues = dialogues_of(environment, tools, parser, conversation)
         self._num_failed_rollouts = 0
         """Training rollouts in a row of which the environment finished no response on this rank."""
         self._carried: PartialRollouts | None = None
@@ -96,17 +98,14 @@ class PolicyModule(MultiModelModule):
         self._num_expected = 0
         """Number of samples of the current iteration without a budget."""
 
-    def _set_environment(self, environment: EnvironmentSource | None, conversation: Conversation | None) -> None:
-        if environment is None:
-            if conversation is not None:
-                raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
-            return
-        self._environment = import_environment(environment)
-
     def configure_model(self) -> None:
         """Build the models; warn about options of the actor's ``generation_config`` that rollouts ignore."""
         new = not self.models()
         super().configure_model()
+        if self._dialogues is not None:
+            data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+            template = getattr(data, "chat_template_kwargs", {})
+            self._dialogues.prepare(self.tokenizer, self._stop_token_ids(), template)
         unfollowed = penalties_of(self.models()["actor"], self.sampling) if new else {}
         if unfollowed:
             rank_zero_warn(
@@ -115,6 +114,12 @@ class PolicyModule(MultiModelModule):
                 f"SamplingParams(repetition_penalty=...) for a penalty, or leave it: policies are trained on the "
                 f"distribution without it"
             )
+
+    def _stop_token_ids(self) -> set[int]:
+        """Return the tokens that end a turn of the actor."""
+        eos = self.tokenizer.eos_token_id
+        own = {eos} if isinstance(eos, int) else set()
+        return own | eos_ids_of(self.models()["actor"]) | set(self.sampling.stop_token_ids)
 
     def _check_accuracy(self) -> None:
         if self.accuracy is None:
@@ -141,7 +146,7 @@ class PolicyModule(MultiModelModule):
     def roll_out(self, actor: Engine, prompts: Samples) -> Samples | Divided:
         """Sample responses to every prompt, with ``evaluation_sampling`` for held-out ones."""
         made = self._responses(actor, prompts)
-        if self._environment is not None and self.training_now:
+        if self._dialogues is not None and self.training_now:
             self._require_answers(made.finished if isinstance(made, Divided) else made)
         return made
 
@@ -186,11 +191,10 @@ class PolicyModule(MultiModelModule):
         return token_logprobs(model, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
 
     def _dialogue(self, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
-        if self._environment is None:
+        if self._dialogues is None:
             return None
-        if self._asked is None:
-            self._asked = make_environment(self._environment, self.tokenizer)
-        return Dialogue(RowEnvironment(self._asked, prompts, sampling.n), self._conversation)
+        continues = self.training_now and self.generation_options.rollout_budget is not None
+        return self._dialogues.make(prompts, sampling.n, continues=continues)
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
         """Return also the accuracy on held-out prompts."""
@@ -253,6 +257,12 @@ class PolicyModule(MultiModelModule):
                 f"wait for the next iteration; use ReallocStrategy(generation_chunks=1), or leave rollout_budget out"
             )
 
+    def teardown(self, stage: str) -> None:
+        """Close the environments of responses that were to continue."""
+        super().teardown(stage)
+        if self._dialogues is not None:
+            self._dialogues.close()
+
     def with_carried(self, batch: Samples) -> Samples:
         """Return the prompts with unfinished responses, then the loader's."""
         if self.generation_options.rollout_budget is None:
@@ -305,7 +315,7 @@ class PolicyModule(MultiModelModule):
                 f"sampling.n={num_responses}, and this run has sampling.n={self.sampling.n}; resume with "
                 f"n={num_responses}, or leave rollout_budget out to drop them"
             )
-        talked, talks = "model_mask" in carried.responses, self._environment is not None
+        talked, talks = "model_mask" in carried.responses, self._dialogues is not None
         if talked != talks:
             raise CheckpointError(
                 f"the {len(carried.responses)} responses that go on from the checkpoint began "

@@ -121,7 +121,7 @@ class PolicyGradient(RewardedModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardSource,
+        reward: RewardSource | None = None,
         *,
         sampling: SamplingParams | None = None,
         advantages: str | AdvantageRule | None = None,

@@ -32,6 +32,7 @@ from lightning_realloc.algorithms.base.vocabulary import (
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.environments.columns import REWARDS as ENVIRONMENT_REWARDS
 from lightning_realloc.errors import ConfigError, RewardError, require_choice
 from lightning_realloc.rewards.functions import (
     RewardFunction,
@@ -102,6 +103,7 @@ class RewardSources:
         sources: The algorithm's sources by role; the models are added.
         weights: One per model or function, in the order of the list; None: all 1.
         tokenizer: Input of the models.
+        has_environment: Whether environments may give rewards too, which are added.
 
     Raises:
         ConfigError: for a tokenizer without a model.
@@ -110,14 +112,21 @@ class RewardSources:
 
     def __init__(
         self,
-        reward: RewardSource,
+        reward: RewardSource | None,
         sources: dict[str, ModelSource],
         *,
         weights: Sequence[float] | None = None,
         tokenizer: RewardTokenizer = "actor",
+        has_environment: bool = False,
     ) -> None:
+        if reward is None and not has_environment:
+            raise ConfigError(
+                "reward=None leaves every reward to an environment, and there is none that gives rewards; give reward= "
+                "a function or a model, or environment= a class with step() or get_reward()"
+            )
+        self._has_environment = has_environment
         # Check for a model first, because a configuration is iterable.
-        several: list[Any] = [reward] if is_model_source(reward) else listed(reward)
+        several: list[Any] = [reward] if is_model_source(reward) else [] if reward is None else listed(reward)
         given: list[Any] = [item if is_model_source(item) else resolved(item) for item in several]
         factors = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
         if len(factors) != len(given) or None in map(finite_number, factors):
@@ -128,8 +137,9 @@ class RewardSources:
         self.models = tuple(_Model(role, weight) for role, (_, weight) in zip(roles, of_models, strict=True))
         sources.update({role: source for role, (source, _) in zip(roles, of_models, strict=True)})
         others = [(function, weight) for function, weight in pairs if not is_model_source(function)]
-        self.functions = None if others == [] and self.models else RewardFunctions(
-            [function for function, _ in others], weights=[weight for _, weight in others], alone=not self.models
+        are_alone = not self.models and not has_environment
+        self.functions = None if others == [] and not are_alone else RewardFunctions(
+            [function for function, _ in others], weights=[weight for _, weight in others], alone=are_alone
         )  # fmt: skip
         if isinstance(tokenizer, str):
             require_choice("reward_tokenizer", tokenizer, ("actor", "retokenize"))
@@ -147,7 +157,7 @@ class RewardSources:
     @property
     def is_one_model(self) -> bool:
         """Whether the rewards are the scores of a single model, so that nothing has to be added up."""
-        return self.functions is None and [model.weight for model in self.models] == [1.0]
+        return not self._has_environment and self.functions is None and [m.weight for m in self.models] == [1.0]
 
     @property
     def evaluation_calls(self) -> tuple[str, ...]:
@@ -210,7 +220,7 @@ class RewardSources:
     def judge(
         self, samples: Samples, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] | None = None
     ) -> Rewards:
-        """Return the weighted sum of the models' scores and the functions' rewards, NaN where an environment failed.
+        """Return the sum of weighted scores and rewards, and of the environments' rewards; NaN where one failed.
 
         Functions read responses without special tokens; with the tokens that may end a response, ``ends``, they read
         all others.
@@ -222,15 +232,34 @@ class RewardSources:
         found = None if self.functions is None else judged_responses(self.functions, samples, tokenizer, ends=ends)
         total = of_models if found is None else found.total + of_models
         missing = failed if found is None else found.total.isnan()
+        if self._has_environment:
+            own = samples.tensor(ENVIRONMENT_REWARDS).cpu().masked_fill(failed, torch.nan)
+            self._require_rewards(own, found, failed)
+            total = (total + own.nan_to_num()).masked_fill(failed, torch.nan)
         refuse_infinite_sums(
             total, missing, lambda index: f"the completion {shortened(response_texts(samples, tokenizer)[index])}"
         )
-        if found is None:
-            return Rewards(total, self._named(scores, ()))
-        by_name = {**self._named(scores, found.by_function), **found.by_function}
-        return Rewards(total, by_name, found.failed)
+        functions: Mapping[str, Tensor] = {} if found is None else found.by_function
+        by_name = {**self._named(scores, functions), **functions}
+        if self._has_environment:
+            by_name["environment"] = own
+        return Rewards(total, by_name, {} if found is None else found.failed)
 
-    def _named(self, scores: Mapping[_Model, Tensor], taken: Mapping[str, Tensor] | tuple[()]) -> dict[str, Tensor]:
+    def _require_rewards(self, own: Tensor, found: Rewards | None, failed: Tensor) -> None:
+        """Raise RewardError for a response that neither its environment nor a function or model rewards."""
+        if self.models:
+            return
+        without = own.isnan() & ~failed
+        if found is not None:
+            without &= torch.stack(list(found.by_function.values())).isnan().all(dim=0) & ~found.total.isnan()
+        if bool(without.any()):
+            raise RewardError(
+                f"{int(without.sum())} of {len(own)} responses have no reward: their environments gave none, and no "
+                f"function applies; return StepResult(reward=...) from step(), define get_reward(), or give reward= a "
+                f"function"
+            )
+
+    def _named(self, scores: Mapping[_Model, Tensor], taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {f"{m.role}_model" if m.role in taken else m.role: values for m, values in scores.items()}
 
 

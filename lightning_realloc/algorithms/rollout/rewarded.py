@@ -20,6 +20,7 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.losses.functional import kl_estimate
+from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
@@ -63,7 +64,7 @@ class RewardedModule(PolicyModule):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths; models that
             score sequences, as names, folders, configs or modules, which are roles ``reward``, ``reward_2``, ...; or
-            a list of either.
+            a list of either. None: environments alone give rewards, which are added to all others.
         sampling: Sampling of the rollout.
         reward_weights: Weight of each reward; None: all count 1.
         reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: texts by their own
@@ -85,7 +86,7 @@ class RewardedModule(PolicyModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardSource,
+        reward: RewardSource | None = None,
         *,
         sampling: SamplingParams,
         reward_weights: Sequence[float] | None = None,
@@ -106,8 +107,15 @@ class RewardedModule(PolicyModule):
         self.missing_eos_penalty = missing_eos_penalty
         check_type(bool, keep_special_tokens=keep_special_tokens)
         self.keep_special_tokens = keep_special_tokens
-        self._judges = RewardSources(reward, self.sources, weights=reward_weights, tokenizer=reward_tokenizer)
+        self._judges = RewardSources(
+            reward,
+            self.sources,
+            weights=reward_weights,
+            tokenizer=reward_tokenizer,
+            has_environment=self._dialogues is not None and self._dialogues.gives_rewards,
+        )
         self._reward_functions = self._judges.functions
+        self._show_environments()
         self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
         for model in self._judges.models[1:]:
             setattr(self, model.method, partial(self._score, model.role))
@@ -116,6 +124,17 @@ class RewardedModule(PolicyModule):
         self.sources["actor"] = actor
         if reference is not None:
             self.sources["reference"] = reference
+
+    def _show_environments(self) -> None:
+        """Let reward functions read the environments that they ask for."""
+        functions, dialogues = self._reward_functions, self._dialogues
+        if isinstance(dialogues, EpisodeDialogues):
+            dialogues.functions = functions
+        elif functions is not None and functions.reading_environments:
+            raise ConfigError(
+                f"reward function {functions.reading_environments[0]!r} has an argument 'environments', and there are "
+                f"no environments of messages; give environment= a class of them, or rename the argument"
+            )
 
     @property
     def has_reference(self) -> bool:

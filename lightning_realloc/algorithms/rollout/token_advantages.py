@@ -19,10 +19,12 @@ from lightning_realloc.algorithms.losses.functional import (
     shaped_scores,
     spread_tokens,
     token_rewards,
+    turn_ends,
     whiten,
 )
 from lightning_realloc.algorithms.settings import check_positive, check_share, check_type
 from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.environments.columns import TURN_REWARDS
 from lightning_realloc.setting_hints import GAE_HINTS, suggest_settings
 
 
@@ -61,7 +63,8 @@ class GAE:
     ) -> dict[str, Column]:
         """Return every token's advantage and return, and every sample's reward, divergence and sums of returns.
 
-        Tokens of an environment are part of the next state, not steps of their own.
+        Tokens of an environment are part of the next state, not steps of their own. What it rewards in a turn is
+        credited to that turn's last token.
 
         Args:
             samples: A whole iteration, each sample with a score.
@@ -82,7 +85,7 @@ class GAE:
             if penalty is not None:
                 penalties = penalty.to(k1) * k1
         scores = shaped_scores(samples.tensor("scores"), scale=self.reward_scale, clip=self.reward_clip)
-        rewards = token_rewards(scores, Ragged(penalties, behaviour.lengths))
+        rewards = placed_rewards(samples, scores, Ragged(penalties, behaviour.lengths), scale=self.reward_scale)
         estimates = kept_tokens(samples.ragged("values"), mask).to(penalties.device)
         # Without normalize_values the moments are empty, and change nothing.
         values = Ragged(moments.denormalize(estimates.values), estimates.lengths)
@@ -122,7 +125,7 @@ def token_returns(
 
     Args:
         samples: Responses.
-        compared: (B,) a reward at the last token.
+        compared: (B,) a reward at the last token, but for the part that an environment gave in earlier turns.
         discount: Discount of a reward per token.
         penalty: Reduction of a token's reward per nat of divergence; None: no reduction, and no column.
     """
@@ -133,10 +136,32 @@ def token_returns(
         penalties = divergences(samples)
         columns["kl_k1"] = sequence_sums(penalties)
         penalties = Ragged(penalty * penalties.values, penalties.lengths)
-    rewards = token_rewards(compared, penalties)
+    rewards = placed_rewards(samples, compared, penalties)
     # Without a critic, values are zero and advantages are the returns.
     nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
     return generalized_advantages(rewards, nothing, discount=discount, gae_lambda=1.0), columns
+
+
+def placed_rewards(samples: Samples, scores: Tensor, penalties: Ragged, *, scale: float = 1.0) -> Ragged:
+    """Return each token's reward: minus its penalty, plus what its environment gave where it ends a turn.
+
+    The rest of the (B,) scores is at each response's last token, all of it without such rewards.
+
+    Args:
+        samples: Responses.
+        scores: (B,) scores, those of turns included.
+        penalties: Of each token that the model sampled.
+        scale: Factor of turns' rewards, which the scores have already.
+    """
+    mask = model_mask(samples)
+    if TURN_REWARDS not in samples or mask is None:
+        return token_rewards(scores, penalties)
+    pairs = list(zip(turn_ends(mask).split(), samples.ragged(TURN_REWARDS).split(), strict=True))
+    given = [scale * rewards[: len(ends)].to(penalties.values) for ends, rewards in pairs]
+    places = torch.cat([ends[: len(rewards)] for ends, rewards in pairs]).to(penalties.values.device)
+    rest = scores - torch.stack([rewards.sum() for rewards in given]).to(scores)
+    made = token_rewards(rest, penalties)
+    return Ragged(made.values.index_add(0, places, torch.cat(given)), made.lengths)
 
 
 def divergences(samples: Samples) -> Ragged:

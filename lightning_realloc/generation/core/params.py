@@ -116,11 +116,11 @@ def is_of_kind(given: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(given, kind) and (not isinstance(given, bool) or kind is bool)
 
 
-def check_counts(kind: type = Integral, *, optional: bool = False, **counts: object) -> None:
-    """Raise GenerationError for the first that is not a finite number of at least 1, or None if ``optional``."""
+def check_counts(kind: type = Integral, *, optional: bool = False, least: int = 1, **counts: object) -> None:
+    """Raise GenerationError for the first that is no finite number of at least ``least``, or None if ``optional``."""
     for name, count in counts.items():
         check_kind(name, count, kind, "a whole number" if kind is Integral else "a number", optional=optional)
-        _require(count is None or count >= 1, f"{name}={count} must be at least 1")  # type: ignore[operator]
+        _require(count is None or count >= least, f"{name}={count} must be at least {least}")  # type: ignore[operator]
         way_out = "; use None for no bound" if optional else ""
         _require(count is None or math.isfinite(count), f"{name}={count} must be finite{way_out}")  # type: ignore[arg-type]
 

@@ -45,6 +45,8 @@ class Turn:
     """The response so far, including environments' tokens; its last token ended the turn."""
     number: int
     """Number of the turn, starting at 1."""
+    begin: int = 0
+    """Index into ``token_ids`` at which the turn begins."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """In training, the data's row by column, with its prompt as text or messages; otherwise empty."""
 
@@ -73,9 +75,12 @@ class Conversation:
     """Most seconds for one answer of the environment."""
     max_concurrent: int = 256
     """Most answers of a rank that are computed at a time; further turns wait, without a deadline until then."""
+    retries: int = 1
+    """Times that an environment is asked again after it raised, within the same deadline."""
 
     def __post_init__(self) -> None:
         check_counts(max_turns=self.max_turns, max_concurrent=self.max_concurrent)
+        check_counts(least=0, retries=self.retries)
         check_kind("deadline_s", self.deadline_s, Real, "a number")
         if not self.deadline_s > 0:
             raise GenerationError(f"deadline_s={self.deadline_s} must be positive; use math.inf to wait for ever")
@@ -176,9 +181,15 @@ class Conversations:
 
     def ask(self, index: int, sample: Sample) -> None:
         """Ask for the tokens after the sample's turn; `answers` returns them later."""
-        self.ask_about(
-            index, Turn(sample.sample_id, sample.prompt_index, sample.prompt, tuple(sample.token_ids), sample.turn)
+        turn = Turn(
+            sample.sample_id,
+            sample.prompt_index,
+            sample.prompt,
+            tuple(sample.token_ids),
+            sample.turn,
+            sample.turn_begin,
         )
+        self.ask_about(index, turn)
 
     def ask_about(self, index: int, turn: Turn) -> None:
         """Ask for the tokens after a turn; `answers` returns them under this index."""
@@ -246,6 +257,14 @@ class Conversations:
                 self._queue.put((question, answer))
 
     async def _answer_of(self, index: int, turn: Turn) -> Answer:
+        """Return the environment's answer; one that raises is asked again, as often as allowed."""
+        for _ in range(self._settings.retries):
+            answer = await self._tried(index, turn)
+            if answer.error is None:
+                return answer
+        return await self._tried(index, turn)
+
+    async def _tried(self, index: int, turn: Turn) -> Answer:
         try:
             return Answer(index, self._checked(await call(self._environment, turn), turn))
         except GenerationError as error:

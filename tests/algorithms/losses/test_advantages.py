@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, group_advantages, leave_one_out_advantages
 from lightning_realloc.algorithms.losses.functional import whiten
+from lightning_realloc.batch.samples import Ragged, Samples
 
 REWARDS = st.floats(-5, 5, width=32)
 
@@ -88,7 +89,15 @@ def test_leave_one_out_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_every_rule_compares_within_groups_and_leaves_missing_rewards_out(name: str) -> None:
-    rule, rewards = ADVANTAGES[name], torch.tensor([1.0, 4.0, 2.0, math.nan, 2.0, 2.0, 9.0])
+    def rule(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        """Return the advantages of responses of one turn, and one token."""
+        tokens = Ragged.from_list([[0]] * len(rewards))
+        columns = {"rewards": rewards, "prompt_id": groups, "response_ids": tokens}
+        made = ADVANTAGES[name](Samples(torch.arange(len(rewards)), columns))
+        values: torch.Tensor = made.values if isinstance(made, Ragged) else made
+        return values
+
+    rewards = torch.tensor([1.0, 4.0, 2.0, math.nan, 2.0, 2.0, 9.0])
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 2])
     found = rule(rewards, groups)
     assert found.dtype == rewards.dtype and found.isnan().tolist() == [False] * 3 + [True] + [False] * 3

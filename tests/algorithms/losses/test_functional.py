@@ -24,6 +24,7 @@ from lightning_realloc.algorithms.losses.functional import (
     sequence_sums,
     shaped_scores,
     token_rewards,
+    turn_ends,
     whiten,
 )
 from lightning_realloc.batch.ragged import Ragged
@@ -175,6 +176,20 @@ def test_a_score_is_added_to_the_last_token_and_penalties_to_every_one() -> None
     rewards = token_rewards(torch.tensor([1.0, 5.0, 2.0]), floats([0.1, -0.2], [], [0.5]))
     assert rewards.values.tolist() == pytest.approx([-0.1, 1.2, 1.5])
     assert sequence_sums(rewards).tolist() == pytest.approx([1.1, 0.0, 1.5])
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=8), min_size=1, max_size=5))
+def test_turns_end_at_the_last_token_of_each_run(masks: list[list[bool]]) -> None:
+    mask = Ragged.from_list([torch.tensor(row, dtype=torch.bool) for row in masks])
+    expected, place = [], -1
+    for row in masks:
+        own = []
+        for index, chosen in enumerate(row):
+            place += chosen
+            if chosen and not (index + 1 < len(row) and row[index + 1]):
+                own.append(place)
+        expected.append(own)
+    assert turn_ends(mask).to_lists() == expected
 
 
 def test_whitened_values_have_mean_0_and_deviation_1_where_they_are_kept() -> None:

@@ -1,0 +1,195 @@
+"""Make the dialogue of each generating call from the settings ``environment``, ``tools`` and ``conversation``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment
+from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
+from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.environments.environment_factory import (
+    EnvironmentFactory,
+    environment_factory_of,
+    is_message_source,
+)
+from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episodes import Episodes
+from lightning_realloc.environments.turn_parser import Parser, TurnParser
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Completion, Conversation, Environment
+from lightning_realloc.rewards.functions import RewardFunctions
+
+ToolSource: TypeAlias = str | Callable[..., Any]
+"""A function with annotations and a docstring that the model may call, or its import path."""
+
+
+@dataclass(frozen=True)
+class EpisodeDialogue(Dialogue):
+    """Environments of the samples of one call, and their limits."""
+
+    environment: Episodes
+    functions: RewardFunctions | None = None
+    """The algorithm's reward functions, of which some may read environments."""
+    keeps_unfinished: bool = False
+    """Whether episodes of unfinished responses stay for the next call."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments for an engine. The environment also sees the last turn, which it may reward, and ends there."""
+        bounds = replace(self.conversation, max_turns=self.conversation.max_turns + 1)
+        return {"environment": self.environment, "conversation": bounds}
+
+    def begin(self, samples: Samples) -> Sequence[ModelInput]:
+        """Return the prompts that the environments give."""
+        return self.environment.begin(samples)
+
+    def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
+        """Bring environments to the state of unfinished responses."""
+        self.environment.resume(samples, completions)
+
+    def finish(self, completions: Sequence[Completion]) -> tuple[Sequence[Completion], Mapping[str, Column]]:
+        """Return the final completions, with rewards and conversations."""
+        settled, columns = self.environment.finish(completions, self.functions)
+        return settled, {**super().finish(settled)[1], **columns}
+
+    def close(self) -> None:
+        """Close the environments of responses that no later call continues."""
+        if not self.keeps_unfinished:
+            self.environment.close()
+
+
+class Dialogues(ABC):
+    """Makes the dialogues of a run.
+
+    Args:
+        bounds: Limits on turns, and on the environment's time.
+    """
+
+    gives_rewards: bool
+    """Whether environments may reward responses."""
+
+    def __init__(self, bounds: Conversation) -> None:
+        self.bounds = bounds
+
+    @abstractmethod
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int], template: Mapping[str, Any]
+    ) -> None:
+        """Check, once the actor is there, that the environment can be used.
+
+        Args:
+            tokenizer: The actor's.
+            stop_token_ids: Tokens that end a turn of the actor.
+            template: Settings of the chat template.
+
+        Raises:
+            ConfigError: if it cannot be used.
+        """
+
+    @abstractmethod
+    def make(self, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+        """Return the dialogue of one call.
+
+        Args:
+            prompts: Prompts of the call.
+            num_responses: Responses per prompt.
+            continues: Whether unfinished responses continue in a later call.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Release what unfinished responses hold, at the end of a run."""
+
+
+class TokenDialogues(Dialogues):
+    """One environment of tokens for all samples of a rank."""
+
+    gives_rewards = False
+
+    def __init__(self, environment: EnvironmentSource, bounds: Conversation) -> None:
+        super().__init__(bounds)
+        self._found = import_environment(environment)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._environment: Environment | None = None
+
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int], template: Mapping[str, Any]
+    ) -> None:
+        self._tokenizer = tokenizer
+
+    def make(self, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+        if self._environment is None:  # on ranks that generate alone
+            assert self._tokenizer is not None, "the models are there before they generate"
+            self._environment = make_environment(self._found, self._tokenizer)
+        return Dialogue(RowEnvironment(self._environment, prompts, num_responses), self.bounds)
+
+
+class EpisodeDialogues(Dialogues):
+    """An environment of messages for each sample."""
+
+    gives_rewards = True
+
+    def __init__(self, factory: EnvironmentFactory, parser: Parser | None, bounds: Conversation) -> None:
+        super().__init__(bounds)
+        self.factory = factory
+        self._parser = parser
+        self._options: EpisodeOptions | None = None
+        self.functions: RewardFunctions | None = None
+        """The algorithm's reward functions, of which some may read environments."""
+        self._continued: Episodes | None = None
+        """Episodes of unfinished responses, and those that continue them."""
+
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int], template: Mapping[str, Any]
+    ) -> None:
+        parser = TurnParser(tokenizer, self._parser)
+        options = EpisodeOptions(self.factory, tokenizer, frozenset(stop_token_ids), template, parser, self.bounds)
+        schemas = [tool.schema for tool in self.factory.tools]
+        options.chat({})[0].check(schemas)
+        parser.check(schemas)
+        self._options = options
+
+    def make(self, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+        assert self._options is not None, "the environment is prepared with the models"
+        if not continues:
+            return EpisodeDialogue(Episodes(self._options), self.bounds, self.functions)
+        self._continued = self._continued or Episodes(self._options)
+        return EpisodeDialogue(self._continued, self.bounds, self.functions, keeps_unfinished=True)
+
+    def close(self) -> None:
+        if self._continued is not None:
+            self._continued.close()
+
+
+def dialogues_of(
+    environment: EnvironmentSource | None,
+    tools: Sequence[ToolSource],
+    parser: Parser | None,
+    conversation: Conversation | None,
+) -> Dialogues | None:
+    """Return the dialogues for an algorithm's settings; None without an environment.
+
+    Raises:
+        ConfigError: for settings that cannot be used together, or of which no environment can be made.
+    """
+    if environment is None and not tools:
+        if conversation is not None:
+            raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
+        if parser is not None:
+            raise ConfigError(f"parser={parser!r} reads the calls of tools, and there are none; give tools= too")
+        return None
+    bounds = conversation or Conversation()
+    if environment is None or is_message_source(environment):
+        return EpisodeDialogues(environment_factory_of(environment, tools), parser, bounds)
+    for name, setting in (("tools", tools), ("parser", parser)):
+        if setting:
+            raise ConfigError(
+                f"{name}={setting!r} needs messages, and environment={environment!r} answers in tokens; give a class "
+                f"of MessageEnvironment, or leave {name} out"
+            )
+    return TokenDialogues(environment, bounds)

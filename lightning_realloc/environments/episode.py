@@ -1,0 +1,251 @@
+"""One sample's conversation with its environment, from the first reset to the reward at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.data.chat import Message, template_input
+from lightning_realloc.environments.chat_turns import ChatTurns
+from lightning_realloc.environments.environment_factory import EnvironmentFactory
+from lightning_realloc.environments.message_environment import (
+    MessageEnvironment,
+    StepResult,
+    checked_conversation,
+    checked_result,
+)
+from lightning_realloc.environments.tool_environment import AddedTools
+from lightning_realloc.environments.trl_environment import TrlEnvironment
+from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.errors import ConfigError, GenerationError, describe_error
+from lightning_realloc.generation import Conversation
+from lightning_realloc.generation.loop.asking import call
+
+_log = logging.getLogger(__name__)
+
+
+_MOST_BEFORE = 64
+"""Tokens before a turn that are read for the header of the assistant, which may open a thought."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOptions:
+    """How a run's environments are made, read and bounded."""
+
+    factory: EnvironmentFactory
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: frozenset[int]
+    """Tokens that end a turn of the model."""
+    template: Mapping[str, Any]
+    """Settings of the chat template, which a row's column ``chat_template_kwargs`` overrides."""
+    parser: TurnParser
+    bounds: Conversation
+
+    def chat(self, row: Mapping[str, Any]) -> tuple[ChatTurns, Sequence[Mapping[str, Any]]]:
+        """Return the chat of a row, and the schemas in its column ``tools``."""
+        settings = template_input(row, "a row with an environment", self.template)
+        tools = settings.pop("tools") or ()
+        return ChatTurns(self.tokenizer, stop_token_ids=self.stop_token_ids, template=settings), tools
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as text, with special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """Tokens of a turn of the model."""
+
+    before: Sequence[int]
+    """Prompt and response before the turn."""
+    own: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedTurn:
+    """A turn of the model, and the environment's answer."""
+
+    message: Message
+    """The model's turn."""
+    result: StepResult
+    answer_ids: tuple[int, ...] | None
+    """Tokens that follow the model's; None: the episode ended with this turn."""
+    seconds: float
+    """Time of the environment."""
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """A conversation, and the environment that answers in it.
+
+    A turn is played once, however often it is asked about. After an abandoned or failed question, the environment's
+    state is unknown: a new one gets the row and all turns so far.
+    """
+
+    options: EpisodeOptions
+    row: Mapping[str, Any]
+    """The data's columns, with ``prompt`` as messages."""
+    prompt: Sequence[Message] = ()
+    """Messages before the model's first turn."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the tools that the prompt shows: the environment's, else the row's."""
+    changes_prompt: bool = False
+    """Whether the prompt differs from the data's, by its messages or by tools."""
+    turns: list[PlayedTurn] = field(default_factory=list)
+    reward: float | None = None
+    """Reward of the whole episode, once it is finished; None: it has none."""
+    failure: str | None = None
+    """Error of a ``reset``, which the first answer raises, or of ``get_reward``; None: none."""
+    chat: ChatTurns = field(init=False)
+    _environment: MessageEnvironment | None = None
+    """The environment; None where its state is not that of the last turn."""
+    _lost: list[MessageEnvironment] = field(default_factory=list)
+    """Environments whose last call failed or was abandoned; they are closed with the episode."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.chat, self.tools = self.options.chat(self.row)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The model's turns and the environment's answers."""
+        return [message for turn in self.turns for message in (turn.message, *turn.result.messages)]
+
+    @property
+    def shown(self) -> object:
+        """The environment as reward functions get it: the user's object; None if its state is lost."""
+        own = self._environment
+        if isinstance(own, AddedTools):
+            own = own.inner
+        return own.wrapped if isinstance(own, TrlEnvironment) else own
+
+    @property
+    def num_calls(self) -> int:
+        """Number of the model's tool calls so far."""
+        return sum(len(turn.message.get("tool_calls", ())) for turn in self.turns)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Time of the environment in each turn."""
+        return [turn.seconds for turn in self.turns]
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the sums of the turns' metrics by name."""
+        sums: Counter[str] = Counter()
+        for turn in self.turns:
+            sums.update(turn.result.metrics)
+        return sums
+
+    async def begin(self) -> None:
+        """Reset the environment, and learn the conversation to begin with.
+
+        Raises:
+            ConfigError: if ``reset`` gives no messages. Another error is raised by the first answer, so that it fails
+                this episode alone.
+        """
+        try:
+            await self._retried(self._revived)
+        except ConfigError:
+            raise
+        except Exception as error:
+            self.prompt = self.row["prompt"]
+            self.failure = f"the environment's reset raised {describe_error(error)}"
+
+    async def answer(self, number: int, tokens: TurnTokens) -> tuple[int, ...] | None:
+        """Return the tokens after the model's turn ``number``, counted from 1; None: the episode has ended.
+
+        Raises:
+            GenerationError: if the environment failed to reset.
+        """
+        if self.failure is not None:
+            raise GenerationError(self.failure)
+        async with self._lock:
+            if len(self.turns) < number:
+                assert len(self.turns) == number - 1, f"turn {number} comes after turn {len(self.turns)}"
+                self.turns.append(await self._played(tokens, is_last=number >= self.options.bounds.max_turns))
+        return self.turns[number - 1].answer_ids
+
+    async def finish(self) -> None:
+        """Ask for the episode's reward: the environment's, else the sum of those of turns."""
+        own, environment = None, self._environment
+        if environment is not None:
+            try:
+                own = await self._retried(lambda: call(environment.get_reward))
+            except Exception as error:
+                self.failure = f"the environment's get_reward raised {describe_error(error)}"
+        of_turns = [turn.result.reward for turn in self.turns if turn.result.reward is not None]
+        self.reward = float(own) if own is not None else sum(of_turns) if of_turns else None
+
+    async def close(self) -> None:
+        """Close the environment, and those that were lost."""
+        environments, self._lost = self._lost, []
+        if self._environment is not None:
+            environments.append(self._environment)
+            self._environment = None
+        for environment in environments:
+            try:
+                await asyncio.wait_for(call(environment.close), self.options.bounds.deadline_s)
+            except Exception as error:
+                _log.warning("closing a %s raised %s", type(environment).__name__, describe_error(error))
+
+    # ---- playing
+    async def _played(self, tokens: TurnTokens, *, is_last: bool) -> PlayedTurn:
+        begin = time.monotonic()
+        message = self._message(tokens)
+        result = await self._step(message)
+        seconds = time.monotonic() - begin
+        if result.done or is_last:
+            return PlayedTurn(message, result, None, seconds)
+        answer_ids = self.chat.answer_ids(tokens.own, message, result.messages, self.tools)
+        return PlayedTurn(message, result, tuple(answer_ids), seconds)
+
+    def _message(self, tokens: TurnTokens) -> Message:
+        options, own = self.options, list(tokens.own)
+        num_end = int(own[-1:] != [] and own[-1] in options.stop_token_ids)
+        return options.parser.parse(
+            options.text(own[: len(own) - num_end]),
+            first_call=self.num_calls,
+            tools=self.tools,
+            before=options.text(tokens.before[-_MOST_BEFORE:]),
+            end=options.text(own[len(own) - num_end :]),
+        )
+
+    async def _step(self, message: Message) -> StepResult:
+        environment = await self._revived()
+        # Until it has answered: a failed or abandoned call leaves it in an unknown state.
+        self._environment = None
+        self._lost.append(environment)
+        result = checked_result(await call(environment.step, message), environment)
+        self._environment = self._lost.pop()
+        return result
+
+    async def _revived(self) -> MessageEnvironment:
+        """Return the environment in the state after the last turn."""
+        if self._environment is None:
+            environment = await call(self.options.factory.make, self.row)
+            begun = checked_conversation(await call(environment.reset, self.row), environment)
+            self.prompt = self.row["prompt"] if begun is None else begun
+            self.tools = [tool.schema for tool in environment.tools] or self.tools
+            self.changes_prompt = begun is not None or bool(environment.tools)
+            for turn in self.turns:
+                await call(environment.step, turn.message)
+            self._environment = environment
+        return self._environment
+
+    async def _retried(self, act: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the result of an act within the deadline; after a failure it is tried again, as often as allowed."""
+        for _ in range(self.options.bounds.retries):
+            try:
+                return await asyncio.wait_for(act(), self.options.bounds.deadline_s)
+            except ConfigError:
+                raise
+            except Exception:
+                continue
+        return await asyncio.wait_for(act(), self.options.bounds.deadline_s)

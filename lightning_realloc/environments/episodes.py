@@ -1,0 +1,213 @@
+"""Environments of one call of the engine: one per sample, asked as the engine's environment.
+
+An engine knows tokens alone. `Episodes` begins with the prompts that the environments give, answers each turn with the
+tokens after it, and ends with the columns of rewards and conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from lightning_realloc.batch.json_column import json_column
+from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.batch.samples import Column, Ragged, Samples, model_inputs
+from lightning_realloc.data.chat import as_message
+from lightning_realloc.environments.columns import (
+    CONVERSATION,
+    FUNCTIONS,
+    NUM_CALLS,
+    REWARDS,
+    SECONDS,
+    TOOL_METRICS,
+    TURN_REWARDS,
+)
+from lightning_realloc.environments.episode import Episode, EpisodeOptions, TurnTokens
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Completion, Turn
+from lightning_realloc.generation.loop.environment import EVENT_LOOP
+from lightning_realloc.rewards.failure_rule import Failed
+from lightning_realloc.rewards.functions import RewardFunctions
+
+
+@dataclass(slots=True, eq=False)
+class Episodes:
+    """Episodes by sample id; an instance is the engine's environment."""
+
+    options: EpisodeOptions
+    _episodes: dict[int, Episode] = field(default_factory=dict)
+    _broken: ConfigError | None = None
+    """Error of an environment that breaks its contract, which ends the run."""
+
+    def begin(self, samples: Samples) -> list[ModelInput]:
+        """Reset one environment per sample, all at the same time, and return the prompts to generate from.
+
+        Args:
+            samples: One row per response, with ``prompt_ids`` and the data's columns.
+
+        Raises:
+            ConfigError: for an environment whose ``reset`` gives no messages.
+        """
+        episodes = [self._episode(samples, place) for place in range(len(samples))]
+        self._run(episode.begin() for episode in episodes)
+        given = model_inputs(samples)
+        return [self._prompt(episode, own) for episode, own in zip(episodes, given, strict=True)]
+
+    def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
+        """Bring the episodes of unfinished responses to their state, in a new environment where they are not here."""
+        lost = []
+        for place, completion in enumerate(completions):
+            if completion.sample_id not in self._episodes:
+                lost.append(_resumed(self._episode(samples, place), answered_turns(completion)))
+        self._run(lost)
+
+    async def __call__(self, turn: Turn) -> Sequence[int] | None:
+        """Return the tokens after a turn; None: the response is finished."""
+        tokens = TurnTokens((*turn.prompt, *turn.token_ids[: turn.begin]), turn.token_ids[turn.begin :])
+        try:
+            return await self._episodes[turn.sample_id].answer(turn.number, tokens)
+        except ConfigError as error:
+            self._broken = error
+            raise
+
+    def finish(
+        self, completions: Sequence[Completion], functions: RewardFunctions | None = None
+    ) -> tuple[list[Completion], dict[str, Column]]:
+        """End the episodes of finished responses; return the completions, and their columns of B values.
+
+        A completion whose reward could not be computed has failed as one whose turn was not answered.
+
+        Args:
+            completions: Responses, some of which may be unfinished.
+            functions: Reward functions, of which those that read environments are called.
+
+        Raises:
+            ConfigError: for an environment that broke its contract.
+        """
+        if self._broken is not None:
+            raise self._broken
+        episodes = [self._episodes[completion.sample_id] for completion in completions]
+        done = [completion.finish_reason != "unfinished" for completion in completions]
+        ended = [episode for episode, is_done in zip(episodes, done, strict=True) if is_done]
+        self._run(episode.finish() for episode in ended)
+        judged = {} if functions is None else _judged(functions, episodes, completions)
+        self._run(episode.close() for episode in ended)
+        for completion, is_done in zip(completions, done, strict=True):
+            if is_done:
+                del self._episodes[completion.sample_id]
+        settled = list(map(_settled, completions, episodes))
+        return settled, self._columns(episodes, [completion.error for completion in settled]) | judged
+
+    def close(self) -> None:
+        """Close all environments, after an error or where their responses are not continued."""
+        episodes, self._episodes = list(self._episodes.values()), {}
+        self._run(episode.close() for episode in episodes)
+
+    # ---- parts
+    def _episode(self, samples: Samples, place: int) -> Episode:
+        row = {name: column[place] for name, column in samples.data.items()}
+        row["prompt"] = as_message(row["prompt"], True)
+        made = self._episodes[int(samples.ids[place])] = Episode(self.options, row)
+        return made
+
+    def _prompt(self, episode: Episode, own: ModelInput) -> ModelInput:
+        """Return the prompt of an episode: the data's, unless the environment has another one, or tools."""
+        if not episode.changes_prompt:
+            return own
+        return ModelInput(tuple(episode.chat.prompt_ids(episode.prompt, episode.tools)), own.extras)
+
+    def _columns(self, episodes: Sequence[Episode], errors: Sequence[str | None]) -> dict[str, Column]:
+        rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
+        turns = [[turn.result.reward or 0.0 for turn in episode.turns] for episode in episodes]
+        metrics = [episode.metrics() for episode in episodes]
+        of_tools = {
+            name: torch.tensor([found.get(name, 0.0) for found in metrics], dtype=torch.float32)
+            for name in (f"{kind}/{tool.name}" for kind in TOOL_METRICS for tool in self.options.factory.tools)
+        }
+        return {
+            REWARDS: torch.tensor(rewards, dtype=torch.float32),
+            TURN_REWARDS: Ragged.from_list(turns, dtype=torch.float32),
+            SECONDS: torch.tensor([sum(episode.seconds) for episode in episodes], dtype=torch.float32),
+            NUM_CALLS: torch.tensor([episode.num_calls for episode in episodes], dtype=torch.int64),
+            CONVERSATION: json_column(map(_described, episodes, metrics, errors)),
+            **of_tools,
+        }
+
+    def _run(self, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run coroutines at the same time, as many as environments may run, and raise the first error."""
+        EVENT_LOOP.submit(_gathered(list(coroutines), self.options.bounds.max_concurrent)).result()
+
+
+def _judged(
+    functions: RewardFunctions, episodes: Sequence[Episode], completions: Sequence[Completion]
+) -> dict[str, Column]:
+    """Return the rewards of functions that read environments; a failure that is masked fails its episode."""
+    if not functions.reading_environments or not episodes:
+        return {f"{FUNCTIONS}{name}": torch.zeros(0) for name in functions.reading_environments}
+    found = functions.judge_environments(
+        [list(episode.prompt) for episode in episodes],
+        [episode.messages for episode in episodes],
+        [completion.token_ids for completion in completions],
+        {name: [episode.row.get(name) for episode in episodes] for name in episodes[0].row if name != "prompt"},
+        [episode.shown for episode in episodes],
+    )
+    for outcomes in found.values():
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            if isinstance(outcome, Failed):
+                episode.failure = outcome.reason
+    values = {name: [x if isinstance(x, float) else math.nan for x in outcomes] for name, outcomes in found.items()}
+    return {f"{FUNCTIONS}{name}": torch.tensor(own, dtype=torch.float32) for name, own in values.items()}
+
+
+async def _gathered(coroutines: Sequence[Coroutine[Any, Any, None]], most: int) -> None:
+    may_run = asyncio.Semaphore(most)
+
+    async def one(coroutine: Coroutine[Any, Any, None]) -> None:
+        async with may_run:
+            await coroutine
+
+    results = await asyncio.gather(*map(one, coroutines), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _resumed(episode: Episode, turns: Sequence[TurnTokens]) -> None:
+    await episode.begin()
+    for number, tokens in enumerate(turns, start=1):
+        await episode.answer(number, tokens)
+
+
+def answered_turns(completion: Completion) -> list[TurnTokens]:
+    """Return the model's turns that an environment has answered."""
+    turns, begin = [], 0
+    for chosen, run in groupby(completion.model_mask):
+        end = begin + sum(1 for _ in run)
+        if chosen and end < len(completion.token_ids):
+            before = (*completion.prompt, *completion.token_ids[:begin])
+            turns.append(TurnTokens(before, completion.token_ids[begin:end]))
+        begin = end
+    return turns
+
+
+def _settled(completion: Completion, episode: Episode) -> Completion:
+    if episode.failure is None or completion.error is not None:
+        return completion
+    return replace(completion, finish_reason="environment", error=episode.failure)
+
+
+def _described(episode: Episode, metrics: Mapping[str, float], error: str | None) -> dict[str, Any]:
+    return {
+        "prompt": list(episode.prompt),
+        "messages": episode.messages,
+        "seconds": episode.seconds,
+        "rewards": [turn.result.reward for turn in episode.turns],
+        "metrics": dict(metrics),
+        "failure": error,
+    }

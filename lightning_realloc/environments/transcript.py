@@ -1,0 +1,53 @@
+"""Conversations as text for tables, reports and logs: turns with calls, answers, rewards and seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_realloc.data.chat import Message
+
+
+def transcript(conversation: Mapping[str, Any]) -> str:
+    """Return a conversation of the column ``conversation`` as text, one paragraph for each message.
+
+    Example:
+        >>> call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        >>> print(transcript({
+        ...     "messages": [{"role": "assistant", "content": "", "tool_calls": [call]},
+        ...                  {"role": "tool", "name": "add", "content": "3"}],
+        ...     "rewards": [0.5], "seconds": [0.25], "failure": None}))
+        assistant calls add(a=1, b=2) [reward 0.5, 0.25 s]
+        tool add: 3
+    """
+    rewards, seconds = iter(conversation["rewards"]), iter(conversation["seconds"])
+    lines = []
+    for message in conversation["messages"]:
+        if message["role"] == "assistant":
+            lines.append(f"{_turn(message)} [{_outcome(next(rewards, None), next(seconds, 0.0))}]")
+        else:
+            name = f" {message['name']}" if message.get("name") else ""
+            lines.append(f"{message['role']}{name}: {message.get('content') or ''}")
+    if conversation["failure"] is not None:
+        lines.append(f"failed: {conversation['failure']}")
+    return "\n".join(lines)
+
+
+def _turn(message: Message) -> str:
+    thought, content = message.get("reasoning_content"), message.get("content")
+    parts = [f"thinks: {thought.strip()}"] if thought else []
+    parts += [f"says: {content}"] if content else []
+    parts += [f"calls {_call(call['function'])}" for call in message.get("tool_calls") or ()]
+    return f"{message['role']} " + ", ".join(parts or ["says nothing"])
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if isinstance(arguments, Mapping):
+        arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{function['name']}({arguments})"
+
+
+def _outcome(reward: float | None, seconds: float) -> str:
+    return ("" if reward is None else f"reward {reward:g}, ") + f"{seconds:.2f} s"

@@ -1,0 +1,233 @@
+"""Episodes against a replay of the same turns by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from lightning_realloc.batch.json_column import json_values
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.environments import MessageEnvironment, StepResult
+from lightning_realloc.environments.environment_factory import environment_factory_of
+from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episodes import Episodes
+from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams
+from lightning_realloc.generation.core.sample import FinishReason
+from tests.environments.guessing import END, WORDS, Guessing, chat_model, chat_tokenizer
+
+PARAMS = SamplingParams(max_new_tokens=40, seed=3)
+
+
+def options(source: Any, **bounds: Any) -> EpisodeOptions:
+    """Return options for the tokenizer of words."""
+    tokenizer = chat_tokenizer()
+    factory, parser = environment_factory_of(source), TurnParser(tokenizer)
+    return EpisodeOptions(factory, tokenizer, frozenset({END}), {}, parser, Conversation(**bounds))
+
+
+def prompts(count: int) -> Samples:
+    """Return prompts with the columns of the data, one for each secret number in turn."""
+    ids = chat_tokenizer()(["user: Guess <end> assistant:"] * count)["input_ids"]
+    rows = ([{"role": "user", "content": "Guess"}],) * count
+    data = {"prompt": rows, "secret": tuple(index % 6 for index in range(count))}
+    return Samples(torch.arange(count), {"prompt_ids": Ragged.from_list(ids)}, data)
+
+
+def generate(episodes: Episodes, samples: Samples, **settings: Any) -> list[Completion]:
+    """Return responses of the tiny model."""
+    bounds = episodes.options.bounds
+    return GenerationEngine(chat_model(), tokenizer=chat_tokenizer()).generate(
+        episodes.begin(samples), PARAMS, sample_ids=samples.ids.tolist(), environment=episodes,
+        conversation=Conversation(max_turns=bounds.max_turns + 1, deadline_s=bounds.deadline_s), **settings,
+    )  # fmt: skip
+
+
+def test_a_conversation_is_what_a_replay_by_hand_makes_of_the_models_words() -> None:
+    samples, episodes = prompts(12), Episodes(options(Guessing, max_turns=4))
+    completions, columns = episodes.finish(generate(episodes, samples))
+    rewards = columns["environment_rewards"]
+    assert isinstance(rewards, torch.Tensor)
+    turn_rewards, talks = columns["record/turn_rewards"], columns["record/conversation"]
+    assert isinstance(turn_rewards, Ragged) and isinstance(talks, Ragged)
+    num_solved = 0
+    for row, (completion, talk) in enumerate(zip(completions, json_values(talks), strict=True)):
+        game, words = Guessing(), [WORDS[token] for token in completion.token_ids]
+        game.reset({"secret": row % 6})
+        expected, own, at = [], [], 0
+        while at < len(words) and len(own) < 4:
+            end = words.index("<end>", at) + 1 if "<end>" in words[at:] else len(words)
+            assert all(completion.model_mask[at:end])
+            if words[end - 1] != "<end>":
+                break  # cut off by its length
+            result = game.step({"role": "assistant", "content": " ".join(words[at : end - 1])})
+            own.append(result.reward)
+            expected += ["assistant", *[message["role"] for message in result.messages]]
+            num_solved += result.done
+            if result.done or len(own) == 4:
+                assert end == len(words) and completion.finish_reason == "stop"
+                break
+            answer = ["user:", result.messages[0]["content"], "<end>", "assistant:"]
+            if end == len(words):
+                assert completion.finish_reason == "length"
+                break
+            assert words[end : end + 4] == answer and not any(completion.model_mask[end : end + 4])
+            at = end + 4
+        assert turn_rewards.to_lists()[row] == pytest.approx(own)
+        assert [message["role"] for message in talk["messages"]] == expected
+        assert math.isnan(rewards[row]) if not own else float(rewards[row]) == pytest.approx(sum(own))
+    assert num_solved > 0 and len(set(turn_rewards.lengths.tolist())) > 2
+
+
+class Flaky(Guessing):
+    """Raises once per episode, in its second turn."""
+
+    raised: ClassVar[set[int]] = set()
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Fail before the game sees the second turn."""
+        if self.num_guesses == 1 and self.secret not in self.raised:
+            self.raised.add(self.secret)
+            self.num_guesses = 100
+            raise ConnectionError("reset by peer")
+        return super().step(message)
+
+
+def test_a_failed_step_is_played_again_by_a_new_environment_in_the_same_state() -> None:
+    Flaky.raised.clear()
+    outcomes = []
+    for source in (Guessing, Flaky):
+        episodes = Episodes(options(source, max_turns=4))
+        completions, columns = episodes.finish(generate(episodes, prompts(6)))
+        rewards = columns["environment_rewards"]
+        assert isinstance(rewards, torch.Tensor)
+        outcomes.append(([(c.token_ids, c.finish_reason) for c in completions], rewards.nan_to_num(9).tolist()))
+    assert Flaky.raised
+    assert outcomes[0] == outcomes[1]
+
+
+def test_unfinished_episodes_go_on_where_they_are_and_in_a_new_environment() -> None:
+    whole = Episodes(options(Guessing, max_turns=4))
+    expected, columns = whole.finish(generate(whole, prompts(8)))
+    for is_lost in (False, True):
+        episodes = Episodes(options(Guessing, max_turns=4))
+        partial, first = episodes.finish(generate(episodes, prompts(8), token_budget=60))
+        unfinished = [c for c in partial if c.finish_reason == "unfinished"]
+        assert unfinished and any(not all(c.model_mask) for c in unfinished)
+        if is_lost:
+            episodes.close()
+        rows = prompts(8).by_ids([c.sample_id for c in unfinished])
+        episodes.resume(rows, unfinished)
+        engine = GenerationEngine(chat_model(), tokenizer=chat_tokenizer())
+        rest = engine.generate(
+            [], PARAMS, resume=unfinished, environment=episodes, conversation=Conversation(max_turns=5)
+        )
+        done, last = episodes.finish(rest)
+        found = {c.sample_id: c.token_ids for c in (*partial, *done)}
+        assert [found[c.sample_id] for c in expected] == [c.token_ids for c in expected]
+        both = {c.sample_id: r for cs, made in ((partial, first), (done, last))
+                for c, r in zip(cs, _rewards(made), strict=True)}  # fmt: skip
+        assert [both[c.sample_id] for c in expected] == pytest.approx(_rewards(columns), nan_ok=True)
+
+
+def _rewards(columns: Mapping[str, Any]) -> list[float]:
+    values: list[float] = columns["environment_rewards"].tolist()
+    return values
+
+
+class Slow(MessageEnvironment):
+    """Resets of all samples at the same time; each waits for the others."""
+
+    gate: ClassVar[threading.Barrier] = threading.Barrier(5)
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Wait for four others."""
+        self.gate.wait(timeout=10)
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """End the episode."""
+        return StepResult(done=True)
+
+
+def test_resets_run_at_the_same_time() -> None:
+    episodes = Episodes(options(Slow, retries=0))
+    assert len(episodes.begin(prompts(5))) == 5
+    episodes.close()
+
+
+class Broken(MessageEnvironment):
+    """Fails where it is told to."""
+
+    where = ""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Fail, or return numbers."""
+        if self.where == "reset":
+            raise OSError("no port is free")
+        return [1, 2] if self.where == "prompt" else None
+
+    def step(self, message: Mapping[str, Any]) -> Any:
+        """Return no result."""
+        return "higher" if self.where == "step" else StepResult(done=True)
+
+    def get_reward(self) -> float:
+        """Fail."""
+        raise ValueError("the score is lost")
+
+
+@pytest.mark.parametrize("where", ["reset", "reward"])
+def test_failures_end_the_episode_and_are_named(where: str) -> None:
+    source = type("Failing", (Broken,), {"where": where})
+    episodes = Episodes(options(source, retries=1))
+    completions, columns = episodes.finish(generate(episodes, prompts(2)))
+    reasons: set[FinishReason] = {completion.finish_reason for completion in completions if completion.error}
+    assert reasons == {"environment"}
+    expected = {"reset": "no port is free", "reward": "the score is lost"}[where]
+    assert all(expected in talk["failure"] for talk, c in zip(_talks(columns), completions, strict=True) if c.error)
+    assert all(map(math.isnan, _rewards(columns)))
+
+
+def _talks(columns: Mapping[str, Any]) -> list[Any]:
+    return json_values(columns["record/conversation"])
+
+
+def test_an_environment_that_breaks_its_contract_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match="reset must return messages"):
+        Episodes(options(type("Numbers", (Broken,), {"where": "prompt"}))).begin(prompts(1))
+    episodes = Episodes(options(type("Words", (Broken,), {"where": "step"})))
+    completions = generate(episodes, prompts(4))
+    with pytest.raises(ConfigError, match="step must return StepResult"):
+        episodes.finish(completions)
+
+
+def test_nothing_is_left_open() -> None:
+    opened: list[Any] = []
+
+    class Counted(Flaky):
+        """Counts what is closed."""
+
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            """Open."""
+            opened.append(self)
+            return super().reset(row)
+
+        async def close(self) -> None:
+            """Close."""
+            await asyncio.sleep(0)
+            opened.remove(self)
+
+    Flaky.raised.clear()
+    episodes = Episodes(options(Counted, max_turns=3))
+    episodes.finish(generate(episodes, prompts(5)))
+    assert opened == []
+    generate(episodes, prompts(5), token_budget=20)
+    assert opened
+    episodes.close()
+    assert opened == []

@@ -1,0 +1,122 @@
+"""Training with an environment of messages for each response: the same results in every layout and mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.generation import Conversation, RolloutBudget, SamplingParams
+from tests.environments.guessing import Guessing, chat_model, chat_tokenizer
+from tests.matrices import matrix
+from tests.strategies import runs
+from tests.strategies.calls.test_speculation import plan_of
+from tests.strategies.runs import Outcome
+from tests.workers import WorkerPool
+
+SAMPLING = SamplingParams(n=2, max_new_tokens=40)
+BOUNDS = Conversation(max_turns=4)
+
+
+class Games:
+    """Two batches of six games."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Samples]:
+        tokens = chat_tokenizer()("user: Guess <end> assistant:")["input_ids"]
+        for index in range(2):
+            ids = torch.arange(6) + 6 * index
+            prompts = ([{"role": "user", "content": "Guess"}],) * 6
+            columns = {"prompt_ids": Ragged.from_list([tokens] * 6)}
+            yield Samples(ids, columns, {"prompt": prompts, "secret": tuple(range(6))})
+
+
+def few_words(completions: list[list[Mapping[str, Any]]], **columns: object) -> list[float]:
+    """Reward short conversations."""
+    return [-0.01 * sum(len(message["content"]) for message in messages) for messages in completions]
+
+
+def guesses_left(environments: list[Guessing], **columns: object) -> list[float]:
+    """Reward games by their own state, which is known only where they ran."""
+    return [10.0 - game.num_guesses for game in environments]
+
+
+def play(name: str, layout: str, world_size: int, settings: dict[str, Any]) -> Outcome:
+    """Return the outcome of two iterations."""
+    strategy = settings.pop("strategy", {})
+    optimizer = partial(AdamW, lr=1e-2, eps=1e-4)
+    made = {"grpo": runs.RecordedGRPO, "ppo": runs.RecordedPPO}[name](
+        chat_model(), settings.pop("reward", None), reference=chat_model(1), tokenizer=chat_tokenizer(),
+        sampling=SAMPLING, environment=Guessing, conversation=BOUNDS, optimizer=optimizer, **settings,
+    )  # fmt: skip
+    plan: Any = "static" if world_size == 1 else plan_of(made, layout)
+    if strategy:
+        plan = runs.ReallocStrategy(plan, **strategy)
+    return runs.train(made, plan, world_size, Games())  # type: ignore[arg-type]
+
+
+def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings: Any) -> Outcome:
+    """Return the first rank's outcome."""
+    everyone = workers.run(play, name, layout, world_size, settings, world_size=world_size, init_process_group=False)
+    assert all(outcome.logged == everyone[0].logged for outcome in everyone)
+    first: Outcome = everyone[0]
+    return first
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), matrix([("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")], ("grpo", "fsdp2"), ("ppo", "dp2"))
+)
+def test_every_layout_gives_the_results_of_one_rank(workers: WorkerPool, name: str, layout: str) -> None:
+    alone, together = run(workers, name, "dp1", 1), run(workers, name, layout, 2)
+    assert together.tokens == alone.tokens
+    assert together.rewards == alone.rewards
+    assert runs.largest_difference(together.weights, alone.weights) < 1e-4
+    first = alone.logged[0]
+    assert first["environment_failures"] == 0.0 and first["turns"] > 1.5 and 0.0 < first["ended_by_environment"] < 1.0
+    assert len({reward for rewards in alone.rewards for reward in rewards}) > 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": {"generation_chunks": 3}},
+        {"generation": GenerationOptions(max_cache_bytes=1 << 16)},
+        {"reward": few_words},
+    ],
+)
+def test_other_modes_change_no_game(workers: WorkerPool, settings: dict[str, Any]) -> None:
+    plain, other = run(workers, "grpo", "dp1@0", 2), run(workers, "grpo", "dp1@0", 2, **settings)
+    assert other.tokens[0] == plain.tokens[0]
+    if "reward" in settings:
+        assert all(ours < theirs for ours, theirs in zip(other.rewards[0], plain.rewards[0], strict=True))
+    else:
+        assert other.rewards == plain.rewards
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": {"generation_chunks": 2}}])
+def test_reward_functions_read_environments(workers: WorkerPool, settings: dict[str, Any]) -> None:
+    plain = run(workers, "grpo", "dp1@0", 2)
+    other = run(workers, "grpo", "dp1@0", 2, reward=[guesses_left, few_words], reward_weights=[1.0, 0.0], **settings)
+    assert other.tokens[0] == plain.tokens[0]
+    num_guesses = [10.0 - (ours - theirs) for ours, theirs in zip(other.rewards[0], plain.rewards[0], strict=True)]
+    # a turn that is not the last one costs 0.1, and the right guess earns 1 less 0.1 for each turn
+    for count, reward in zip(num_guesses, plain.rewards[0], strict=True):
+        lost, solved = -0.1 * count, 1 - 0.1 * count - 0.1 * (count - 1)
+        assert reward == pytest.approx(lost, abs=1e-5) or reward == pytest.approx(solved, abs=1e-5)
+
+
+def test_games_go_on_in_the_next_iteration(workers: WorkerPool) -> None:
+    budget = GenerationOptions(rollout_budget=RolloutBudget(tokens=60))
+    outcome = run(workers, "grpo", "dp2", 2, generation=budget)
+    assert max(step["carried_samples"] for step in outcome.logged) > 0
+    assert all(step["environment_failures"] == 0.0 for step in outcome.logged)
+    assert all(math.isfinite(reward) for rewards in outcome.rewards for reward in rewards)
