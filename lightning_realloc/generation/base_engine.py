@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # imported where samples move
     from lightning_realloc.generation.rebalance.handover import MigrationStats
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,10 @@ class Engine(ABC):
     def migration_stats(self) -> MigrationStats | None:
         """Samples that moved from and to this rank in the last call, and their cost; None where samples stay."""
         return None
+
+    def on_first_rank(self, make: Callable[[], T]) -> T:
+        """Return the result of ``make`` on a tensor-parallel group's first rank, as plain data, on all of them."""
+        return make()
 
     def weights_updated(self, version: int | None = None) -> None:
         """Set the version of updated parameters, by default the last one + 1; before any update it is 0.

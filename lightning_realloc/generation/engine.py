@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.base_engine import Engine, EngineCall
+from lightning_realloc.generation.base_engine import Engine, EngineCall, T
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
@@ -35,7 +35,13 @@ from lightning_realloc.generation.forward.attention import check_idle, slot_atte
 from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, check_invariant
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
-from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment, check_environment
+from lightning_realloc.generation.loop.environment import (
+    Conversation,
+    Conversations,
+    Environment,
+    check_environment,
+    first_ranks,
+)
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
 from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
@@ -161,6 +167,14 @@ class GenerationEngine(Engine):
     def migration_stats(self) -> MigrationStats | None:
         """Samples that moved from and to this rank in the last call, and their cost; None without peers."""
         return None if self._rebalancer is None else self._rebalancer.stats
+
+    def on_first_rank(self, make: Callable[[], T]) -> T:
+        """Return the result of ``make`` on a tensor-parallel group's first rank, as plain data, on all of them."""
+        group = tensor_parallel_group(self._model)
+        if group is None or self._agree is None:
+            return make()
+        made: T = first_ranks(make() if group.index == 0 else None, self._agree)
+        return made
 
     def release(self) -> None:
         """Free the storage of cache and CUDA graphs; the next call allocates it again."""

@@ -22,7 +22,7 @@ from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turn_parser import Parser, TurnParser
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import Completion, Conversation, Environment
+from lightning_realloc.generation import Completion, Conversation, Engine, Environment
 from lightning_realloc.rewards.functions import RewardFunctions
 
 ToolSource: TypeAlias = str | Callable[..., Any]
@@ -34,6 +34,8 @@ class EpisodeDialogue(Dialogue):
     """Environments of the samples of one call, and their limits."""
 
     environment: Episodes
+    engine: Engine
+    """Engine of the call; the first rank of a tensor-parallel group alone has environments."""
     functions: RewardFunctions | None = None
     """The algorithm's reward functions, of which some may read environments."""
     keeps_unfinished: bool = False
@@ -47,15 +49,15 @@ class EpisodeDialogue(Dialogue):
 
     def begin(self, samples: Samples) -> Sequence[ModelInput]:
         """Return the prompts that the environments give."""
-        return self.environment.begin(samples)
+        return self.engine.on_first_rank(lambda: self.environment.begin(samples))
 
     def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
         """Bring environments to the state of unfinished responses."""
-        self.environment.resume(samples, completions)
+        self.engine.on_first_rank(lambda: self.environment.resume(samples, completions))
 
     def finish(self, completions: Sequence[Completion]) -> tuple[Sequence[Completion], Mapping[str, Column]]:
         """Return the final completions, with rewards and conversations."""
-        settled, columns = self.environment.finish(completions, self.functions)
+        settled, columns = self.engine.on_first_rank(lambda: self.environment.finish(completions, self.functions))
         return settled, {**super().finish(settled)[1], **columns}
 
     def close(self) -> None:
@@ -93,10 +95,11 @@ class Dialogues(ABC):
         """
 
     @abstractmethod
-    def make(self, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+    def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
         """Return the dialogue of one call.
 
         Args:
+            engine: Engine of the call.
             prompts: Prompts of the call.
             num_responses: Responses per prompt.
             continues: Whether unfinished responses continue in a later call.
@@ -122,7 +125,7 @@ class TokenDialogues(Dialogues):
     ) -> None:
         self._tokenizer = tokenizer
 
-    def make(self, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+    def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
         if self._environment is None:  # on ranks that generate alone
             assert self._tokenizer is not None, "the models are there before they generate"
             self._environment = make_environment(self._found, self._tokenizer)
@@ -154,12 +157,12 @@ class EpisodeDialogues(Dialogues):
         parser.check(schemas)
         self._options = options
 
-    def make(self, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+    def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
         assert self._options is not None, "the environment is prepared with the models"
         if not continues:
-            return EpisodeDialogue(Episodes(self._options), self.bounds, self.functions)
+            return EpisodeDialogue(Episodes(self._options), self.bounds, engine, self.functions)
         self._continued = self._continued or Episodes(self._options)
-        return EpisodeDialogue(self._continued, self.bounds, self.functions, keeps_unfinished=True)
+        return EpisodeDialogue(self._continued, self.bounds, engine, self.functions, keeps_unfinished=True)
 
     def close(self) -> None:
         if self._continued is not None:

@@ -157,12 +157,12 @@ class PolicyModule(MultiModelModule):
         if budget is None or not self.training_now:
             may_mix = self.training_now and self._strategy.max_staleness > 1
             iteration = self._strategy.iteration if may_mix else None
-            dialogue = self._dialogue(prompts, sampling)
+            dialogue = self._dialogue(actor, prompts, sampling)
             return sample_responses(actor, prompts, sampling, dialogue=dialogue, iteration=iteration)
         part = BudgetedRollout(
             budget=budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
             num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
-            dialogue=self._dialogue(prompts, sampling),
+            dialogue=self._dialogue(actor, prompts, sampling),
         )  # fmt: skip
         return part.run(actor, prompts, sampling, None if self._carried is None else self._carried.responses)
 
@@ -190,11 +190,11 @@ class PolicyModule(MultiModelModule):
         """Return (N,) the log-probability of every response token, zero for the others."""
         return token_logprobs(model, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
 
-    def _dialogue(self, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
+    def _dialogue(self, actor: Engine, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
         if self._dialogues is None:
             return None
         continues = self.training_now and self.generation_options.rollout_budget is not None
-        return self._dialogues.make(prompts, sampling.n, continues=continues)
+        return self._dialogues.make(actor, prompts, sampling.n, continues=continues)
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
         """Return also the accuracy on held-out prompts."""

@@ -28,6 +28,8 @@ from lightning_realloc.runtime.messages.plain_data import decode_value, encode_v
 from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
+Agree = Callable[[Sequence[float]], Sequence[float]]
+"""Takes numbers of this rank, and returns those of the first rank of its tensor-parallel group."""
 EVENT_LOOP = EventLoop("environments")
 """Where the environments of all calls of this process run."""
 
@@ -150,7 +152,7 @@ class Conversations:
         *,
         vocabulary: int,
         clock: Callable[[], float],
-        agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
+        agree: Agree | None = None,
         asks: bool = True,
         bound: asyncio.Semaphore | None = None,
     ) -> None:
@@ -201,7 +203,7 @@ class Conversations:
         """Return the answers since the last call, and a failure for each question past its deadline."""
         answers = self._ready() if self._asks else []
         if self._agree is not None and self._asked:
-            answers = _first_ranks(answers, self._agree)
+            answers = first_ranks(answers or None, self._agree) or []
         for answer in answers:
             del self._asked[answer.index]
         return answers
@@ -301,11 +303,11 @@ def _cancel(question: Question) -> None:
         question.future.cancel()
 
 
-def _first_ranks(answers: Sequence[Answer], agree: Callable[[Sequence[float]], Sequence[float]]) -> list[Answer]:
-    """Return the answers of a group's first rank. Collective over the group, whose ranks pass equally many numbers."""
-    content = encode_value(list(answers)) if answers else b""
+def first_ranks(value: Any, agree: Agree) -> Any:
+    """Return a value of a tensor-parallel group's first rank on all of its ranks, as plain data.
+
+    ``agree`` is collective over the group, whose ranks pass equally many numbers. None is sent as a single number.
+    """
+    content = b"" if value is None else encode_value(value)
     size = int(agree([float(len(content))])[0])
-    if not size:
-        return []
-    received: list[Answer] = decode_value(bytes(map(int, agree([*map(float, content or bytes(size))]))))
-    return received
+    return decode_value(bytes(map(int, agree([*map(float, content or bytes(size))])))) if size else None

@@ -11,12 +11,10 @@ from itertools import pairwise
 from math import inf, log2
 
 from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.loop.environment import Agree as Agree
 from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.rebalance.load import PaceReport, StepCurve
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
-
-Agree = Callable[[Sequence[float]], Sequence[float]]
-"""Returns the numbers of the first rank of a tensor-parallel group, given those of one of its ranks."""
 
 LEARNING_RATE = 0.1
 """Weight of one observation in a mean. Raise it to follow a machine whose speed changes, at the price of noise."""

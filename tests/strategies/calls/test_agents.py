@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from lightning_realloc.algorithms.base.generation_options import GenerationOptions
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.generation import Conversation, RolloutBudget, SamplingParams
 from tests.environments.guessing import Guessing, chat_model, chat_tokenizer
+from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.strategies import runs
+from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Outcome
 from tests.workers import WorkerPool
@@ -73,8 +75,12 @@ def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), matrix([("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")], ("grpo", "fsdp2"), ("ppo", "dp2"))
-)
+    ("name", "layout"),
+    matrix(
+        [("grpo", "dp2"), ("grpo", "fsdp2"), ("grpo", "tp2"), ("ppo", "dp2"), ("ppo", "tp2")],
+        ("grpo", "fsdp2"), ("grpo", "tp2"), ("ppo", "dp2"),
+    ),
+)  # fmt: skip
 def test_every_layout_gives_the_results_of_one_rank(workers: WorkerPool, name: str, layout: str) -> None:
     alone, together = run(workers, name, "dp1", 1), run(workers, name, layout, 2)
     assert together.tokens == alone.tokens
@@ -100,6 +106,28 @@ def test_other_modes_change_no_game(workers: WorkerPool, settings: dict[str, Any
         assert all(ours < theirs for ours, theirs in zip(other.rewards[0], plain.rewards[0], strict=True))
     else:
         assert other.rewards == plain.rewards
+
+
+def play_with_moves(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
+    """Return the outcome of two iterations, and the number of samples that moved in each."""
+    options = GenerationOptions(sample_reallocation=moves)
+    module = runs.RecordedGRPO(
+        chat_model(), reference=chat_model(1), tokenizer=chat_tokenizer(), sampling=SAMPLING, environment=Guessing,
+        conversation=BOUNDS, generation=options,
+    )  # fmt: skip
+    moved = Moved()
+    with moving(every=1, plan_balance=at_random):
+        outcome = runs.train(module, plan_of(module, "dp2"), 2, Games(), callbacks=[moved])  # type: ignore[arg-type]
+    return outcome, moved.counts
+
+
+def test_an_environment_stays_on_its_rank_when_its_sample_moves(workers: WorkerPool) -> None:
+    (stayed, _), (moved, counts) = (
+        workers.run(play_with_moves, moves, world_size=2, init_process_group=False)[0] for moves in (False, "all")
+    )
+    assert sum(counts) >= 1
+    assert all(step["environment_failures"] == 0.0 for step in moved.logged)
+    assert moved.tokens == stayed.tokens and moved.rewards == stayed.rewards
 
 
 @pytest.mark.parametrize("settings", [{}, {"strategy": {"generation_chunks": 2}}])
