@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -108,6 +109,8 @@ class Episode:
     """The environment; None where its state is not that of the last turn."""
     _lost: list[MessageEnvironment] = field(default_factory=list)
     """Environments whose last call failed or was abandoned; they are closed with the episode."""
+    _lost_s: float = 0.0
+    """Time of calls that failed or were abandoned."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -199,7 +202,7 @@ class Episode:
     async def _played(self, tokens: TurnTokens, *, is_last: bool) -> PlayedTurn:
         begin = time.monotonic()
         message = self._message(tokens)
-        result = await self._step(message)
+        result = await self._bounded_step(message, begin)
         seconds = time.monotonic() - begin
         if result.done or is_last:
             return PlayedTurn(message, result, None, seconds)
@@ -216,6 +219,21 @@ class Episode:
             before=options.text(tokens.before[-_MOST_BEFORE:]),
             end=options.text(own[len(own) - num_end :]),
         )
+
+    async def _bounded_step(self, message: Message, begin: float) -> StepResult:
+        """Return the environment's result within the deadline of the episode."""
+        deadline_s = self.options.bounds.episode_deadline_s
+        left_s = deadline_s - self._lost_s - sum(self.seconds)
+        try:
+            return await asyncio.wait_for(self._step(message), None if left_s == math.inf else max(left_s, 0.0))
+        except BaseException as error:
+            self._lost_s += time.monotonic() - begin
+            if isinstance(error, TimeoutError) and self._lost_s + sum(self.seconds) >= deadline_s:
+                raise GenerationError(
+                    f"the environment took longer than episode_deadline_s={deadline_s} for all answers of the episode; "
+                    f"bound the tools' own time, or raise Conversation(episode_deadline_s=...)"
+                ) from None
+            raise
 
     async def _step(self, message: Message) -> StepResult:
         environment = await self._revived()

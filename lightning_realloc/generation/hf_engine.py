@@ -248,11 +248,11 @@ def _batches(samples: Iterable[Sample], *, most: int, context: float, pads: bool
     for sample in samples:
         length = len(sample.sequence)
         is_alike = pads or longest_read == length
-        longest_read, longest_turn = max(longest_read, length), max(longest_turn, sample.room)
+        longest_read, longest_turn = max(longest_read, length), max(longest_turn, sample.turn_room)
         is_full = not batches or len(batches[-1]) == most or longest_read + longest_turn > context
         if is_full or not is_alike:
             batches.append([])
-            longest_read, longest_turn = length, sample.room
+            longest_read, longest_turn = length, sample.turn_room
         batches[-1].append(sample)
     return batches
 
@@ -295,7 +295,7 @@ def _config(params: SamplingParams, samples: Sequence[Sample]) -> GenerationConf
             "min_p": params.min_p or None,
         }  # fmt: skip
     return GenerationConfig(
-        max_new_tokens=max(sample.room for sample in samples),
+        max_new_tokens=max(sample.turn_room for sample in samples),
         eos_token_id=None,  # rows end by the criterion, which knows stop strings and limits too
         repetition_penalty=params.repetition_penalty,
         pad_token_id=0,

@@ -231,3 +231,20 @@ def test_nothing_is_left_open() -> None:
     assert opened
     episodes.close()
     assert opened == []
+
+
+class Late(Guessing):
+    """Takes a tenth of a second for each answer."""
+
+    async def step(self, message: Mapping[str, Any]) -> StepResult:  # type: ignore[override]
+        """Wait, and answer."""
+        await asyncio.sleep(0.1)
+        return super().step(message)
+
+
+def test_the_answers_of_an_episode_have_a_deadline_together() -> None:
+    episodes = Episodes(options(Late, max_turns=8, episode_deadline_s=0.25))
+    completions, columns = episodes.finish(generate(episodes, prompts(6)))
+    late = [(c, talk) for c, talk in zip(completions, _talks(columns), strict=True) if c.error]
+    assert late and all(c.finish_reason == "environment" and "episode_deadline_s=0.25" in str(c.error) for c, _ in late)
+    assert all(len(talk["rewards"]) == 2 for _, talk in late)  # a third answer would end after 0.3 s

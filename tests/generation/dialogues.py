@@ -39,10 +39,15 @@ class Told:
 
 
 def tell(
-    model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams, sample_id: int, environment: Environment
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    sample_id: int,
+    environment: Environment,
+    max_turn_tokens: int = 1000,
 ) -> Told:
     """Generate one response token by token, without a cache."""
-    told, turn = Told(), 1
+    told, turn, begin = Told(), 1, 0
     while not told.finish_reason:
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *told.token_ids]]), use_cache=False).logits[:, -1]
@@ -51,7 +56,8 @@ def tell(
         told.token_ids.append(int(token))
         told.logprobs.append(float(logprob))
         told.model_mask.append(True)
-        if told.token_ids[-1] in params.stop_token_ids:
+        is_cut = len(told.token_ids) - begin == max_turn_tokens and len(told.token_ids) < params.max_new_tokens
+        if told.token_ids[-1] in params.stop_token_ids or is_cut:
             answer = environment(Turn(sample_id, 0, tuple(prompt), tuple(told.token_ids), turn))
             if answer is None:
                 told.finish_reason = "stop"
@@ -61,7 +67,7 @@ def tell(
                 told.token_ids += answer
                 told.logprobs += [0.0] * len(answer)
                 told.model_mask += [False] * len(answer)
-                turn += 1
+                turn, begin = turn + 1, len(told.token_ids)
         elif len(told.token_ids) == params.max_new_tokens:
             told.finish_reason = "length"
     return told

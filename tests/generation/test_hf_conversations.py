@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
@@ -93,6 +93,12 @@ def test_lengths_end_a_turn_or_leave_no_room_for_an_answer() -> None:
     assert any(is_cut) and not all(is_cut), "some end before an answer that would leave no room"
     for index, one in enumerate(made):
         assert len(one.token_ids) <= limits[index // 2]
+
+
+def test_turns_are_cut_and_answered() -> None:
+    cut = both(by_sample, conversation=Conversation(max_turns=9, max_turn_tokens=3))
+    runs = [len(list(run)) for one in cut for chosen, run in groupby(one.model_mask) if chosen]
+    assert max(runs) == 3 and runs.count(3) > 3
 
 
 def test_no_turn_exceeds_the_models_context() -> None:

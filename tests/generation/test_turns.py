@@ -7,6 +7,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from tests.generation.dialogues import (
     engine_of,
     exact_model,
     expected,
+    tell,
     tool,
 )
 from tests.models import byte_tokenizer, tiny_model
@@ -57,6 +60,17 @@ def test_conversations_equal_those_of_the_reference_loop(
     for _ in range(1 + speculates):  # the second time with a history
         check_same(engine.generate(PROMPTS, params, environment=slow_tool, conversation=ENDLESS), expected(params))
     assert bool(engine.stats.accepted_tokens) == speculates
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_turn_of_too_many_tokens_is_cut_and_answered(speculates: bool) -> None:
+    params, model = replace(SAMPLED, n=1, stop_token_ids=STOPS[::2]), exact_model()
+    told = [tell(model, prompt, params, index, tool, max_turn_tokens=5) for index, prompt in enumerate(PROMPTS)]
+    turns = [len(list(run)) for one in told for chosen, run in groupby(one.model_mask) if chosen]
+    assert max(turns) == 5 > min(turns) and sum(length == 5 for length in turns) > 3
+    engine, bounds = engine_of(model, speculates=speculates), Conversation(max_turns=100, max_turn_tokens=5)
+    for _ in range(1 + speculates):  # the second time with a history
+        check_same(engine.generate(PROMPTS, params, environment=tool, conversation=bounds), told)
 
 
 @pytest.mark.parametrize(("family", "window"), [("mistral", 6), ("gpt2", None), ("qwen3", None)])

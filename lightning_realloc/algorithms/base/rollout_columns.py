@@ -27,13 +27,17 @@ from lightning_realloc.batch.samples import (
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.columns import CONVERSATION, FUNCTIONS, NUM_CALLS, SECONDS, TOOL_METRICS
 from lightning_realloc.environments.transcript import transcript
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
 from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.generation.loop.environment import OnFailure
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
 """Meanings of the numbers in a rollout's column ``finish_reason``."""
 _FAILURES = "reward_failures/"
+_LEARNED_FAILURES = "learned_failures"
+"""Column (B,) bool: responses that are learned although their environment failed."""
 
 
 class RowEnvironment:
@@ -137,6 +141,8 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
     talked: Mapping[str, Column] = {}
     if dialogue is not None:
         completions, talked = dialogue.finish(completions)
+        completions, failures = _settled_failures(completions, dialogue.conversation.on_failure)
+        talked = {**talked, **failures}
     return Samples(
         prompts.ids,
         {
@@ -152,6 +158,26 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
             **talked,
         },
     )
+
+
+def _settled_failures(
+    completions: Sequence[Completion], on_failure: OnFailure
+) -> tuple[Sequence[Completion], dict[str, Column]]:
+    """Return the completions with failures of environments as the setting has them; learned ones are in a column.
+
+    Raises:
+        GenerationError: for a failure that ends the run.
+    """
+    failed = [completion.finish_reason == "environment" for completion in completions]
+    if on_failure == "drop":
+        return completions, {}
+    if on_failure == "raise" and any(failed):
+        first = completions[failed.index(True)]
+        raise GenerationError(
+            f"the environment of sample {first.sample_id} failed, and on_failure='raise' ends the run: {first.error}"
+        )
+    learned = [replace(c, finish_reason="stop") if f else c for c, f in zip(completions, failed, strict=True)]
+    return learned, {_LEARNED_FAILURES: torch.tensor(failed, dtype=torch.bool)}
 
 
 def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[str, Column]:
@@ -269,7 +295,10 @@ def response_summary(samples: Samples) -> dict[str, Tensor]:
     if "num_turns" in samples:
         summary["turns"] = samples.tensor("num_turns").float().mean()
         summary["ended_by_environment"] = samples.tensor("ended_by_environment").float().mean()
-        summary["environment_failures"] = (reasons == FINISH_REASONS.index("environment")).float().mean()
+        failed = environment_failed(samples)
+        if _LEARNED_FAILURES in samples:
+            failed = samples.tensor(_LEARNED_FAILURES)
+        summary["environment_failures"] = failed.float().mean()
     if NUM_CALLS in samples:
         summary["tool_calls"] = samples.tensor(NUM_CALLS).float().mean()
         summary["environment_s"] = samples.tensor(SECONDS).mean()

@@ -74,6 +74,8 @@ class Sample:
     error: str | None = None
     prompt_index: int = -1
     """Index of the prompt in the call that started the response; by default ``prompt_number``."""
+    max_turn_tokens: int | None = None
+    """Most tokens of a turn of the model; None: as many as the response."""
 
     def __post_init__(self) -> None:
         if self.prompt_index < 0:
@@ -98,6 +100,13 @@ class Sample:
     def room(self) -> int:
         """Most further tokens of the response."""
         return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def turn_room(self) -> int:
+        """Most further tokens of the turn."""
+        if self.max_turn_tokens is None:
+            return self.room
+        return min(self.room, self.max_turn_tokens - (len(self.token_ids) - self.turn_begin))
 
     @property
     def is_full(self) -> bool:
@@ -217,8 +226,8 @@ class StopRule:
         """Set the finish reason if the sample's last token ends its turn; return whether it does."""
         if sample.last_token in self.token_ids or (self._strings and self._ends_a_string(sample)):
             sample.finish_reason = "stop"
-        elif sample.is_full:
-            sample.finish_reason = "length"
+        elif sample.turn_room <= 0:
+            sample.finish_reason = "length" if sample.is_full else "stop"
         return sample.finish_reason is not None
 
     def take(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
@@ -226,7 +235,7 @@ class StopRule:
         if not self._strings:  # stop tokens can be found without decoding
             count = len(tokens)
             if count > 1:
-                count = min(count, sample.max_new_tokens - len(sample.token_ids))
+                count = min(count, sample.turn_room)
                 count = next((i + 1 for i in range(count) if tokens[i] in self.token_ids), count)
                 tokens, logprobs = tokens[:count], logprobs[:count]
             sample.grow(tokens, logprobs)

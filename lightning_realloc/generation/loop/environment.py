@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import GenerationError, require_choice
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import FinishReason, Sample
@@ -30,6 +30,8 @@ from lightning_realloc.setting_hints import suggest_settings
 _log = logging.getLogger(__name__)
 Agree = Callable[[Sequence[float]], Sequence[float]]
 """Takes numbers of this rank, and returns those of the first rank of its tensor-parallel group."""
+OnFailure = Literal["drop", "learn", "raise"]
+"""Fate of responses whose environment failed."""
 EVENT_LOOP = EventLoop("environments")
 """Where the environments of all calls of this process run."""
 
@@ -77,15 +79,26 @@ class Conversation:
     """Most seconds for one answer of the environment."""
     max_concurrent: int = 256
     """Most answers of a rank that are computed at a time; further turns wait, without a deadline until then."""
+    max_turn_tokens: int | None = None
+    """Most tokens of a turn of the model, after which the environment is asked; None: as many as the response."""
+    episode_deadline_s: float = math.inf
+    """Most seconds for all answers of an environment of messages in one response."""
     retries: int = 1
     """Times that an environment is asked again after it raised, within the same deadline."""
+    on_failure: OnFailure = "drop"
+    """For a response whose environment failed: ``"drop"`` leaves it out of losses and means, ``"learn"`` rewards and
+    learns it as far as it came, ``"raise"`` ends the run."""
 
     def __post_init__(self) -> None:
         check_counts(max_turns=self.max_turns, max_concurrent=self.max_concurrent)
         check_counts(least=0, retries=self.retries)
-        check_kind("deadline_s", self.deadline_s, Real, "a number")
-        if not self.deadline_s > 0:
-            raise GenerationError(f"deadline_s={self.deadline_s} must be positive; use math.inf to wait for ever")
+        check_counts(optional=True, max_turn_tokens=self.max_turn_tokens)
+        require_choice("on_failure", self.on_failure, get_args(OnFailure), GenerationError)
+        for name in ("deadline_s", "episode_deadline_s"):
+            seconds = getattr(self, name)
+            check_kind(name, seconds, Real, "a number")
+            if not seconds > 0:
+                raise GenerationError(f"{name}={seconds} must be positive; use math.inf to wait for ever")
 
 
 @dataclass(frozen=True, slots=True)

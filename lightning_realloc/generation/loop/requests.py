@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -83,13 +83,15 @@ class Requests:
             "one for each prompt",
         )
         samples = []
+        most = None if self.conversation is None else self.conversation.max_turn_tokens
         for index, given in enumerate(self.prompts):
             prompt = self._check_prompt(f"prompt {index}", given)
             limit = self._limit(index, len(prompt.token_ids), limits, cut, n)
             for sample_id in ids[index * n : (index + 1) * n]:
-                samples.append(Sample(sample_id, index, prompt, limit, sample_key(self.params.seed, sample_id)))
+                key = sample_key(self.params.seed, sample_id)
+                samples.append(Sample(sample_id, index, prompt, limit, key, max_turn_tokens=most))
         for index, completion in enumerate(self.resume, start=len(self.prompts)):
-            samples.append(self._resumed(index, completion, limits, cut))
+            samples.append(replace(self._resumed(index, completion, limits, cut), max_turn_tokens=most))
         for name, count in cut.items():
             _log.warning(
                 "%d of %d samples have room for fewer than their max_new_tokens: %s ends them earlier; shorten their "

@@ -129,8 +129,8 @@ def _connect(
 def _request(index: int, sample: Sample, params: SamplingParams) -> TokenRequest:
     # With the seed of an earlier turn, vLLM would draw by the same random numbers again.
     key = sample.key if sample.turn == 1 else stream_key(sample.key, sample.turn)
-    num_early = min(max(params.min_new_tokens - len(sample.token_ids), 0), sample.room)
-    return TokenRequest(index, tuple(sample.sequence), sample.room, num_early, key % (1 << 63))
+    num_early = min(max(params.min_new_tokens - len(sample.token_ids), 0), sample.turn_room)
+    return TokenRequest(index, tuple(sample.sequence), sample.turn_room, num_early, key % (1 << 63))
 
 
 def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from tests.strategies import runs
 from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.calls.test_speculation import ALGORITHMS, plan_of
 from tests.strategies.runs import Batches, Outcome
-from tests.workers import WorkerPool
+from tests.workers import WorkerFailure, WorkerPool
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=32, stop_token_ids=tuple(range(80, 128)))
 """A turn has three tokens on average."""
@@ -141,6 +142,31 @@ def test_conversations_continue_on_the_rank_that_receives_their_sample(
     assert all(step["environment_failures"] == 0.0 for step in moved.logged)
     assert moved.tokens == stayed.tokens
     assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
+
+
+def rewards_and_failures(workers: WorkerPool, on_failure: Any) -> tuple[list[float], float]:
+    """Return the rewards of the first iteration, and the share of its environments that failed."""
+    bounds = Conversation(deadline_s=1.0, on_failure=on_failure, retries=0)
+    outcome = run(workers, "grpo", "dp1", 1, environment=out_of_order, conversation=bounds)
+    return outcome.rewards[0], outcome.logged[0]["environment_failures"]
+
+
+def out_of_order(turn: Turn) -> list[int] | None:
+    """Raise for every third sample."""
+    if turn.sample_id % 3 == 0:
+        raise RuntimeError("out of order")
+    return tool(turn)
+
+
+def test_failures_of_environments_are_left_out_learned_or_end_the_run(workers: WorkerPool) -> None:
+    dropped, share = rewards_and_failures(workers, "drop")
+    learned, same = rewards_and_failures(workers, "learn")
+    assert share == same > 0.2
+    assert sum(map(math.isnan, dropped)) == round(share * len(dropped))
+    assert not any(map(math.isnan, learned))
+    assert all(math.isnan(ours) or ours == theirs for ours, theirs in zip(dropped, learned, strict=True))
+    with pytest.raises(WorkerFailure, match="failed, and on_failure='raise' ends the run: the environment raised Runt"):
+        rewards_and_failures(workers, "raise")
 
 
 def test_tools_that_raise_or_hang_end_only_their_own_samples(workers: WorkerPool) -> None:
