@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_realloc import cli
 from tests.command_lines import run_lines as _run
+from tests.matrices import few_and_more, matrix
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.scripts import Script
 from tests.workers import WorkerPool
@@ -295,7 +296,7 @@ ROWS: dict[str, tuple[str, list[dict[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", list(ROWS))
+@pytest.mark.parametrize("algorithm", matrix(ROWS, "DPO"))
 def test_dpo_and_sft_fit_validate_test_and_predict(workers: WorkerPool, folder: Path, algorithm: str) -> None:
     module, rows = ROWS[algorithm]
     (folder / f"{algorithm}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -444,13 +445,10 @@ MISTAKES = [
         "error: calls.actor.train: unknown layout 'tpp2'",
     ),
     ("--trainer.strategy.plan", '{"calls": {"actor.train": {"layout": "tp2", "mode": 1}}}', "has no option 'mode'"),
-    ("--trainer.strategy.plan", '{"layouts": {}}', "an execution plan has the key 'calls'"),
     ("--trainer.strategy.plan", '{"calls": {"actor.train": "fsdp1"}}', "error: the plan gives no layout for"),
     ("--trainer.strategy.plan", "nowhere.yaml", "error: plan file nowhere.yaml"),
-    ("--trainer.strategy.plann", "static", "Option 'plann' is not accepted"),
     ("--trainer.strategy.plann", "static", "ReallocStrategy has no setting plann; did you mean plan=?"),
     ("--model.speculation", '{"draftr": "ngram"}', "; Speculation has no setting draftr; did you mean drafter=?\n"),
-    ("--trainer.strategy.devices", "2", "here it is Lightning's Trainer(devices=...)"),
     ("--model.speculation", '{"method": "ngram"}', "Speculation has no setting method; here it is drafter="),
     ("--trainer.callbacks+", '{"class_path": "tests.test_cli.make_callback", "init_args": {"evry": 1}}', "'evry'"),
     ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
@@ -461,6 +459,34 @@ MISTAKES = [
         "loss_average is a setting of GRPO or PPO or RLOO; write it under the init",
     ),
     ("--model.policy_loss.clip_high", "0.3", "clip_high is here policy_loss=Clip(high=...) or Cispo(high=...)"),
+    ("--model.rollout_budget.tokens", "9", "here it is generation=GenerationOptions(rollout_budget=...)"),
+    ("--model.generation.engine", "hf", "GenerationOptions has no setting engine; here it is a setting of the algor"),
+    ("--trainer.rollout_budget", "9", "rollout_budget is here generation=GenerationOptions(rollout_budget=...)"),
+    ("--config", "earlier.yaml", "here it is generation=GenerationOptions(sample_reallocation=...)"),
+    ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
+    ("--model.sampling.max_tokens", "7", "SamplingParams has no setting max_tokens; here it is max_new_tokens="),
+    ("--model.sampling.top_p", "7", "error: top_p=7.0 must lie in (0, 1]"),
+    ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
+    ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere' (there is no folder 'nowhere'"),
+    ("--model.actor", "x" * 300, "error: no tokenizer could be loaded from 'xxx"),
+    ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),
+    ("--data.batch_size", "99", "error: batch_size=99"),
+    ("--trainer.precision", "16-true", "error: precision='16-true' cannot be used with strategy='realloc'"),
+    ("--trainer.devices", "-1", "error: trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
+    ("--trainer.strategy.plan", "heuristics", "error: plan='heuristics' is neither 'heuristic' nor 'static'"),
+    ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),
+    ("--model", "lightning_realloc.rewards.pooled.PooledReward", "did you mean lightning_realloc.rewards.PooledReward"),
+    ("--model.reward", OLD_PENALTY, "OverlongPenalty has no setting max_tokens; did you mean max_length=?"),
+    ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
+    ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
+    ("--config", "nowhere.yaml", 'Parser key "config"'),
+    ("--config", "wrong_steps.yaml", "option 'trainer.max_stepz'; did you mean trainer.max_steps"),
+    ("--config", "wrong_plan.yaml", "plan is a setting of ReallocStrategy; write it under"),
+]
+MORE_MISTAKES = [
+    ("--trainer.strategy.plan", '{"layouts": {}}', "an execution plan has the key 'calls'"),
+    ("--trainer.strategy.plann", "static", "Option 'plann' is not accepted"),
+    ("--trainer.strategy.devices", "2", "here it is Lightning's Trainer(devices=...)"),
     (
         "--model.policy_loss",
         '{"class_path": "Clip", "init_args": {"clip_low": 0.1}}',
@@ -472,53 +498,34 @@ MISTAKES = [
         "9",
         "GRPO has no setting max_cache_bytes; here it is generation=GenerationOptions(max_",
     ),
-    ("--model.rollout_budget.tokens", "9", "here it is generation=GenerationOptions(rollout_budget=...)"),
-    ("--model.generation.engine", "hf", "GenerationOptions has no setting engine; here it is a setting of the algor"),
     ("--max_cache_bytes", "9", "max_cache_bytes is here generation=GenerationOptions(max_cache_bytes=...)"),
-    ("--trainer.rollout_budget", "9", "rollout_budget is here generation=GenerationOptions(rollout_budget=...)"),
-    ("--config", "earlier.yaml", "here it is generation=GenerationOptions(sample_reallocation=...)"),
-    ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
     ("--model.sampling.max_tokens", "7", "Option 'max_tokens' is not accepted"),
-    ("--model.sampling.max_tokens", "7", "SamplingParams has no setting max_tokens; here it is max_new_tokens="),
     ("--model.num_generations", "7", "GRPO has no setting num_generations; here it is sampling=SamplingParams(n=...)"),
     (
         "--data.max_prompt_length",
         "7",
         "has no setting max_prompt_length; here it is max_prompt_tokens=",
     ),
-    ("--model.sampling.top_p", "7", "error: top_p=7.0 must lie in (0, 1]"),
     ("--model.sampling.n", "1", "error: sampling.n=1: a group needs 2 or more"),
     ("--model.train_options.num_epochs", "0", "error: num_epochs=0 must be a whole number, at least 1"),
-    ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
-    ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere' (there is no folder 'nowhere'"),
-    ("--model.actor", "x" * 300, "error: no tokenizer could be loaded from 'xxx"),
-    ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),
-    ("--data.batch_size", "99", "error: batch_size=99"),
-    ("--trainer.precision", "16-true", "error: precision='16-true' cannot be used with strategy='realloc'"),
     ("--trainer.precision", "64-true", "error: precision='64-true' cannot be used with strategy='realloc'"),
-    ("--trainer.devices", "-1", "error: trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
     ("--trainer.strategy", "null", "error: trainer: You selected an invalid strategy name: `strategy='null'`"),
     ("--trainer.accelerator", "no", "error: trainer: You selected an invalid accelerator name"),
-    ("--trainer.strategy.plan", "heuristics", "error: plan='heuristics' is neither 'heuristic' nor 'static'"),
     ("--trainer.strategy.overlap", "always", "overlap"),
-    ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),
     ("--model", "lightning_realloc.SFTT", "there is no class lightning_realloc.SFTT: did you mean SFT"),
-    ("--model", "lightning_realloc.rewards.pooled.PooledReward", "did you mean lightning_realloc.rewards.PooledReward"),
     ("--trainer.callbacks", "lightning_realloc.SampleTable", "did you mean RolloutTable"),
     ("--trainer.strategy.start_method", "spawn", "here it is launcher="),
-    ("--model.reward", OLD_PENALTY, "OverlongPenalty has no setting max_tokens; did you mean max_length=?"),
-    ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
-    ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
-    ("--config", "nowhere.yaml", 'Parser key "config"'),
-    ("--config", "wrong_steps.yaml", "option 'trainer.max_stepz'; did you mean trainer.max_steps"),
-    ("--config", "wrong_plan.yaml", "plan is a setting of ReallocStrategy; write it under"),
 ]
+"""Mistakes that are found where those above are."""
 
 
-def test_a_mistake_is_reported_with_its_key_and_without_a_traceback(workers: WorkerPool, folder: Path) -> None:
-    outcomes = _run(workers, folder, *([*FIT, key, value] for key, value, _ in MISTAKES))
+@few_and_more(MISTAKES, MORE_MISTAKES)
+def test_a_mistake_is_reported_with_its_key_and_without_a_traceback(
+    workers: WorkerPool, folder: Path, cases: list[tuple[str, str, str]]
+) -> None:
+    outcomes = _run(workers, folder, *([*FIT, key, value] for key, value, _ in cases))
 
-    for (key, value, message), outcome in zip(MISTAKES, outcomes, strict=True):
+    for (key, value, message), outcome in zip(cases, outcomes, strict=True):
         assert outcome.code == 2, (key, value, outcome)
         assert message in outcome.errors, (key, value, outcome.errors)
         hints = ("has no setting", "there is no class")

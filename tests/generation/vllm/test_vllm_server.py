@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
     """A server that runs for one test."""
     with StandIn(tmp_path_factory.mktemp("served")) as made:
-        thread = threading.Thread(target=made.serve_forever, daemon=True)
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield made
         made.shutdown()
@@ -229,7 +229,7 @@ class Raw(StandIn):
 def test_answers_that_are_not_vllms_are_a_lost_engine(raw: tuple[bytes, ...], message: str, tmp_path: Path) -> None:
     with Raw(tmp_path) as server:
         server.raw = raw
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         with pytest.raises(EngineLost, match=message):
             engine_of(server, timeout_s=1.0).generate([[5]], GREEDY)
