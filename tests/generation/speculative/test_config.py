@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import GenerationEngine, Speculation
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.speculative.config import DrafterName
 from tests.generation.markov import VOCABULARY, target
 from tests.generation.speculative.drafters import RandomDrafter
@@ -22,7 +22,8 @@ def test_adaptive_rejection_refuses_a_drafter_that_anticipates() -> None:
 
     for depth, verification in ((3, "reject"), (None, "match")):
         speculation = Speculation(drafter="none", verification=verification, num_draft_tokens=depth)  # type: ignore[arg-type]
-        GenerationEngine(target(), speculation=speculation, drafter=Anticipating(VOCABULARY)).generate([[5]])
+        engine = GenerationEngine(target(), speculation=speculation, drafter=Anticipating(VOCABULARY))
+        engine.generate([[5]], SamplingParams(max_new_tokens=4))
     adaptive = Speculation(drafter="none", verification="reject")
     engine = GenerationEngine(target(), speculation=adaptive, drafter=Anticipating(VOCABULARY))
     with pytest.raises(GenerationError, match=r"that of Anticipating may, by anticipates=True; use verification='mat"):

@@ -87,14 +87,14 @@ def test_control_characters_of_a_terminal_do_not_reach_it(tmp_path: Path) -> Non
 def test_a_huge_cell_is_cut_and_the_rest_is_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     write_table(
-        _log(folder) / "rollouts.csv", [{"prompt": "x" * 100_000_000, "reward": 1}, {"prompt": "y", "reward": 2}]
+        _log(folder) / "rollouts.csv", [{"prompt": "x" * 10_000_000, "reward": 1}, {"prompt": "y", "reward": 2}]
     )
 
     data = content_of(folder)
 
     (_, short), (_, long) = table_of(data, "rollouts", "rollouts")["rows"]
     assert short == "y"
-    assert long == f"{'x' * MAX_CELL_CHARACTERS}… (100,000,000 characters)"
+    assert long == f"{'x' * MAX_CELL_CHARACTERS}… (10,000,000 characters)"
     assert data["problems"] == []
 
 

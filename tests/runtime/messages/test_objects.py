@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ def _gather(sizes: list[int]) -> tuple[list[Any], list[Any] | None]:
     return everyone, gather_objects(rank, group) if rank in (1, 3) else None
 
 
+def _gather_all(cases: Sequence[list[int]]) -> list[tuple[list[Any], list[Any] | None]]:
+    return [_gather(sizes) for sizes in cases]
+
+
 def test_values_of_any_length_arrive_in_the_order_of_ranks(workers: WorkerPool) -> None:
-    for sizes in ([0, 0, 0, 0], [0, 10_000, 1, 0], [4000, 4088, 4089, 4096], [100_000, 5, 200_000, 70_000]):
+    cases = ([0, 0, 0, 0], [0, 10_000, 1, 0], [4000, 4088, 4089, 4096], [100_000, 5, 200_000, 70_000])
+    for sizes, answers in zip(cases, zip(*workers.run(_gather_all, cases), strict=True), strict=True):
         expected = [(rank, "x" * size, torch.bfloat16) for rank, size in enumerate(sizes)]
-        answers = workers.run(_gather, sizes)
         assert [everyone for everyone, _ in answers] == [expected] * 4
         assert answers[1][1] == [3, 1]
 

@@ -31,6 +31,7 @@ from lightning_realloc.strategies.checkpoints.folders import (
     replace_folder,
     writer_name,
 )
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import Part, contents, differences, run_parts, save_without_room
 from tests.strategies.checkpoints.stored_folders import content_of, make_checkpoint
@@ -242,17 +243,19 @@ def test_a_kill_while_removing_leaves_no_half_checkpoint(tmp_path: Path) -> None
 
 
 # ---- disks
-def test_a_write_error_names_the_disk_and_leaves_earlier_checkpoints(workers: WorkerPool, tmp_path: Path) -> None:
-    for limits in ({0: 20_000, 1: 20_000}, {1: 20_000}, {0: 100}):
-        folder = tmp_path / f"{len(limits)}-{min(limits)}" / "run.ckpt"
-        answers = workers.run(save_without_room, folder, 2, limits, world_size=2, init_process_group=False)
+@pytest.mark.parametrize("limits", matrix([{0: 20_000, 1: 20_000}, {1: 20_000}, {0: 100}], {1: 20_000}), ids=str)
+def test_a_write_error_names_the_disk_and_leaves_earlier_checkpoints(
+    workers: WorkerPool, tmp_path: Path, limits: dict[int, int]
+) -> None:
+    folder = tmp_path / "run.ckpt"
+    answers = workers.run(save_without_room, folder, 2, limits, world_size=2, init_process_group=False)
 
-        assert answers[0] == answers[1] and len(answers[0]) == 2
-        for refusal, path in zip(answers[0], (folder, folder.with_name("new.ckpt")), strict=True):
-            assert refusal.startswith(f"{path} cannot be written: File too large; its tensors need "), refusal
-            assert "and the disk at /" in refusal and "save_top_k" in refusal
-        assert [path.name for path in folder.parent.iterdir()] == ["run.ckpt"]
-        assert differences(contents(folder), contents(folder)) == {}
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+    for refusal, path in zip(answers[0], (folder, folder.with_name("new.ckpt")), strict=True):
+        assert refusal.startswith(f"{path} cannot be written: File too large; its tensors need "), refusal
+        assert "and the disk at /" in refusal and "save_top_k" in refusal
+    assert [path.name for path in folder.parent.iterdir()] == ["run.ckpt"]
+    assert differences(contents(folder), contents(folder)) == {}
 
 
 @pytest.mark.parametrize(("error", "cause", "names_disk"), [

@@ -217,7 +217,7 @@ def _cases(draw: st.DrawFn) -> tuple[int, dict[str, Layout], int, int]:
     return world_size, layouts, draw(st.integers(2, 6)), draw(st.sampled_from((1, 2, 4)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_cases())
 def test_every_rank_receives_its_inputs_exactly_once(case: tuple[int, dict[str, Layout], int, int]) -> None:
     world_size, layouts, num_prompts, num_chunks = case

@@ -51,7 +51,7 @@ def fitting(role: RoleMemory, layout: Layout) -> Layout:
 
 
 @given(role=ROLES, source=layouts(), target=layouts())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_traffic_equals_the_elements_that_the_planner_moves(role: RoleMemory, source: Layout, target: Layout) -> None:
     before, after = (ModelLayout(role.model, fitting(role, layout)) for layout in (source, target))
     plan = plan_reallocation(before, after, CLUSTER, element_bytes=1)
