@@ -30,6 +30,7 @@ from lightning_realloc.generation.engine_parts import (
     build_graphs,
     build_rebalancer,
     check_parts,
+    num_kept_slots,
 )
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, check_invariant
@@ -45,7 +46,8 @@ from lightning_realloc.generation.loop.environment import (
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
 from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
-from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
+from lightning_realloc.generation.schedule.scheduler import Scheduler
+from lightning_realloc.generation.schedule.slot_plan import Prompt
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
 from lightning_realloc.runtime.messages.mailbox import PROBE_INTERVAL_S
 from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
@@ -73,7 +75,8 @@ class GenerationEngine(Engine):
     Args:
         model: A causal language model. Nothing of it is copied, except packed weights during a call.
         tokenizer: Its end-of-sequence token ends responses, as the model's does; stop strings need it.
-        max_slots: Samples that run at a time.
+        max_slots: Samples that run at a time. With an ``environment``, as many further ones keep their keys and values
+            while they wait for its answer; beyond these, waiting samples are read again after it.
         max_length: Most tokens of prompt and response together; None: the model's context.
         lockstep: For models whose forward is collective. Called before every step with whether this rank has work; it
             returns whether any rank has. A rank without work then runs a dummy token.
@@ -214,10 +217,17 @@ class GenerationEngine(Engine):
         check_supported(self._model, max_length=longest)
         num_own = max(1, len(samples))
         num_slots = min(self._max_slots, num_own) if self._rebalancer is None else self._max_slots
+        num_kept = 0 if conversations is None else num_kept_slots(self._cache, num_slots, num_own)
         kind = BatchInvariantRunner if self._batch_invariant else ModelRunner
-        num_first = min(num_slots, num_own)
-        executor = kind(self._model, self._cache, num_slots=num_first, longest=longest, graphs=self._graphs)
-        scheduler = self._scheduler(waiting, samples, executor, num_slots)
+        executor = kind(
+            self._model,
+            self._cache,
+            num_slots=min(num_slots, num_own),
+            longest=longest,
+            most_slots=num_slots + num_kept,
+            graphs=self._graphs,
+        )
+        scheduler = self._scheduler(waiting, samples, executor, num_slots, num_kept)
         max_pause_s = math.inf if self._agree is None else MAX_GROUP_PAUSE_S
         if self._lockstep is not None:
             max_pause_s = 0.0
@@ -264,12 +274,17 @@ class GenerationEngine(Engine):
         return packed_linears(self._model, num_steps=num_steps)
 
     def _scheduler(
-        self, waiting: Sequence[Prompt], samples: Sequence[Sample], executor: StepExecutor, num_slots: int
+        self,
+        waiting: Sequence[Prompt],
+        samples: Sequence[Sample],
+        executor: StepExecutor,
+        num_slots: int,
+        num_kept: int,
     ) -> Scheduler:
         cache, most = self._cache, self._max_prefill_tokens
         if isinstance(cache, SlotCache):
             self._decoding.follower.share_cache(cache)
-            return Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=most)
+            return Scheduler(waiting, num_slots=num_slots, num_kept=num_kept, max_prefill_tokens=most)
         cache.forget_shapes()
         if self._lockstep is not None:
             self._lockstep(True)  # all ranks run this forward, too, unless one of them has failed
@@ -279,10 +294,10 @@ class GenerationEngine(Engine):
         self._decoding.follower.share_cache(cache)
         lengths, group = [sample.max_length for sample in samples], tensor_parallel_group(self._model)
         may_grow = self._rebalancer is not None
-        tables = cache.lay_out(lengths, num_slots=num_slots, may_grow=may_grow, tp_group=group)
+        tables = cache.lay_out(lengths, num_slots=num_slots + num_kept, may_grow=may_grow, tp_group=group)
         return PagedScheduler(
-            waiting, samples=samples, tables=tables, num_slots=num_slots, num_ahead=self._decoding.max_ahead,
-            max_prefill_tokens=most,
+            waiting, samples=samples, tables=tables, num_slots=num_slots, num_kept=num_kept,
+            num_ahead=self._decoding.max_ahead, max_prefill_tokens=most,
         )  # fmt: skip
 
     def _budget(self, tokens: int | None, seconds: float | None, may_stop: Callable[[], bool]) -> Budget:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import CapturableCache, SlotCache
+from lightning_realloc.generation.cache.kv_cache import CapturableCache, KVCache, SlotCache
 from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.forward.batch_invariant import TileGraphs
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 
 CudaGraphs = bool | Literal["collective"]
 """Steps that are captured: False, none; True, those of one rank; ``"collective"``, those of tensor parallelism, too."""
+
+
+def num_kept_slots(cache: KVCache, num_slots: int, num_samples: int) -> int:
+    """Return how many samples, besides those that run, may keep slots while they wait for their environment.
+
+    Pages are bounded by themselves; slots with room for the longest sequence are doubled at most, as the forecast of
+    memory counts them.
+    """
+    waiting = max(0, num_samples - num_slots)
+    return min(waiting, num_slots) if isinstance(cache, SlotCache) else waiting
 
 
 def build_graphs(

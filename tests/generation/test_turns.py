@@ -116,7 +116,9 @@ def test_earlier_turns_of_a_conversation_are_not_prefilled_again() -> None:
     assert engine.stats.num_steps == engine.stats.generated_tokens == told.model_mask.count(True)
 
 
-def test_a_slow_tool_does_not_stop_the_batch() -> None:
+@pytest.mark.parametrize("max_cache_bytes", [None, 200_000])
+@pytest.mark.parametrize("num_slots", [1, 16])
+def test_a_slow_tool_does_not_stop_the_batch(num_slots: int, max_cache_bytes: int | None) -> None:
     released = threading.Event()
 
     def environment(turn: Turn) -> list[int] | None:
@@ -127,7 +129,7 @@ def test_a_slow_tool_does_not_stop_the_batch() -> None:
 
     params = SamplingParams(max_new_tokens=40, stop_token_ids=tuple(range(100)))
     # Stops are so common that the first turn ends within a few tokens; its answer waits for the other sample's turn.
-    first, second = engine_of(exact_model()).generate(
+    first, second = engine_of(exact_model(), max_slots=num_slots, max_cache_bytes=max_cache_bytes).generate(
         [[5], [6, 6]], params, environment=environment, conversation=Conversation(max_turns=2), sample_ids=[0, 1]
     )
     assert first.finish_reason == second.finish_reason == "stop"
@@ -252,7 +254,7 @@ def test_an_answer_after_its_deadline_is_ignored() -> None:
 
     params = SamplingParams(max_new_tokens=30, stop_token_ids=tuple(range(128)))
     settings = Conversation(max_turns=3, deadline_s=1.0)
-    # With one slot the second sample begins once the first one's deadline gave it up.
+    # With one slot the second sample begins while the first one waits.
     late, other = engine_of(exact_model(), max_slots=1, wall_clock=lambda: seconds[0]).generate(
         [[9]] * 2, params, environment=environment, conversation=settings
     )

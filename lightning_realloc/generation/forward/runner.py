@@ -33,7 +33,9 @@ class ModelRunner(StepExecutor):
     Rejected tokens need no rollback: positions after a sample's last token are masked, and overwritten later.
 
     Args:
+        num_slots: Slots to begin with.
         longest: Most positions that a slot will ever need.
+        most_slots: Most slots that will ever be needed; None: unknown.
         graphs: Replays steps that read no prompts, or tiles; None: nothing is replayed.
     """
 
@@ -44,6 +46,7 @@ class ModelRunner(StepExecutor):
         *,
         num_slots: int,
         longest: int,
+        most_slots: int | None = None,
         graphs: CapturedForwards[Any] | None = None,
     ) -> None:
         self.cache = cache
@@ -51,6 +54,7 @@ class ModelRunner(StepExecutor):
         self._device = next(model.parameters()).device
         self._num_slots = num_slots
         self._longest = longest
+        self._most_slots = most_slots
         self._graphs: Any = graphs if graphs is not None and graphs.begin() else None
         self._rule: DrawRule | None = None
         self._submitted: tuple[ForwardStep, Tensor] | None = None
@@ -141,7 +145,8 @@ class ModelRunner(StepExecutor):
 
     def make_room(self, length: int, num_slots: int = 0) -> None:
         if num_slots > self._num_slots:
-            self._num_slots = max(num_slots, self._num_slots * 3 // 2)
+            grown = self._num_slots * 3 // 2
+            self._num_slots = max(num_slots, grown if self._most_slots is None else min(grown, self._most_slots))
         spare = int(self.replays_steps)  # a position for a graph's padding
         self.cache.make_room(self._num_slots, length + spare, longest=self._longest + spare)
 

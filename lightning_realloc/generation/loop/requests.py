@@ -20,7 +20,7 @@ from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.params import SamplingParams, check_kind, is_of_kind
 from lightning_realloc.generation.core.sample import Completion, Sample
 from lightning_realloc.generation.loop.environment import Conversation, Environment
-from lightning_realloc.generation.schedule.scheduler import Prompt
+from lightning_realloc.generation.schedule.slot_plan import Prompt
 
 _log = logging.getLogger(__name__)
 

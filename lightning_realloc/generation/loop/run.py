@@ -21,10 +21,11 @@ from lightning_realloc.generation.core.params import SamplingParams, check_kind
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import FinishReason, Sample, StopRule
 from lightning_realloc.generation.core.step import Emitted, ForwardStep, PrefillChunk, StepExecutor, decode_rows
-from lightning_realloc.generation.schedule.scheduler import Admission, Move, Prompt, Scheduler, Step, Swap
+from lightning_realloc.generation.schedule.slot_plan import Admission, Move, Prompt, Step, Swap
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.loop.environment import Conversations
+    from lightning_realloc.generation.schedule.scheduler import Scheduler
 
 DIVERGED = "the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for float16"
 
@@ -55,7 +56,7 @@ class GenerationStats:
     planning_s: float = 0.0
     """Seconds of choosing how many tokens to draft."""
     num_preemptions: int = 0
-    """Times that a sample gave its pages back; its tokens then count in ``prefill_tokens`` again."""
+    """Times that a sample gave its slot or pages back; its tokens then count in ``prefill_tokens`` again."""
     capture_s: float = 0.0
     """Seconds of capturing steps as CUDA graphs, with the compilation of their blocks."""
     shared_prefill_tokens: int = 0
@@ -145,7 +146,7 @@ class GenerationRun:
 
     def __enter__(self) -> None:
         with ExitStack() as session:
-            rule = self.decoding.begin(self.samples, self._params, self.scheduler.num_slots)
+            rule = self.decoding.begin(self.samples, self._params, self.scheduler.most_slots)
             session.push(lambda kind, *_: self.decoding.end(has_failed=kind is not None))
             self.executor.begin(self._params, rule)
             session.push(lambda kind, *_: self.executor.end(has_failed=kind is not None))
@@ -288,7 +289,7 @@ class GenerationRun:
         index = self.scheduler.slots[slot]
         assert index is not None, f"slot {slot} ended a turn and has no sample"
         if sample.finish_reason == "stop" and self._ask(index, sample):
-            self.scheduler.park(slot)
+            self.scheduler.park(slot, sample.num_read)
         else:
             self.scheduler.finish(slot)
             self._end(sample)
@@ -331,8 +332,7 @@ class GenerationRun:
     def _finish_waiting(self, index: int, reason: FinishReason) -> None:
         sample = self.samples[index]
         sample.finish_reason = reason
-        if self.scheduler.is_parked(index):
-            self.scheduler.drop(index)
+        self.scheduler.drop(index)
         self._end(sample)
 
 

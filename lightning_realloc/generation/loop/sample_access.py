@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.run import GenerationRun
-from lightning_realloc.generation.schedule.scheduler import Prompt
+from lightning_realloc.generation.schedule.slot_plan import Prompt
 
 
 class SampleAccess:

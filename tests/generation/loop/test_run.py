@@ -17,7 +17,8 @@ from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import Sample, StopRule
 from lightning_realloc.generation.core.step import Draft
 from lightning_realloc.generation.loop.run import Budget, GenerationRun
-from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
+from lightning_realloc.generation.schedule.scheduler import Scheduler
+from lightning_realloc.generation.schedule.slot_plan import Prompt
 from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.drafter import Drafter
 from lightning_realloc.generation.speculative.speculator import Speculator

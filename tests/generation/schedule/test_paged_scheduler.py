@@ -12,7 +12,7 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
-from lightning_realloc.generation.schedule.scheduler import Move, Prompt, Step
+from lightning_realloc.generation.schedule.slot_plan import Move, Prompt, Step
 from tests.generation.schedule.test_scheduler import Pause
 
 PAGE_SIZE = 4
@@ -29,6 +29,7 @@ class Setting:
     most: int
     """Maximum tokens of a response."""
     num_slots: int = 4
+    num_kept: int = 0
     num_pages: int = 20
     num_ahead: int = 0
     num_spare: int = 32
@@ -44,17 +45,19 @@ class Play:
         self.samples = [Sample(index, index // n, ModelInput(tuple(setting.prompts[index // n])), setting.most, 0)
                         for index in range(len(setting.prompts) * n)]  # fmt: skip
         num_pages = max(setting.num_pages, *(-(-sample.max_length // PAGE_SIZE) for sample in self.samples))
-        self.tables = PageTables(num_pages, PAGE_SIZE, num_slots=setting.num_slots)
+        self.tables = PageTables(num_pages, PAGE_SIZE, num_slots=setting.num_slots + setting.num_kept)
         queue = [Prompt(index, len(prompt) - 1, tuple(range(index * n, (index + 1) * n)))
                  for index, prompt in enumerate(setting.prompts)]  # fmt: skip
         self.scheduler = PagedScheduler(
             queue, samples=self.samples, tables=self.tables, num_slots=setting.num_slots,
-            num_ahead=setting.num_ahead, num_spare=setting.num_spare,
+            num_kept=setting.num_kept, num_ahead=setting.num_ahead, num_spare=setting.num_spare,
             max_prefill_tokens=setting.max_prefill_tokens,
         )  # fmt: skip
         self.held: dict[tuple[int, int], int] = {}
         self.pauses = dict(pauses or {})
         self.waiting: dict[int, Pause] = {}
+        self.answered: set[int] = set()
+        """Samples with a slot that do not run on after their answer yet."""
         self.admitted: list[int] = []
         """Samples that hold a slot, in order of admission."""
         self.num_preempted = self.num_read = self.num_held = 0
@@ -92,11 +95,13 @@ class Play:
                 scheduler.add(Prompt(sample.prompt_index, sample.position, (index,)))
             else:
                 scheduler.read(index, sample.num_read, sample.position)
+                self.answered.add(index)
 
     def _carry_out(self, step: Step) -> None:
         for index in step.preempted:
             self.samples[index].num_read = 0
             self.admitted.remove(index)
+            self.answered.discard(index)
             self.num_preempted += 1
         for admission in step.admissions:
             held = admission.num_held
@@ -138,9 +143,13 @@ class Play:
 
     def _check_progress(self, step: Step, running: list[int]) -> None:
         reading = {index for read in step.reads for index in read.samples}
-        assert running or reading or self.waiting, "somebody gets further"
-        busy = [index for index in self.admitted if index not in self.waiting]
+        self.answered -= {*running, *reading}
+        assert running or reading or (self.waiting and not self.scheduler.num_waiting), "somebody gets further"
+        assert len({*running, *reading}) <= self.setting.num_slots
+        assert len(self.scheduler.slots) <= self.setting.num_slots + self.setting.num_kept
+        busy = [index for index in self.admitted if index not in self.waiting and index not in self.answered]
         is_full = sum(read.end - read.begin for read in step.reads) == self.setting.max_prefill_tokens
+        assert not self.answered or is_full or len(busy) == self.setting.num_slots, "answered samples go on"
         assert not busy or busy[0] in {*running, *reading} or is_full, "who was admitted first gets further"
 
     def _take_tokens(self, slot: int, index: int) -> None:
@@ -160,7 +169,7 @@ class Play:
             self.scheduler.finish(slot)
             self.admitted.remove(index)
         elif index in self.pauses and len(sample.token_ids) >= self.pauses[index].after:
-            self.scheduler.park(slot)
+            self.scheduler.park(slot, sample.num_read)
             self.waiting[index] = self.pauses.pop(index)
 
 
@@ -176,8 +185,8 @@ def settings(draw: st.DrawFn) -> Setting:
     total = n * len(prompts)
     return Setting(
         prompts, n, draw(st.lists(st.integers(1, most), min_size=total, max_size=total)), most,
-        num_slots=draw(st.integers(1, 6)), num_pages=draw(st.integers(1, 24)), num_ahead=draw(st.integers(0, 5)),
-        num_spare=draw(st.sampled_from([0, 4, 32])),
+        num_slots=draw(st.integers(1, 6)), num_kept=draw(st.integers(0, 6)), num_pages=draw(st.integers(1, 24)),
+        num_ahead=draw(st.integers(0, 5)), num_spare=draw(st.sampled_from([0, 4, 32])),
         max_prefill_tokens=draw(st.integers(1, 30)),
     )  # fmt: skip
 

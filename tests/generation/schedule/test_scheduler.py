@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.schedule.scheduler import Admission, Move, Prompt, Read, Scheduler, Step, Swap
+from lightning_realloc.generation.schedule.scheduler import Scheduler
+from lightning_realloc.generation.schedule.slot_plan import Admission, Move, Prompt, Read, Step, Swap
 
 Label = tuple[str, int]
 """Content of one position of a slot: a token of a prompt or of a sample."""
@@ -16,11 +18,15 @@ Label = tuple[str, int]
 
 @dataclass(frozen=True)
 class Pause:
-    """A sample waits ``num_steps`` once it ran ``after`` steps, and then has ``num_tokens`` more to read."""
+    """A sample waits ``num_steps`` once it ran ``after`` steps, and then has ``num_tokens`` more to read.
+
+    With ``is_last`` it ends instead.
+    """
 
     after: int
     num_steps: int
     num_tokens: int
+    is_last: bool = False
 
 
 class Slots:
@@ -33,8 +39,10 @@ class Slots:
         }
         self.prompts = {prompt.index: prompt for prompt in prompts}
         self.read_of_prompts: list[int] = []
+        self.preempted: list[int] = []
 
     def carry_out(self, step: Step, max_prefill_tokens: int) -> None:
+        self.preempted += step.preempted
         for admission in step.admissions:
             assert len(admission.samples) == len(admission.slots)
             kept: list[Label] = []
@@ -52,60 +60,93 @@ class Slots:
         assert sum(read.end - read.begin for read in step.reads) <= max_prefill_tokens
         for read in step.reads:
             labels = self.sequences[read.samples[0]][read.begin : read.end]
-            self.read_of_prompts += [prompt for kind, prompt in labels if kind == "prompt"]
+            if read.samples[0] not in self.preempted:
+                self.read_of_prompts += [prompt for kind, prompt in labels if kind == "prompt"]
             for slot in read.slots:
                 assert len(self.held[slot]) == read.begin, "what is before it is there"
                 self.held[slot] += labels
 
 
-def play(
-    prompts: list[Prompt],
-    lengths: dict[int, int],
-    num_slots: int,
-    max_prefill_tokens: int,
-    pauses: Mapping[int, Pause] | None = None,
-    holds: Sequence[bool] = (False,),
-) -> list[list[int]]:
-    """Run every sample for ``lengths[sample]`` steps and check the invariants; return the running samples of each step.
+class Play:
+    """A call without a model: samples run, wait for their environment and run on, or are dropped."""
 
-    ``holds`` states for one step after the other whether prompts are deferred while samples run.
-    """
-    scheduler = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
-    slots, pauses = Slots(prompts), dict(pauses or {})
-    left, waiting = dict(lengths), dict[int, Pause]()
-    history: list[list[int]] = []
-    while scheduler.has_work:
-        for sample, pause in list(waiting.items()):
-            waiting[sample] = replace(pause, num_steps=pause.num_steps - 1)
-            if not pause.num_steps:
-                begin = len(slots.sequences[sample])
-                slots.sequences[sample] += [("sample", sample)] * pause.num_tokens
-                scheduler.read(sample, begin, begin + pause.num_tokens)
-                del waiting[sample]
-        should_defer = holds[len(history) % len(holds)] and any(sample is not None for sample in scheduler.running)
+    def __init__(
+        self, prompts: list[Prompt], lengths: dict[int, int], num_slots: int, max_prefill_tokens: int,
+        pauses: Mapping[int, Pause] | None = None, num_kept: int = 0,
+    ) -> None:  # fmt: skip
+        """Run every sample for ``lengths[sample]`` steps."""
+        self.scheduler = Scheduler(
+            prompts, num_slots=num_slots, num_kept=num_kept, max_prefill_tokens=max_prefill_tokens
+        )
+        self.prompts, self.lengths, self.max_prefill_tokens = prompts, lengths, max_prefill_tokens
+        self.slots, self.pauses = Slots(prompts), dict(pauses or {})
+        self.left, self.waiting = dict(lengths), dict[int, Pause]()
+        self.history: list[list[int]] = []
+
+    def run(self, holds: Sequence[bool] = (False,)) -> Play:
+        """Run all samples and check the invariants.
+
+        ``holds`` states for one step after the other whether prompts are deferred while samples run.
+        """
+        while self.scheduler.has_work or self.waiting:
+            self._answer()
+            self._step(should_defer=holds[len(self.history) % len(holds)])
+        assert not any(self.left.values())
+        return self
+
+    def _answer(self) -> None:
+        for sample, pause in list(self.waiting.items()):
+            self.waiting[sample] = replace(pause, num_steps=pause.num_steps - 1)
+            if pause.num_steps:
+                continue
+            del self.waiting[sample]
+            begin = len(self.slots.sequences[sample])
+            if pause.is_last:
+                self.left[sample] = 0
+                self.scheduler.drop(sample)
+                continue
+            self.slots.sequences[sample] += [("sample", sample)] * pause.num_tokens
+            if self.scheduler.is_parked(sample):
+                self.scheduler.read(sample, begin, begin + pause.num_tokens)
+            else:
+                assert sample in self.slots.preempted
+                index = next(prompt.index for prompt in self.prompts if sample in prompt.samples)
+                self.scheduler.add(Prompt(index, begin + pause.num_tokens, (sample,)))
+
+    def _step(self, *, should_defer: bool) -> None:
+        scheduler, slots = self.scheduler, self.slots
+        before = [sample for sample in scheduler.running if sample is not None and not scheduler.is_parked(sample)]
+        should_defer = should_defer and bool(before)
         reads_to_admit, scheduler.should_defer = scheduler.reads_to_admit, should_defer
         step = scheduler.next_step()
         assert not (should_defer and reads_to_admit and step.reads), "what waits for more to be read is not read alone"
-        slots.carry_out(step, max_prefill_tokens)
+        assert {*step.preempted} <= self.waiting.keys(), "only waiting samples give their slots away"
+        slots.carry_out(step, self.max_prefill_tokens)
         running = [sample for sample in scheduler.running if sample is not None]
         assert len(running) == len(scheduler.running), "running samples fill the first slots"
-        assert running or step.reads or waiting, "somebody gets further"
-        assert len(scheduler.slots) <= num_slots
+        assert running or step.reads or self.waiting.keys() >= {s for s in scheduler.slots if s is not None}
+        assert running or step.reads or not scheduler.num_waiting, "somebody gets further"
+        assert len({*running, *(sample for read in step.reads for sample in read.samples)}) <= scheduler.num_slots
+        assert len(scheduler.slots) <= scheduler.most_slots
         for slot, sample in enumerate(running):
             assert slots.held[slot] == slots.sequences[sample], "a slot holds all that its sample needs"
             slots.held[slot].append(("sample", sample))
             slots.sequences[sample].append(("sample", sample))
-            left[sample] -= 1
-            if not left[sample]:
-                scheduler.finish(slot)
-            elif sample in pauses and lengths[sample] - left[sample] >= pauses[sample].after:
-                scheduler.park(slot)
-                waiting[sample] = pauses.pop(sample)
-        history.append(running)
-    prompt_tokens = [prompt.index for prompt in prompts for _ in range(prompt.num_tokens)]
-    assert sorted(slots.read_of_prompts) == sorted(prompt_tokens), "every prompt is computed exactly once"
-    assert not any(left.values())
-    return history
+            self._end_token(slot, sample)
+        self.history.append(running)
+
+    def _end_token(self, slot: int, sample: int) -> None:
+        self.left[sample] -= 1
+        if not self.left[sample]:
+            self.scheduler.finish(slot)
+        elif sample in self.pauses and self.lengths[sample] - self.left[sample] >= self.pauses[sample].after:
+            self.scheduler.park(slot, len(self.slots.held[slot]))
+            self.waiting[sample] = self.pauses.pop(sample)
+
+
+def play(prompts: list[Prompt], lengths: dict[int, int], num_slots: int, max_prefill_tokens: int) -> list[list[int]]:
+    """Run every sample for ``lengths[sample]`` steps, and return the running samples of each step."""
+    return Play(prompts, lengths, num_slots, max_prefill_tokens).run().history
 
 
 def make_prompts(sizes: list[int], n: int, hints: list[int] | None = None) -> list[Prompt]:
@@ -120,19 +161,29 @@ def make_prompts(sizes: list[int], n: int, hints: list[int] | None = None) -> li
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     n=st.integers(1, 5),
     num_slots=st.integers(1, 7),
+    num_kept=st.integers(0, 5),
     max_prefill_tokens=st.integers(1, 30),
     data=st.data(),
 )
 def test_every_sample_finishes_and_every_prompt_is_computed_once(
-    sizes: list[int], n: int, num_slots: int, max_prefill_tokens: int, data: st.DataObject
+    sizes: list[int], n: int, num_slots: int, num_kept: int, max_prefill_tokens: int, data: st.DataObject
 ) -> None:
-    total = len(sizes) * n
+    total, prompts = len(sizes) * n, make_prompts(sizes, n)
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=total, max_size=total))
-    pause = st.builds(Pause, after=st.integers(1, 4), num_steps=st.integers(0, 5), num_tokens=st.integers(1, 12))
+    pause = st.builds(
+        Pause, after=st.integers(1, 4), num_steps=st.integers(0, 15), num_tokens=st.integers(1, 12),
+        is_last=st.booleans(),
+    )  # fmt: skip
     pauses = data.draw(st.dictionaries(st.integers(0, total - 1), pause))
     holds = data.draw(st.lists(st.booleans(), min_size=1, max_size=9))
-    history = play(make_prompts(sizes, n), dict(enumerate(lengths)), num_slots, max_prefill_tokens, pauses, holds)
-    assert sum(map(len, history)) == sum(lengths)  # no sample runs longer than its response
+    played = Play(prompts, dict(enumerate(lengths)), num_slots, max_prefill_tokens, pauses, num_kept).run(holds)
+    num_run = [min(length, pauses[sample].after) if sample in pauses and pauses[sample].is_last else length
+               for sample, length in enumerate(lengths)]  # fmt: skip
+    assert sum(map(len, played.history)) == sum(num_run)  # no sample runs longer than its response
+    read, once = Counter(played.slots.read_of_prompts), {prompt.index: prompt.num_tokens for prompt in prompts}
+    num_drops = sum(pause.is_last for pause in pauses.values())
+    for index, num_tokens in once.items():  # a drop may free the last slot that holds a prompt
+        assert read[index] in {num_tokens * times for times in range(1, 2 + num_drops)}
 
 
 def test_a_free_slot_is_refilled_in_the_next_step() -> None:
@@ -182,10 +233,54 @@ def test_a_prompt_longer_than_the_budget_is_read_in_chunks_while_samples_run() -
     assert running == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
 
 
+def test_a_prompt_is_copied_once_it_is_read_to_its_end() -> None:
+    scheduler = Scheduler([Prompt(0, 1, (0,)), Prompt(1, 25, (1, 2))], num_slots=2, max_prefill_tokens=10)
+    admitted = []
+    for _ in range(5):
+        admitted.append([(admission.samples, admission.source) for admission in scheduler.next_step().admissions])
+        if scheduler.slots[0] == 0:
+            scheduler.finish(0)
+    # 25 = 9 + 10 + 6: the slot of sample 0 stays free until the step after the last part.
+    assert admitted == [[((0,), None), ((1,), None)], [], [], [((2,), 0)], []]
+
+
+def test_waiting_samples_keep_slots_after_running_ones_as_long_as_there_are_some() -> None:
+    scheduler = Scheduler(make_prompts([1] * 5, 1), num_slots=2, num_kept=1)
+    scheduler.next_step()
+    scheduler.park(0, 6)
+    assert scheduler.next_step().moves == (Swap(source=2, target=0),)
+    assert list(scheduler.slots) == [2, 1, 0] and scheduler.num_free == 0
+    scheduler.park(1, 9)
+    # No answer has come yet, and sample 0 has waited for two steps: it would be read again if it had four tokens.
+    assert scheduler.next_step().preempted == () and list(scheduler.running) == [2]
+    step = scheduler.next_step()
+    assert step.preempted == (0,) and step.admissions == (Admission(3, (3,), (2,), source=None),)
+    assert list(scheduler.running) == [2, 3] and scheduler.is_parked(1) and not scheduler.is_parked(0)
+
+
+def test_slots_of_waiting_samples_are_given_away_at_once_if_nothing_else_runs() -> None:
+    scheduler = Scheduler(make_prompts([1] * 3, 1), num_slots=1)
+    scheduler.next_step()
+    scheduler.park(0, 1000)
+    step = scheduler.next_step()
+    assert step.preempted == (0,) and list(scheduler.running) == [1]
+
+
+def test_answered_samples_run_as_soon_as_others_leave() -> None:
+    scheduler = Scheduler(make_prompts([1] * 3, 1), num_slots=2, num_kept=1)
+    scheduler.next_step()
+    scheduler.park(0, 4)
+    scheduler.next_step()
+    scheduler.read(0, 4, 7)
+    assert scheduler.num_waiting == 1 and scheduler.next_step().reads == ()
+    scheduler.finish(1)
+    assert scheduler.next_step().reads == (Read((0,), (1,), 4, 7),) and list(scheduler.running) == [2, 0]
+
+
 def test_a_parked_sample_swaps_its_slot_with_the_last_running_one() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=3)
     scheduler.next_step()
-    scheduler.park(0)
+    scheduler.park(0, 4)
     assert scheduler.next_step().moves == (Swap(source=2, target=0),)
     assert (list(scheduler.running), list(scheduler.slots)) == ([2, 1], [2, 1, 0])
     scheduler.read(0, 4, 7)
@@ -198,7 +293,7 @@ def test_a_parked_sample_swaps_its_slot_with_the_last_running_one() -> None:
 def test_the_slot_of_a_dropped_sample_goes_to_the_next_prompt() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=2)
     scheduler.next_step()
-    scheduler.park(0)
+    scheduler.park(0, 4)
     assert list(scheduler.slots) == [0, 1] and scheduler.next_step().admissions == ()
     scheduler.drop(0)
     assert scheduler.next_step().admissions == (Admission(2, (2,), (1,), source=None),)
