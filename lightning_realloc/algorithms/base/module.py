@@ -198,6 +198,11 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         """Seed of random weights, sampling, dropout and mini-batch order; the same on every rank."""
         return seed_of_run(self._trainer) if self._seed is None else self._seed
 
+    @property
+    def has_environment(self) -> bool:
+        """Whether samples wait for an environment while they are generated."""
+        return False
+
     # ---- for subclasses
     def train_options_of(self, role: str) -> TrainOptions:
         """Return the training options of a role."""

@@ -134,6 +134,10 @@ class PolicyModule(MultiModelModule):
         return False
 
     @property
+    def has_environment(self) -> bool:
+        return self._dialogues is not None
+
+    @property
     def training_now(self) -> bool:
         """Whether rollouts are for training."""
         return bool(self.trainer.training)

@@ -102,6 +102,7 @@ def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: t
     speculation, options = module.speculation, module.generation_options
     return EngineMemory(
         max_cache_bytes=options.max_cache_bytes,
+        has_environment=module.has_environment,
         moves_samples=bool(options.sample_reallocation),
         frees_cache=options.free_cache is not False,
         captures_anew=options.free_cache is True,  # "auto" keeps graphs where memory allows it

@@ -13,7 +13,13 @@ from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.limits import CHUNK_ELEMENTS, GATHERED_SUM_BYTES, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
 from lightning_realloc.tuning.memory.call_shape import CallShape
-from lightning_realloc.tuning.memory.generation_memory import Cache, distillation_memory, draft_bytes, packed_bytes
+from lightning_realloc.tuning.memory.generation_memory import (
+    Cache,
+    distillation_memory,
+    draft_bytes,
+    num_cache_slots,
+    packed_bytes,
+)
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -251,7 +257,7 @@ class CallMemory:
             draft=None if engine.draft is None else engine.draft.model.shape,
             tp=self._tp,
             element_bytes=self.activation_bytes,
-            slots=division.slots,
+            slots=num_cache_slots(engine, running=division.slots, share=division.share),
             prompt_tokens=load.prompt_tokens,
             longest=load.longest,
             max_bytes=engine.max_cache_bytes,

@@ -40,7 +40,7 @@ class Cache:
     element_bytes: int
     """Bytes of one element of a key or a value."""
     slots: int
-    """Samples that are decoded at a time."""
+    """Samples that are decoded at a time, and others that keep keys and values while they wait for an environment."""
     prompt_tokens: int
     """Tokens of the longest prompt."""
     longest: int
@@ -120,6 +120,18 @@ class Cache:
         left = max(each, (most - each * page) // buffered)
         buffer = min(max(most // BUFFER_SHARE // buffered, each), left, self.slots * each)
         return max(each, min((most - buffer * buffered) // page, self.slots * each)), buffer
+
+
+def num_cache_slots(engine: EngineMemory, *, running: int, share: int) -> int:
+    """Return the most samples that hold keys and values.
+
+    Args:
+        running: Samples that are decoded at a time.
+        share: Samples of the rank.
+    """
+    if not engine.has_environment:
+        return running
+    return share if engine.max_cache_bytes is not None else min(share, 2 * running)
 
 
 def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, num_steps: int) -> int:

@@ -44,6 +44,8 @@ class EngineMemory:
     max_cache_bytes: int | None = None
     """Bound on the bytes of the KV cache of a rank, a draft model's included; None: every slot has room for the
     longest sequence."""
+    has_environment: bool = False
+    """Whether samples wait for an environment, and keep their keys and values while others run."""
     moves_samples: bool = False
     """Whether samples arrive from other ranks, so that a bounded cache takes all bytes that it may."""
     frees_cache: bool = True

@@ -350,6 +350,18 @@ def test_a_plan_over_the_budget_is_refused_on_every_rank_before_a_model_is_built
     )
 
 
+def test_waiting_samples_count_where_an_algorithm_has_an_environment() -> None:
+    config, settings = tiny_model("llama").config, {"tokenizer": byte_tokenizer()}
+    counted = [
+        engine_memory(module, torch.device("cpu"), torch.float32).has_environment
+        for module in (
+            runs.RecordedGRPO(config, runs.low_tokens, **settings),
+            runs.RecordedGRPO(config, runs.low_tokens, environment=lambda turn: None, **settings),
+        )
+    ]
+    assert counted == [False, True]
+
+
 def test_a_budget_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(PlanError, match="'much' is no amount of memory"):
         ReallocStrategy(memory_per_device="much")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
-from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.forward.packed_linear import packed_linears, packs
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.draft_model import ModelDrafter
@@ -106,6 +107,25 @@ def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> N
     filled = replace(counted, fills=True)
     page = 16 * 2 * 2 * 2 * 16 * 4  # positions, layers, keys and values, heads, head size, fp32
     assert counted.final_bytes < 400_000 - page < filled.final_bytes <= 400_000
+
+
+async def answer_late(turn: Turn) -> list[int]:
+    """Answer after all samples have had their first turn."""
+    await asyncio.sleep(0.05 if turn.number == 1 else 0)
+    return [5] * 12
+
+
+@pytest.mark.parametrize(("share", "slots"), [(SLOTS, SLOTS), (12, 12), (40, 2 * SLOTS)])
+def test_waiting_samples_hold_the_forecast_slots_and_pages(share: int, slots: int) -> None:
+    load = replace(LOAD, num_sequences=share)
+    prompts = [[3 + number] * load.prompt_tokens for number in range(share)]
+    params = SamplingParams(max_new_tokens=load.response_tokens, stop_token_ids=tuple(range(512)))
+    for bound in (None, 150_000):
+        cache = call_of(target(), EngineMemory(max_cache_bytes=bound, has_environment=True), load).cache
+        assert cache is not None and cache.slots == (slots if bound is None else share)
+        engine = GenerationEngine(target(), max_slots=SLOTS, max_cache_bytes=bound)
+        engine.generate(prompts, params, environment=answer_late)
+        assert cache.final_bytes == pytest.approx(engine.stats.cache_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("prompt", matrix([8, 64], 64))
