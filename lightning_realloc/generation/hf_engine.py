@@ -112,7 +112,7 @@ class HFEngine(Engine):
         finally:
             for module in training:
                 module.training = True
-        return GenerationStats(**counts)
+        return GenerationStats(waited_s=rounds.waited_s, **counts)
 
     def _rounds(self, call: EngineCall) -> Rounds:
         if call.requests.environment is not None and tensor_parallel_group(self._model) is not None:

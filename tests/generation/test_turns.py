@@ -116,6 +116,18 @@ def test_earlier_turns_of_a_conversation_are_not_prefilled_again() -> None:
     assert engine.stats.num_steps == engine.stats.generated_tokens == told.model_mask.count(True)
 
 
+def test_seconds_without_a_sample_to_generate_are_counted() -> None:
+    def answer(turn: Turn) -> list[int] | None:
+        time.sleep(0.05)
+        return [1, 2] if turn.number < 3 else None
+
+    engine = engine_of(exact_model())
+    engine.generate(PROMPTS[:1], SAMPLED, environment=answer, conversation=ENDLESS)
+    assert engine.stats.waited_s >= 0.09  # two or three answers, while nothing else runs
+    engine.generate(PROMPTS[:1], SAMPLED)
+    assert engine.stats.waited_s == 0.0
+
+
 @pytest.mark.parametrize("max_cache_bytes", [None, 200_000])
 @pytest.mark.parametrize("num_slots", [1, 16])
 def test_a_slow_tool_does_not_stop_the_batch(num_slots: int, max_cache_bytes: int | None) -> None:

@@ -172,7 +172,8 @@ class Conversations:
         self._environment = environment
         self._settings = settings or Conversation()
         self._vocabulary = vocabulary
-        self._clock = clock
+        self.clock = clock
+        """Returns seconds, by which deadlines are counted."""
         self._agree, self._asks = agree, asks
         self._may_run = bound or asyncio.Semaphore(self._settings.max_concurrent)
         self._asked: dict[int, Question] = {}
@@ -228,7 +229,7 @@ class Conversations:
         """
         if not self._asks:
             return
-        left = min((question.due for question in self._asked.values()), default=math.inf) - self._clock()
+        left = min((question.due for question in self._asked.values()), default=math.inf) - self.clock()
         with suppress(Empty):
             self._received.append(self._queue.get(timeout=max(0.0, min(left, most_s, threading.TIMEOUT_MAX))))
 
@@ -251,7 +252,7 @@ class Conversations:
         received = [(question, answer) for question, answer in self._received if answer is not None]
         answers = {answer.index: answer for question, answer in received if self._asked.get(answer.index) is question}
         self._received.clear()
-        now = self._clock()
+        now = self.clock()
         for index, question in self._asked.items():
             if question.due <= now and index not in answers:
                 _cancel(question)
@@ -264,11 +265,11 @@ class Conversations:
 
     async def _answer(self, index: int, question: Question, turn: Turn) -> None:
         async with self._may_run:
-            question.due = self._clock() + self._settings.deadline_s
+            question.due = self.clock() + self._settings.deadline_s
             self._queue.put((question, None))
             answer = await self._answer_of(index, turn)
             # The question of a late answer stays open until `answers` finds that its deadline has passed.
-            if self._clock() < question.due:
+            if self.clock() < question.due:
                 self._queue.put((question, answer))
 
     async def _answer_of(self, index: int, turn: Turn) -> Answer:

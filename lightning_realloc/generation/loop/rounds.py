@@ -57,6 +57,8 @@ class Rounds:
             self._conversations = Conversations(
                 requests.environment, requests.conversation, vocabulary=requests.vocabulary, clock=clock
             )
+        self.waited_s = 0.0
+        """Seconds in which nothing was generated because answers were waited for."""
         self._index_of = {sample.sample_id: index for index, sample in enumerate(samples)}
 
     def run(self, complete_turns: TurnCompletion) -> None:
@@ -91,7 +93,9 @@ class Rounds:
             left_s = end - self._clock()
             if not conversations.waiting or left_s <= 0:
                 return [self._samples[index] for index in sorted(ready)]
+            begin = self._clock()
             conversations.wait(left_s)
+            self.waited_s += self._clock() - begin
 
     def _take_answers(self, conversations: Conversations) -> set[int]:
         """Add answers to their samples, finish those that the environment ended or failed, and return the others."""

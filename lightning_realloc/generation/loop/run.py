@@ -61,6 +61,8 @@ class GenerationStats:
     """Seconds of capturing steps as CUDA graphs, with the compilation of their blocks."""
     shared_prefill_tokens: int = 0
     """Tokens that were not read because shared pages hold them."""
+    waited_s: float = 0.0
+    """Seconds in which nothing was generated because all samples waited for environments."""
 
 
 class Budget:
@@ -139,6 +141,7 @@ class GenerationRun:
         """Samples that finished here, in this order."""
         self._counts: Counter[str] = Counter()
         """Values of `GenerationStats` by field."""
+        self._waited_s = 0.0
         self._in_flight: tuple[list[Sample], bool] | None = None
         """Running samples of the submitted step, and whether it reads prompts; None between two steps."""
         self._session = ExitStack()
@@ -175,7 +178,8 @@ class GenerationRun:
     def stats(self) -> GenerationStats:
         """Return the counts so far."""
         of_executor = {"cache_bytes": self.executor.cache_bytes, "capture_s": self.executor.capture_s}
-        return GenerationStats(**self._counts, **self.decoding.counts(), **of_executor)  # type: ignore[arg-type]
+        counts = {**self._counts, **self.decoding.counts(), **of_executor, "waited_s": self._waited_s}
+        return GenerationStats(**counts)  # type: ignore[arg-type]
 
     def weights_updated(self, before: int) -> None:
         """Record that all tokens so far are of the version ``before`` or an earlier one."""
@@ -198,7 +202,9 @@ class GenerationRun:
             self.executor.submit(self._make_step(prefills, running))
             self._in_flight = running, bool(prefills)
         elif self.conversations is not None and self.conversations.waiting:
+            begin = self.conversations.clock()
             self.conversations.wait(min(self._budget.seconds_left(), self._max_pause_s))
+            self._waited_s += self.conversations.clock() - begin
 
     def collect_step(self) -> None:
         """Give the running samples the tokens of the submitted step, and stop if the budget is spent."""

@@ -26,7 +26,10 @@ _SEEDS = ("seed", "seed_everything")
 """Settings in which runs of a group may differ, as in `_OUTPUTS`."""
 _OUTPUTS = ("default_root_dir", "save_dir", "dirpath", "path", "version", "ckpt_path")
 """Settings of the Trainer, its loggers and callbacks that name folders to write to."""
-_NOT_COMPARED = r"seconds/.*|capture_s/.*|reallocation_.*|response_length/(min|max)|peak_memory_GiB|tuner/.*|lr-.*"
+_NOT_COMPARED = (
+    r"seconds/.*|capture_s/.*|environment_(wait_s/.*|s)|tool_s/.*|reallocation_.*|response_length/(min|max)|"
+    r"peak_memory_GiB|tuner/.*|lr-.*"
+)
 MAX_COMPARED_CHARTS = 40
 """Charts of a comparison; more make the page long."""
 

@@ -72,6 +72,8 @@ class GenerateCalls:
             report.sums[f"preemptions/{call}"] = float(stats.num_preemptions)
         if self._context.device.type == "cuda" and "captures" in generator.engine.capabilities:
             report.maxima[f"capture_s/{call}"] = stats.capture_s
+        if stats.waited_s:
+            report.maxima[f"environment_wait_s/{call}"] = stats.waited_s
         if moved is not None:
             report.sums[f"moved_samples/{call}"] = float(moved.num_received)
         if generator.updates is not None:
