@@ -91,6 +91,8 @@ def test_the_device_is_one_of_its_own_and_captures_graphs() -> None:
 
 @pytest.mark.exhaustive
 def test_a_fit_on_the_device_has_the_losses_of_the_cpu_and_replays_graphs() -> None:
-    output = run("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/strategies/test_devices.py")
+    output = run(
+        "-m", "pytest", "-m", "gpu", "--all", "-q", "-p", "no:cacheprovider", "tests/strategies/test_devices.py"
+    )
     assert "7 passed" in output
     assert "skipped" not in output

@@ -21,6 +21,7 @@ from lightning_realloc.generation.forward.fused_layers import joined_linears
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from tests.devices import DEVICES, accelerator_of_nccl, accelerator_on
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
@@ -57,7 +58,7 @@ def expected(workers: WorkerPool) -> Outcome:
     return first_rank(workers, "cpu", "one rank", micro_batch_tokens=4096)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", matrix(PLANS, "layouts change"))
 @pytest.mark.parametrize("device", DEVICES)
 def test_grpo_has_the_losses_of_one_cpu_rank(workers: WorkerPool, expected: Outcome, device: str, plan: str) -> None:
     actual = first_rank(workers, device, plan, micro_batch_tokens=32)

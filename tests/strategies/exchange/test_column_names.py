@@ -15,6 +15,7 @@ from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.workers import WorkerPool
@@ -74,7 +75,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", matrix(CASES, "grpo", "sft", "dpo", "kto", "process_reward"))
 def test_columns_of_any_name_change_no_result_and_reach_rewards(name: str) -> None:
     make, data_module, row_of = CASES[name]
     found = []
