@@ -24,6 +24,7 @@ from lightning_realloc.data.streams import StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool
@@ -271,7 +272,7 @@ def learn_apart(shards: list[int], max_staleness: int) -> list[Any]:
     return module.tokens
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", matrix([0, 1], 1))
 def test_ranks_that_generate_and_train_apart_divide_a_stream(workers: WorkerPool, max_staleness: int) -> None:
     first, second = workers.run(learn_apart, [5, 6, 7], max_staleness, world_size=2, init_process_group=False)
     assert len(first) == 4 and first == second

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_realloc.runtime.messages import watchdog as watchdog_module
 from lightning_realloc.runtime.messages.failure_store import is_lost
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
@@ -27,6 +28,7 @@ NOTICED_S = 30.0
 def run_rank(killed: int, variables: dict[str, str], folder: Path) -> None:
     """Wait for a frame that never comes, or be killed in a call; write down the error that ends the wait."""
     os.environ.update(variables)
+    watchdog_module.POLL_S = 0.2
     rank = int(variables["RANK"])
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
@@ -38,7 +40,7 @@ def run_rank(killed: int, variables: dict[str, str], folder: Path) -> None:
     watchdog.start()
     if rank == killed:
         with watchdog.record.during("actor.generate"):
-            time.sleep(3.0)  # until the others know its call
+            time.sleep(2.0)  # until the others know its call
             (folder / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
     try:

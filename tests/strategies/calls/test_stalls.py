@@ -14,7 +14,7 @@ from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
-DELAY_S = 4.0
+DELAY_S = 3.0
 
 
 def slow_on_rank_1(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:

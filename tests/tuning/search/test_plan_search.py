@@ -73,7 +73,7 @@ def best_of_all(estimator: Estimator, budget: int, generation_chunks: int = 1) -
     return min(problem.score(state, offload) for state, offload in every_state(problem))
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 @given(
     st.sampled_from([GRPO_FLOW, TWO_COPIES, TWO_TRAINED]),
     st.sampled_from([(1, 2), (2, 1)]),
