@@ -35,18 +35,29 @@ def start(child: str, then: str = "time.sleep(40)") -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+LAST_WORDS = """
+from lightning_realloc.parent_watch import is_orphan, say_before_orphaned_end
+say_before_orphaned_end(lambda: print("orphan:", is_orphan(), flush=True))
+assert not is_orphan()
+"""
+
+
 def test_a_rank_ends_after_the_process_that_started_it() -> None:
     signals = (signal.SIGTERM, signal.SIGKILL)  # all at once: a rank has seconds to end by itself
-    parents = [start(f"{IMPORT}; {WAIT}") for _ in signals]
+    unsaid = "say_before_orphaned_end(None)\n"
+    parents = [start(f"{IMPORT}\n{LAST_WORDS}{then}{WAIT}") for then in (unsaid, "")]
     gone = "import os, time\nwhile str(os.getppid()) == os.environ['LIGHTNING_REALLOC_PARENT']: time.sleep(0.05)\n"
     ended_before = start(f"{gone}{IMPORT}; {WAIT}", then="")
     for signum, parent in zip(signals, parents, strict=True):
         assert parent.stdout is not None and parent.stdout.readline() == "imported\n"
         parent.send_signal(signum)
     ended_before.wait()  # otherwise it would still exist as a zombie
-    for parent in parents:
+    for parent, last_words in zip(parents, ([], ["orphan: True"]), strict=True):
         output, _ = parent.communicate(timeout=DEADLINE_S)
-        assert output.startswith(f"error: process {parent.pid}, which started this rank, ended without it")
+        error, *rest = output.splitlines()
+        assert error.startswith(f"error: process {parent.pid}, which started this rank, ended without it")
+        assert rest == last_words
+    assert not parent_watch.is_orphan()  # this process watches none
     output, _ = ended_before.communicate(timeout=DEADLINE_S)
     assert "which started this rank, ended without it" in output, "a rank that imports the package after the end"
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.parent_watch import end_with_parent
+from lightning_realloc.parent_watch import end_with_parent, say_before_orphaned_end
 from lightning_realloc.runtime.measure.allocators import expand_cuda_segments, keep_freed_memory
 from lightning_realloc.runtime.measure.links import describe_links, measure_links
 from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster, warn_of_other_processes
@@ -148,6 +148,7 @@ class DataParallelStrategy(CheckpointedStrategy):
             self._find_nodes()
             if failures.is_started_by_torchrun():
                 end_with_parent(os.getppid())
+            say_before_orphaned_end(lambda: failures.log_way_to_resume(self.connected_module._trainer))
         if self.root_device.type == "cpu":
             keep_freed_memory()
         elif self.root_device.type == "cuda":
@@ -261,6 +262,7 @@ class DataParallelStrategy(CheckpointedStrategy):
             explain_broken_connection(exception, self.global_rank, self.world_size)
         self._record_failure(exception)
         failures.log_way_to_resume(trainer, exception)
+        say_before_orphaned_end(None)
         forget_groups()
         failures.dismiss_observer(self._launcher)
 
@@ -270,6 +272,7 @@ class DataParallelStrategy(CheckpointedStrategy):
     def teardown(self) -> None:
         """Tear down, and end this process if its SIGTERM came after the last iteration."""
         super().teardown()
+        say_before_orphaned_end(None)
         if self.stop.requested == signal.SIGTERM:
             self.stop.resend_if_unanswered(self.connected_module.trainer)
 

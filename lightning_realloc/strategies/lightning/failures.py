@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError
+from lightning_realloc.parent_watch import is_orphan
 from lightning_realloc.remote_path import AnyPath, as_path
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection, is_loss_of_first_rank
 from lightning_realloc.runtime.messages.kept_states import last_seen
@@ -167,14 +168,16 @@ def report_failed_ranks(rank: int, failed: Mapping[int, int], launcher: object) 
 def log_way_to_resume(trainer: Trainer | None, error: BaseException | None = None) -> None:
     """Log how to resume training from the newest checkpoint, unless the error may be about this checkpoint.
 
-    Rank 0 logs it, and every rank if rank 0 was lost; without an error that all ranks have, the rank that calls this.
+    Rank 0 logs it, and every rank if rank 0, or the process that started the rank, was lost; without an error that all
+    ranks have, the rank that calls this.
     """
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return
     newest = _newest_checkpoint(trainer)
     may_be_damaged = isinstance(error, CheckpointError) and newest == as_path(trainer.ckpt_path or "")
     if newest is not None and not may_be_damaged:
-        say = log.warning if error is None or is_loss_of_first_rank(error) else rank_zero_info
+        says_it_here = error is None or is_loss_of_first_rank(error) or is_orphan()
+        say = log.warning if says_it_here else rank_zero_info
         say(f"To resume: trainer.fit(..., ckpt_path={str(newest)!r}), or --ckpt_path={newest}")
 
 

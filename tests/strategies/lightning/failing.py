@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -44,12 +44,20 @@ class Late(Callback):
             raise ArithmeticError("overflow")
 
 
-def leave(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
-    """End rank 0 as if killed, while rank 1 computes rewards and then waits for it."""
-    if not int(os.environ.get("LOCAL_RANK", "0")):
-        time.sleep(1.0)
-        os._exit(9)
-    return [0.0 for _ in completion_ids]
+class EndFirst:
+    """Ends rank 0 as if killed, in the second iteration, while rank 1 computes rewards for longer than it may."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def judge(self, completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+        """Reward nothing, and end or sleep in the second call."""
+        self.num_calls += 1
+        if self.num_calls == 2 and int(os.environ.get("LOCAL_RANK", "0")):
+            time.sleep(100.0)
+        elif self.num_calls == 2:
+            os._exit(9)
+        return [0.0 for _ in completion_ids]
 
 
 class Leave:
@@ -74,14 +82,16 @@ def main(mode: str, note: Path) -> None:
     """Fit on two devices: ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1.
 
     ``late`` fails on rank 1 after training, and ``orphan`` kills rank 0 before rank 1 joins the process group.
-    ``killed`` ends rank 0, which started rank 1, without any output. ``left`` calls ``sys.exit(0)`` on rank 1, and
+    ``killed`` ends rank 0, which started rank 1, without any output but a checkpoint. ``left`` calls ``sys.exit(0)`` on rank 1, and
     ``paused`` waits in an iteration.
     """
     if mode in ("left", "paused"):
         runs.trainer("realloc", 2).fit(runs.grpo(reward=Leave(note, pauses=mode == "paused").judge), Batches(1))
         return
     if mode == "killed":
-        runs.trainer("realloc", 2).fit(runs.grpo(reward=leave), Batches(1))
+        saves = ModelCheckpoint(note, every_n_train_steps=1)
+        trainer = runs.trainer("realloc", 2, callbacks=[saves], enable_checkpointing=True)
+        trainer.fit(runs.grpo(reward=EndFirst().judge), Batches(2))
         return
     if mode == "orphan" and os.environ.get("LOCAL_RANK") == "1":
         note.write_text(str(os.getpid()))

@@ -275,14 +275,15 @@ def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path) -> None:
 
 
 @CPU_ALONE
-def test_a_rank_ends_by_itself_after_the_launching_rank_was_killed(tmp_path: Path) -> None:
-    (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
+def test_a_busy_rank_ends_after_the_launching_rank_was_killed_and_says_how_to_resume(tmp_path: Path) -> None:
+    (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", str(tmp_path / "saved")))
     assert killed.code == 9
-    give_up_at, printed = time.monotonic() + PROMPT_S, ""
-    while "which started this rank, ended without it" not in printed and time.monotonic() < give_up_at:
-        time.sleep(0.1)
-        printed = (tmp_path / "0.log").read_text()
-    assert "which started this rank, ended without it" in printed
+    log = tmp_path / "0.log"
+    wait_until(lambda: "To resume" in log.read_text(), PROMPT_S)
+    error, resume = log.read_text().splitlines()[-2:]
+    assert "which started this rank, ended without it" in error
+    (checkpoint,) = (tmp_path / "saved").iterdir()
+    assert resume == f"To resume: trainer.fit(..., ckpt_path='{checkpoint}'), or --ckpt_path={checkpoint}"
 
 
 @CPU_ALONE
