@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from lightning_realloc.commands.chat_session import ChatSession
+from lightning_realloc.commands.chat_session import ChatSession, model_folder
 from lightning_realloc.commands.parsing import CommandParser
 from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import SamplingParams
@@ -40,15 +40,16 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
     """
     flags = chat_parser().parse(arguments)
     stdin = stdin or sys.stdin
-    session = _session(flags, write)  # a wrong folder is reported before standard input is read
     if flags.prompt is None and stdin.isatty():
+        session = _session(flags, write)
         write(f"{_greeting(session, flags)}\n")
         _talk(session, stdin, write)
         return 0
+    model_folder(flags.folder)  # a wrong folder is reported before standard input is read
     question = (stdin.read() if flags.prompt is None else flags.prompt).strip()
     if not question:
         raise ConfigError("the question is empty; give --prompt TEXT, or text on standard input")
-    session.ask(question)
+    _session(flags, write).ask(question)
     return 0
 
 

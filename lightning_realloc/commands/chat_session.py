@@ -48,8 +48,6 @@ class ChatSession:
     ) -> None:
         self.has_template = tokenizer.chat_template is not None
         self.device = device
-        if system is not None and not self.has_template:
-            raise ConfigError("--system needs a chat template, and this tokenizer has none; leave it out")
         self._engine, self._tokenizer, self._stream, self._params = engine, tokenizer, stream, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._num_asked = 0
@@ -76,11 +74,14 @@ class ChatSession:
 
         Raises:
             CheckpointError: for a checkpoint, which has to be exported first.
-            ConfigError: for a folder without a model or a tokenizer.
+            ConfigError: for a folder without a model or a tokenizer, and for a system message without a chat template.
         """
-        source = model_folder(folder)
+        source, adapters, tokenizer_source = _sources(model_folder(folder))
         chosen = _device(device)
-        model, tokenizer = load_model(source, chosen)
+        tokenizer = load_tokenizer(tokenizer_source)
+        if system is not None and tokenizer.chat_template is None:
+            raise ConfigError("--system needs a chat template, and this tokenizer has none; leave it out")
+        model = load_model(source, adapters, chosen)
         stream = TokenStream(tokenizer, write)
         engine = GenerationEngine(model, tokenizer=tokenizer, max_slots=1)
         return cls(engine, tokenizer, stream, params, system=system, device=str(chosen))
@@ -167,21 +168,21 @@ def model_folder(given: str) -> str:
     )
 
 
-def load_model(source: str, device: torch.device) -> tuple[nn.Module, Any]:
-    """Return a causal language model for inference, with adapters merged, and its tokenizer.
-
-    Raises:
-        ConfigError: if either cannot be loaded.
-    """
-    base, adapters, named = source, None, source
-    if (Path(source) / ADAPTER_CONFIG_FILE).is_file():
-        base, adapters = _base_of(Path(source)), source
-        named = source if (Path(source) / "tokenizer_config.json").is_file() else base
-    role = Role(name="model" if adapters is None else "base", source=base, trained=False, peft=adapters)
-    tokenizer = load_tokenizer(named)
+def load_model(source: str, adapters: str | None, device: torch.device) -> nn.Module:
+    """Return a causal language model for inference, with adapters merged. Raises ConfigError if it cannot be loaded."""
+    role = Role(name="model" if adapters is None else "base", source=source, trained=False, peft=adapters)
     model = role.build(seed=0).eval()
     dtype = torch.bfloat16 if device.type == "cuda" and has_bf16() else torch.float32
-    return model.to(device, dtype), tokenizer
+    return model.to(device, dtype)
+
+
+def _sources(given: str) -> tuple[str, str | None, str]:
+    """Return the sources of the model, of its adapters (None without) and of its tokenizer."""
+    folder = Path(given)
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        return given, None, given
+    base = _base_of(folder)
+    return base, given, given if (folder / "tokenizer_config.json").is_file() else base
 
 
 def _base_of(adapters: Path) -> str:

@@ -107,7 +107,7 @@ def test_adapters_are_merged_into_the_base_that_they_name(folder: Path, tmp_path
     adapted = get_peft_model(tiny_model("qwen2", vocab_size=260), config)
     adapted.peft_config["default"].base_model_name_or_path = str(folder / "plain")
     adapted.save_pretrained(tmp_path)
-    model, _ = load_model(str(tmp_path), torch.device("cpu"))
+    model = load_model(str(folder / "plain"), str(tmp_path), torch.device("cpu"))
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, adapted.eval()(ids).logits, atol=1e-4)
@@ -121,7 +121,7 @@ def test_a_folder_without_a_model_says_what_to_do(folder: Path, tmp_path: Path) 
         model_folder(str(tmp_path))
     for missing in ("./nowhere", "runs/nowhere", "outputs/nowhere"):
         with pytest.raises(ConfigError, match=f"there is no folder '{missing}'"):
-            run_chat([missing], io.StringIO().write, io.StringIO(""))
+            run_chat([missing], io.StringIO().write, io.StringIO("Hello"))
     (tmp_path / "realloc.json").write_text("{}")
     with pytest.raises(CheckpointError, match="lightning-realloc export"):
         model_folder(str(tmp_path))
@@ -139,3 +139,22 @@ def test_a_folder_without_a_model_says_what_to_do(folder: Path, tmp_path: Path) 
 def test_a_device_that_is_not_there_is_refused(folder: Path, device: str) -> None:
     with pytest.raises(ConfigError, match=f"--device={device}"):
         _chat(folder, "--device", device, "--prompt", "Hello")
+
+
+@pytest.mark.parametrize(
+    ("flags", "typed", "message"),
+    [
+        (("--prompt", " "), "", "the question is empty"),
+        ((), " \n", "the question is empty"),
+        (("--prompt", "Hello", "--system", "Be brief."), "", "--system needs a chat template"),
+        (("--prompt", "Hello", "--temperature", "-1"), "", "temperature=-1"),
+        (("--prompt", "Hello", "--device", "toaster"), "", "--device=toaster"),
+    ],
+)
+def test_flags_are_checked_before_the_model_is_loaded(
+    tmp_path: Path, flags: tuple[str, ...], typed: str, message: str
+) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # of no model: loading it would fail
+    with pytest.raises(ConfigError, match=message):
+        _chat(tmp_path, *flags, typed=typed)
