@@ -186,10 +186,9 @@ def test_invalid_combinations_are_refused() -> None:
         (ReinforcePlusPlus, {"discount": 2.0}, "discount=2.0 must lie between 0 and 1"),
         (ReMax, {"dynamic_sampling": DynamicSampling()}, "ReMax each with the greedy one; leave it out"),
         (GRPO, {"engine_correction": EngineCorrection()}, "use ratio_to='proximal'"),
-        (
-            RLOO,
-            {"kl": KL(target=6.0)},
-            r"KL\(coef=0.05.*target=6.0.*\) steers the weight by target and gain, as PPO does",
+        *(
+            (kind, {"kl": KL(target=6.0)}, r"kl=KL\(target=6.0\) steers .* as PPO does alone; leave target and gain out")
+            for kind in (RLOO, GRPO)  # whose default weight is 0
         ),
         (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KL\(...\)"),
         (GRPO, {"kl_coef": -1.0}, "kl_coef=-1.0 may not be negative"),

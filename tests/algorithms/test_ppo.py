@@ -391,7 +391,7 @@ def test_invalid_settings_are_refused() -> None:
         ({"entropy_coef": float("nan")}, "entropy_coef=nan is not a number"),
         ({"critic_warmup": -1}, "critic_warmup=-1 may not be negative"),
         ({"value_clip": 0.0}, "value_clip=0.0 must be positive; None leaves it out"),
-        ({"kl": KL(target=1.0), "kl_coef": 0.0}, "target=1.0 steers coef, which is 0"),
+        ({"kl": KL(target=1.0), "kl_coef": 0.0}, "target=1.0 steers coef, as PPO does alone, and coef=0 leaves"),
         ({"reward": "no/such/folder/here"}, "there is no such folder .* reward function as module:function"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -48,7 +48,10 @@ class KL:
             if (value := getattr(self, name)) is not None:
                 require_choice(name, value, choices)
         if self.target is not None and self.coef == 0:
-            raise ConfigError(f"target={self.target} steers coef, which is 0 and leaves the reference out; raise it")
+            raise ConfigError(
+                f"target={self.target} steers coef, as PPO does alone, and coef=0 leaves the reference out; raise coef "
+                f"in PPO, and leave target out elsewhere"
+            )
 
     @property
     def weight(self) -> float:
@@ -60,6 +63,19 @@ class KL:
         """Return the (N,) estimates for the loss."""
         assert self.estimator is not None, "an algorithm's default has an estimator"
         return kl_estimate(logprobs, ref_logprobs, estimator=self.estimator)
+
+
+def fixed_kl(kl: KL | None) -> KL | None:
+    """Return a divergence whose weight is fixed. Raises ConfigError for one that is steered, which PPO does alone."""
+    check_type(KL, kl=kl)
+    names = () if kl is None else ("target", "gain")
+    steering = [f"{name}={value}" for name in names if (value := getattr(kl, name)) is not None]
+    if steering:
+        raise ConfigError(
+            f"kl=KL({', '.join(steering)}) steers the weight of the divergence, as PPO does alone; leave target and "
+            f"gain out, and give a fixed weight, such as kl_coef=0.05"
+        )
+    return kl
 
 
 def resolve_kl(kl: KL | None, kl_coef: float | None, default: KL) -> KL:

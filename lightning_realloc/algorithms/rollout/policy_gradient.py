@@ -16,7 +16,7 @@ from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, mo
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, require_shape, resolve_advantages
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, engine_defaults, mismatch_metrics
 from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens, whiten
-from lightning_realloc.algorithms.losses.kl import KL, resolve_kl
+from lightning_realloc.algorithms.losses.kl import KL, fixed_kl, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import (
     PolicyLoss,
@@ -139,7 +139,7 @@ class PolicyGradient(RewardedModule):
     ) -> None:
         defaults = self.defaults
         super().__init__(actor, reward, sampling=given(sampling, defaults.sampling), **settings)
-        self.kl = resolve_kl(kl, kl_coef, defaults.kl)
+        self.kl = resolve_kl(fixed_kl(kl), kl_coef, defaults.kl)
         self.policy_loss = resolve_policy_loss(policy_loss)
         self.ratio_level = given(ratio_level, defaults.ratio_level)
         self.ratio_to, self.engine_correction = engine_defaults(
@@ -170,8 +170,6 @@ class PolicyGradient(RewardedModule):
         return None if chosen is None else resolve_advantages(chosen)
 
     def _check_loss(self) -> None:
-        if self.kl.target is not None or self.kl.gain is not None:
-            raise ConfigError(f"{self.kl} steers the weight by target and gain, as PPO does alone; leave them out")
         require_choice("loss_average", self.loss_average, get_args(LossAverage))
         require_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
         require_choice("ratio_to", self.ratio_to, get_args(RatioTo))
