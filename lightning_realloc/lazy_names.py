@@ -10,6 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.abc import InspectLoader
+from types import FrameType
+
+FORMER_NAMES: Mapping[str, str] = {
+    "KLOptions": "lightning_realloc.KL",
+    "OverlongPenalty": "lightning_realloc.rewards.OverlongPenalty",
+    "PolicyLossOptions": "lightning_realloc.Clip",
+    "SampleTable": "lightning_realloc.RolloutTable",
+}
+"""Names that a package once had -> where they are now."""
 
 
 @cache
@@ -33,9 +42,22 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
         if name == "__all__":
             return list(public_names(package))
         if name.startswith("__") or name not in public_names(package):
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _missing(package, name, sys._getframe(1))
         value = getattr(import_module(public_names(package)[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
     return import_name, lambda: sorted({*vars(sys.modules[package]), *public_names(package)})
+
+
+def _missing(package: str, name: str, caller: FrameType) -> AttributeError | ImportError:
+    """Return the error for a name that a package does not have, asked for by the code of a frame."""
+    text = f"module {package!r} has no attribute {name!r}"
+    if name in FORMER_NAMES:
+        from dis import opname  # only for an error message
+
+        text += f" any more: it is {FORMER_NAMES[name]}"
+        # An import replaces the text of an AttributeError by its own; hasattr() accepts no other error.
+        if opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
+            return ImportError(text, name=package)
+    return AttributeError(text)

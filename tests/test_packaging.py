@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_realloc.lazy_names import public_names
+import lightning_realloc
+from lightning_realloc.lazy_names import FORMER_NAMES, public_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_realloc"
@@ -64,6 +66,17 @@ def test_every_public_name_can_be_imported(package: str) -> None:
         assert name in dir(module)
     with pytest.raises(AttributeError, match="Reallok"):
         _ = module.Reallok
+
+
+@pytest.mark.parametrize("name", FORMER_NAMES)
+def test_a_former_name_is_answered_with_one_that_exists(name: str) -> None:
+    text = f"module 'lightning_realloc' has no attribute '{name}' any more: it is lightning_realloc"
+    with pytest.raises(ImportError, match=text) as said:
+        exec(f"from lightning_realloc import {name}")
+    assert callable(pkgutil.resolve_name(str(said.value).rpartition(" ")[2]))
+    with pytest.raises(AttributeError, match=text):
+        getattr(lightning_realloc, name)
+    assert not hasattr(lightning_realloc, name)
 
 
 def test_the_wheel_holds_only_the_package_and_the_autoload_module(tmp_path: Path) -> None:
