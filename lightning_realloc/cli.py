@@ -23,22 +23,23 @@ from pydoc import locate
 from typing import Any, NoReturn
 
 import torch
-import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 import lightning_realloc
+from lightning_realloc.commands.file_forms import UNNAMED, file_form, unnamed_class
 from lightning_realloc.commands.output_checks import check_outputs
-from lightning_realloc.commands.parsing import describe_full_device, has_bf16, strategy_with
+from lightning_realloc.commands.parsing import accept_moved_settings, describe_full_device, has_bf16, strategy_with
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
 from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.lazy_names import FORMER_NAMES
 from lightning_realloc.output_files import write_text
 from lightning_realloc.setting_hints import (
-    CLASS_HINTS,
     describe_unknown_settings,
     hint_for,
+    loss_elsewhere,
     setting_defaults,
     settings_of,
 )
@@ -50,6 +51,7 @@ from lightning_realloc.strategies.lightning.failures import (
 )
 from lightning_realloc.strategies.lightning.launch_options import LauncherName
 from lightning_realloc.strategies.pool.precision import refuse_precision
+from lightning_realloc_autoload import STRATEGIES
 
 SHORT_NAMES: Sequence[type] = tuple(
     getattr(lightning_realloc, name)
@@ -63,7 +65,7 @@ SHORT_NAMES: Sequence[type] = tuple(
 )
 """Classes that a configuration can name without their module: they are imported here. Others need the class path."""
 _UNKNOWN_CLASS = re.compile(
-    r"Expected a dot import path string: ([\w.]+)|"
+    r"Expected a dot import path string: ([\w.+-]+)|"
     r"Problem with given class_path '([\w.]+)':\s+(?:module '.*' has no attribute|No module named)"
 )
 _UNION_LINE = re.compile(
@@ -71,6 +73,7 @@ _UNION_LINE = re.compile(
     r"|Given value type: .*|Given value: .*)(?=\n|$)"
 )
 """A line about how a value of an optional setting was tried. Between these, the sentence that helps is hard to find."""
+_UNNAMED_CLASS = re.compile(r"but ([\w.]+) is abstract\n(?:.*\n){2}.*Given value: (.*)")
 _UNKNOWN_OPTION = re.compile(
     r"Problem with given class_path '([\w.]+)':\s+(?:Option '|unrecognized arguments: --)([\w.]+)|"
     r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'"  # of a callable, such as a reward
@@ -79,12 +82,11 @@ _UNKNOWN_KEY = re.compile(  # an option at the beginning is of a class that the 
     r"\sOption '([\w.]+)' is not accepted|does not accept option '([\w.]+)'|unrecognized arguments: --([\w.]+)|"
     r" is abstract\n(?:.*\n){2}.*Given value: (?:\{|NestedArg\(key=)'(\w+)'"  # no class_path
 )
-_MOVED_DEFAULTS: Mapping[str, object] = {"max_cache_bytes": None, "sample_reallocation": False, "rollout_budget": None}
-"""Settings that were an algorithm's own, and are those of ``generation`` now, with their defaults."""
-_MOVED_DEFAULTS_OF_GENERATION: Mapping[str, object] = {"engine": "native", "speculation": None}
-"""The reverse."""
 _ONE_LINE_ERRORS = (*CALLER_ERRORS, torch.OutOfMemoryError)
 """Exceptions that end a command with one line and exit code 2."""
+
+
+accept_moved_settings()
 
 
 class Parser(LightningArgumentParser):
@@ -105,8 +107,12 @@ class Parser(LightningArgumentParser):
         hints = list(_setting_hints(message))
         if not hints:
             hints = [self._option_hint("".join(found)) for found in _UNKNOWN_KEY.findall(message)]
-        hints += [_class_hint(first or second) for first, second in _UNKNOWN_CLASS.findall(message)]
+        if not any(hints):
+            hints = [unnamed_class(path, value) for path, value in _UNNAMED_CLASS.findall(message)]
+        hints += [_class_hint(first or second, message) for first, second in _UNKNOWN_CLASS.findall(message)]
         hints = list(filter(None, dict.fromkeys(hints)))
+        if form := file_form(f"; {'; '.join(hints)}", sys.argv[1:]):
+            hints.append(form.removeprefix("; "))
         for hint in hints:
             message = message.replace(f"; {hint}", "")
         message = _UNION_LINE.sub("", message)
@@ -135,7 +141,10 @@ class Parser(LightningArgumentParser):
 def _setting_hints(message: str) -> Iterator[str]:
     """Yield the answers of classes to unknown settings; to a dotted one by its first part, if no hint has the whole."""
     for path, name, other, of_callable in _UNKNOWN_OPTION.findall(message):
-        cls, setting = locate(path or of_callable), name or other
+        if (base := path or of_callable) in UNNAMED:
+            yield unnamed_class(base, f"'{name or other}': ...")
+            continue
+        cls, setting = locate(base), name or other
         if not isinstance(cls, type):
             continue
         first = setting.partition(".")[0]
@@ -143,35 +152,20 @@ def _setting_hints(message: str) -> Iterator[str]:
             yield describe_unknown_settings(cls, [first])
 
 
-def _load_yaml(text: str) -> Any:
-    """Return the content of a YAML text. Settings that moved, and that a saved configuration has at their defaults,
-    are left out."""
-    content = _load_any_yaml(text)
-    model = content.get("model") if isinstance(content, dict) else None
-    settings = model.get("init_args") if isinstance(model, dict) else None
-    if isinstance(settings, dict):
-        _leave_out(settings, _MOVED_DEFAULTS)
-        _leave_out(settings.get("generation"), _MOVED_DEFAULTS_OF_GENERATION)
-    return content
-
-
-def _leave_out(settings: Any, defaults: Mapping[str, object]) -> None:
-    for name, default in defaults.items():
-        if isinstance(settings, dict) and name in settings and settings[name] == default:
-            del settings[name]
-
-
-_load_any_yaml = get_loader("yaml")
-set_loader("yaml", _load_yaml, (yaml.YAMLError,))
-
-
-def _class_hint(name: str) -> str:
-    """Return a hint with the known classes whose names are similar to an unknown one."""
+def _class_hint(name: str, message: str) -> str:
+    """Return our counterpart of an unknown class of a message, or a hint with the classes of similar names."""
+    if '"policy_loss"' in message and (loss := loss_elsewhere(name)) is not None:
+        return f"{name} is here {loss}"
+    if name in STRATEGIES:
+        return (
+            f"{name!r} is a strategy with its defaults; to change one, write --trainer.strategy ReallocStrategy first"
+        )
     packages = ("lightning_realloc.rewards", "lightning_realloc")
     known = {public: f"{package}.{public}" for package in packages for public in import_module(package).__all__}
     known |= {short.__name__: short.__name__ for short in SHORT_NAMES}
     wanted = name.rpartition(".")[2]
-    near = [known[similar] for similar in difflib.get_close_matches(CLASS_HINTS.get(wanted, wanted), known, n=3)]
+    wanted = FORMER_NAMES.get(wanted, wanted).rpartition(".")[2]
+    near = [known[similar] for similar in difflib.get_close_matches(wanted, known, n=3)]
     way_out = f"did you mean {' or '.join(near)}?" if near else "write package.module.Class of one that can be imported"
     return f"there is no class {name}: {way_out}"
 
@@ -381,8 +375,9 @@ def main() -> int:
         return run(sys.argv[1:])
     except _ONE_LINE_ERRORS as error:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-        shown = ConfigError(describe_full_device(error)) if isinstance(error, torch.OutOfMemoryError) else error
-        sys.stderr.write(one_line_message(shown, rank))
+        shown = describe_full_device(error) if isinstance(error, torch.OutOfMemoryError) else str(error)
+        form = "" if sys.argv[1] in _OTHER_COMMANDS else file_form(shown, sys.argv[1:])
+        sys.stderr.write(one_line_message(ConfigError(shown + form), rank))
         sys.stderr.flush()
         return 2
 

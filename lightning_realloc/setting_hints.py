@@ -88,11 +88,11 @@ SPECULATION_HINTS = HintTable("speculation")
 ENGINE_HINTS = HintTable("engine")
 STRATEGY_HINTS = HintTable("strategy")
 ROLE_HINTS = HintTable("role")
-CLASS_HINTS = HintTable("classes")
 GENERATION_HINTS = HintTable("generation")
 KL_HINTS = HintTable("kl")
 GAE_HINTS = HintTable("gae")
 POLICY_LOSS_HINTS = HintTable("policy_loss")
+POLICY_LOSS_NAMES = HintTable("policy_losses")
 VERL_HINTS = HintTable("verl")
 
 
@@ -100,6 +100,11 @@ def hint_for(name: str) -> str | None:
     """Return our counterpart of another library's setting or flag, None for an unknown name."""
     tables = (ALGORITHM_HINTS, DATA_HINTS, SAMPLING_HINTS, TRAIN_OPTIONS_HINTS)
     return next((table[name] for table in tables if name in table), None) or hint_of_verl(name)
+
+
+def loss_elsewhere(name: str) -> str | None:
+    """Return our settings for a policy loss that other libraries or papers name, None for an unknown name."""
+    return POLICY_LOSS_NAMES.get(name.lower().replace("-", "_"))
 
 
 def hint_of_verl(key: str) -> str | None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from lightning.pytorch import Callback
 from transformers import AutoModelForCausalLM
 
 from lightning_realloc import cli
+from lightning_realloc.commands.file_forms import file_form
+from lightning_realloc.commands.parsing import load_yaml
 from tests.command_lines import run_lines as _run
 from tests.matrices import few_and_more, matrix
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
@@ -111,7 +114,7 @@ def test_a_printed_configuration_is_complete_and_can_be_read_again(workers: Work
 
 def test_former_settings_of_generation_are_left_out_at_their_defaults_alone() -> None:
     text = "model: {{init_args: {{generation: {{engine: {}, speculation: null, free_cache: true}}}}}}"
-    read = [cli._load_yaml(text.format(engine))["model"]["init_args"]["generation"] for engine in ("native", "hf")]
+    read = [load_yaml(text.format(engine))["model"]["init_args"]["generation"] for engine in ("native", "hf")]
     assert read == [{"free_cache": True}, {"engine": "hf", "free_cache": True}]
 
 
@@ -199,6 +202,41 @@ class Descent(torch.optim.Optimizer):
             for parameter in group["params"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(parameter.grad, alpha=group["lr"])
 """
+
+
+ADVICE = (
+    "policy_loss=Clip(low=0.1, high=0.28), generation=GenerationOptions(vllm=VLLMOptions(sleep=True)), "
+    "sampling=SamplingParams(n=4, top_p=0.5), kl=KL(0.05, place='loss'), Speculation(num_draft_tokens=4), "
+    "optimizer=partial(torch.optim.SGD, lr=1e-3), Trainer(max_steps=3, val_check_interval=7)"
+)
+
+
+def test_a_file_and_flags_take_the_forms_that_errors_show(workers: WorkerPool, folder: Path) -> None:
+    flags = file_form(f"x; {ADVICE}", ["--x"]).removeprefix("; as a flag: ").split("; ")
+    lines = file_form(f"x; {ADVICE}", []).removeprefix("; in YAML: ").split("; ")
+    content = copy.deepcopy(CONFIG)
+    for line in lines:
+        ((name, value),) = yaml.safe_load(line).items()
+        if name == "trainer":
+            content["trainer"] |= value
+        elif isinstance(content["model"]["init_args"].get(name), dict):
+            content["model"]["init_args"][name] |= value
+        else:
+            content["model"]["init_args"][name] = value
+    (folder / "advised.yaml").write_text(yaml.safe_dump(content))
+    by_file, by_flags = _run(
+        workers,
+        folder,
+        ["fit", "--config", "advised.yaml", "--print_config"],
+        [*FIT, *(word for each in flags for word in shlex.split(each)), "--print_config"],
+    )
+    assert by_file.code == by_flags.code == 0, (by_file.errors, by_flags.errors)
+    printed = yaml.safe_load(by_file.output)
+    assert printed == yaml.safe_load(by_flags.output)
+    model = printed["model"]["init_args"]
+    assert model["policy_loss"]["init_args"] == {"low": 0.1, "high": 0.28, "most": None}
+    assert model["generation"]["vllm"]["sleep"] and model["speculation"]["num_draft_tokens"] == 4
+    assert printed["trainer"]["val_check_interval"] == 7
 
 
 def test_a_file_gives_a_role_its_optimizer_by_class_path(workers: WorkerPool, folder: Path) -> None:
@@ -452,7 +490,23 @@ MISTAKES = [
     ("--model.speculation", '{"method": "ngram"}', "Speculation has no setting method; here it is drafter="),
     ("--trainer.callbacks+", '{"class_path": "tests.test_cli.make_callback", "init_args": {"evry": 1}}', "'evry'"),
     ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
-    ("--model.policy_loss", "{clip_low: 0.1}", "clip_low is here policy_loss=Clip(low=...)\n"),
+    (
+        "--model.policy_loss",
+        "{clip_low: 0.1}",
+        "; clip_low is here policy_loss=Clip(low=...); "
+        "as a flag: --model.policy_loss '{class_path: Clip, init_args: {low: ...}}'\n",
+    ),
+    ("--model.policy_loss", "{low: 0.2}", "; name the class by class_path (Clip, Cispo, Sapo, Vespo), as in {class_"),
+    ("--model.policy_loss.low", "0.2", "as in {class_path: Clip, init_args: {low: 0.2}}\n"),
+    (
+        "--model.policy_loss",
+        "dapo",
+        "; dapo is here policy_loss=Clip(high=0.28) with loss_average='token'; as a flag: ",
+    ),
+    ("--model.policy_loss", "Dr-GRPO", "; Dr-GRPO is here policy_loss='clip' with loss_average='constant'\n"),
+    ("--model.optimizer", "{lr: 0.1}", "; name the class by class_path (AdamW, "),
+    ("--trainer.callbacks+", "{dirpath: x}", "as in {class_path: ModelCheckpoint, init_args: {dirpath: ...}}\n"),
+    ("--config", "earlier.yaml", "; in YAML: generation: {sample_reallocation: ...}\n"),
     (
         "--model.policy_loss",
         "{loss_average: token}",

@@ -53,6 +53,7 @@ from lightning_realloc.setting_hints import (
     GENERATION_HINTS,
     KL_HINTS,
     POLICY_LOSS_HINTS,
+    POLICY_LOSS_NAMES,
     ROLE_HINTS,
     SAMPLING_HINTS,
     SPECULATION_HINTS,
@@ -208,7 +209,7 @@ def test_every_hint_of_options_names_a_field() -> None:
 def test_every_name_in_a_hint_of_the_algorithms_exists() -> None:
     of_algorithms = set().union(*map(settings_of, ALGORITHMS))
     of_data = {"data"}.union(*map(settings_of, DATA_MODULES))
-    for hint in [*ALGORITHM_HINTS.values(), *VERL_HINTS.values()]:
+    for hint in [*ALGORITHM_HINTS.values(), *VERL_HINTS.values(), *POLICY_LOSS_NAMES.values()]:
         for call in re.findall(CALL, hint):
             for node in ast.walk(ast.parse(call, mode="eval")):
                 if isinstance(node, ast.Call) and not is_checked_by_hand(node):

@@ -78,7 +78,7 @@ class ChatSession:
         """
         source, adapters, tokenizer_source = _sources(model_folder(folder))
         chosen = _device(device)
-        tokenizer = load_tokenizer(tokenizer_source)
+        tokenizer: Any = load_tokenizer(tokenizer_source)
         if system is not None and tokenizer.chat_template is None:
             raise ConfigError("--system needs a chat template, and this tokenizer has none; leave it out")
         model = load_model(source, adapters, chosen)

@@ -1,21 +1,28 @@
-"""Parser of a command's flags, and checks that several commands share."""
+"""Parsers of flags and of saved configurations, and checks that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import Namespace
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader
 
 from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home
 from lightning_realloc.setting_hints import hint_for
 from lightning_realloc_autoload import STRATEGIES
+
+_MOVED_DEFAULTS: Mapping[str, object] = {"max_cache_bytes": None, "sample_reallocation": False, "rollout_budget": None}
+"""Settings that were an algorithm's own, and are those of ``generation`` now, with their defaults."""
+_MOVED_DEFAULTS_OF_GENERATION: Mapping[str, object] = {"engine": "native", "speculation": None}
+"""Settings that were fields of ``generation``, and are an algorithm's own now, with their defaults."""
+_LOAD_ANY_YAML = get_loader("yaml")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -24,9 +31,12 @@ class CommandParser(argparse.ArgumentParser):
     Args:
         command: Name of the command.
         epilog: Text below the flags in ``--help``.
+        flag_of: Returns the flag for a setting that has no short one; None for an unknown setting.
     """
 
-    def __init__(self, command: str, *, epilog: str = "") -> None:
+    def __init__(
+        self, command: str, *, epilog: str = "", flag_of: Callable[[str], str | None] = lambda setting: None
+    ) -> None:
         super().__init__(
             prog=f"lightning-realloc {command}",
             description=summary_of(command),
@@ -34,6 +44,7 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self._flag_of = flag_of
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the flags.
@@ -52,10 +63,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def _hint(self, unknown: str) -> str:
         name = unknown.partition("=")[0]
+        dashed, setting = name.replace("_", "-"), name.lstrip("-").replace("-", "_")
         own = [option for action in self._actions for option in action.option_strings]
-        if near := difflib.get_close_matches(name.replace("_", "-"), own, n=2, cutoff=0.7):
-            return f"; did you mean {' or '.join(near)}?"
-        setting = name.lstrip("-").replace("-", "_")
+        near = difflib.get_close_matches(dashed, own, n=2, cutoff=0.7)
+        if dashed not in own and (flag := self._flag_of(setting)) is not None:
+            near = [flag, *near]
+        if near:
+            return f"; did you mean {' or '.join(near[:2])}?"
         elsewhere = hint_for(setting)
         return "" if elsewhere is None else f"; {setting} is here {elsewhere}"
 
@@ -112,3 +126,26 @@ def strategy_with(strategy: Any, options: Mapping[str, object]) -> Namespace:
         flags = " and ".join(f"--{name}" for name in options)
         raise ConfigError(f"{flags} needs strategy='realloc' or ReallocStrategy; this run's strategy is {path}")
     return Namespace(class_path=path, init_args=Namespace(**{**vars(strategy.init_args), **options}))
+
+
+def accept_moved_settings() -> None:
+    """Make jsonargparse leave out the moved settings that a YAML file has at their defaults."""
+    set_loader("yaml", load_yaml, (yaml.YAMLError,))
+
+
+def load_yaml(text: str) -> Any:
+    """Return the content of a YAML text. Settings that moved, and that a saved configuration has at their defaults,
+    are left out."""
+    content = _LOAD_ANY_YAML(text)
+    model = content.get("model") if isinstance(content, dict) else None
+    settings = model.get("init_args") if isinstance(model, dict) else None
+    if isinstance(settings, dict):
+        _leave_out(settings, _MOVED_DEFAULTS)
+        _leave_out(settings.get("generation"), _MOVED_DEFAULTS_OF_GENERATION)
+    return content
+
+
+def _leave_out(settings: Any, defaults: Mapping[str, object]) -> None:
+    for name, default in defaults.items():
+        if isinstance(settings, dict) and name in settings and settings[name] == default:
+            del settings[name]

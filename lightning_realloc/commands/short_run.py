@@ -12,13 +12,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import lightning_realloc
+from lightning_realloc.commands.file_forms import flag_of
 from lightning_realloc.commands.parsing import CommandParser, refuse_gguf
 from lightning_realloc.commands.reward_names import describe_names, reward_setting
 from lightning_realloc.data.sources import data_suffix, is_saved, matching_files
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.core.capabilities import EngineName
 from lightning_realloc.remote_path import expand_home, is_path
 
 SEQUENCES_PER_ITERATION = 128
@@ -69,7 +73,8 @@ COMMANDS: Mapping[str, ShortCommand] = {
 def short_parser(name: str) -> CommandParser:
     """Return the parser of a command's short flags."""
     command = COMMANDS[name]
-    parser = CommandParser(name, epilog=_EPILOG)
+    classes = (getattr(lightning_realloc, cls) for cls in (command.algorithm, command.data_module))
+    parser = CommandParser(name, epilog=_EPILOG, flag_of=partial(flag_of, *classes))
     add = parser.add_argument
     add("--model", metavar="NAME", help="Hugging Face name or folder of the model to train.")
     add("--data", metavar="DATA", help="JSONL, JSON, CSV or Parquet file, folder of a data set, or name on the hub.")
@@ -90,6 +95,7 @@ def short_parser(name: str) -> CommandParser:
             metavar="N",
             help="Tokens of the longest response. Default: %(default)s.",
         )
+        add("--engine", choices=get_args(EngineName), help="Engine that generates. Default: native.")
         default_batch = f"{SEQUENCES_PER_ITERATION} / n"
     else:
         default_batch = str(ROWS_PER_ITERATION)
@@ -195,6 +201,8 @@ def configuration(
     if generates:
         model["reward"] = reward_setting(flags.reward)
         model["sampling"] = {"n": flags.n, "max_new_tokens": flags.max_new_tokens}
+        if flags.engine is not None:
+            model["engine"] = flags.engine
         rows |= {"prompt_column": flags.prompt_column, "text_prompts": "auto"}
     if flags.learning_rate is not None:
         model["learning_rate"] = flags.learning_rate

@@ -187,7 +187,11 @@ def test_invalid_combinations_are_refused() -> None:
         (ReMax, {"dynamic_sampling": DynamicSampling()}, "ReMax each with the greedy one; leave it out"),
         (GRPO, {"engine_correction": EngineCorrection()}, "use ratio_to='proximal'"),
         *(
-            (kind, {"kl": KL(target=6.0)}, r"kl=KL\(target=6.0\) steers .* as PPO does alone; leave target and gain out")
+            (
+                kind,
+                {"kl": KL(target=6.0)},
+                r"kl=KL\(target=6.0\) steers .* as PPO does alone; leave target and gain out",
+            )
             for kind in (RLOO, GRPO)  # whose default weight is 0
         ),
         (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KL\(...\)"),

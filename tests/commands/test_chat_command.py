@@ -10,7 +10,7 @@ import pytest
 
 from lightning_realloc.commands.chat_command import run_chat
 from lightning_realloc.commands.chat_session import ChatSession, TokenStream, load_model, model_folder
-from lightning_realloc.errors import CheckpointError, ConfigError, GenerationError
+from lightning_realloc.errors import CheckpointError, ConfigError, GenerationError, ReallocError
 from lightning_realloc.generation import SamplingParams
 from tests.models import byte_tokenizer, tiny_model
 
@@ -156,5 +156,5 @@ def test_flags_are_checked_before_the_model_is_loaded(
 ) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")  # of no model: loading it would fail
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ReallocError, match=message):
         _chat(tmp_path, *flags, typed=typed)

@@ -48,12 +48,13 @@ def test_every_command_names_classes_of_the_package_and_its_model(name: str) -> 
 def test_flags_reach_the_settings_that_they_stand_for() -> None:
     config = _config(
         "grpo", "--n", "4", "--max-new-tokens", "9", "--steps", "7", "--learning-rate", "1e-4", "--lora", "8",
-        "--prompt-column", "question", "--output", "out", precision="bf16-mixed",
+        "--prompt-column", "question", "--output", "out", "--engine", "hf", precision="bf16-mixed",
     )  # fmt: skip
     model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     assert model["sampling"] == {"n": 4, "max_new_tokens": 9}
     assert model["reward"] == "lightning_realloc.rewards:exact_match"
-    assert model["learning_rate"] == 1e-4
+    assert model["learning_rate"] == 1e-4 and model["engine"] == "hf"
+    assert "engine" not in _config("grpo")["model"]["init_args"]
     assert model["peft_config"] == {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     assert data["batch_size"] == 32  # 128 responses of an iteration, 4 for each prompt
     assert data["prompt_column"] == "question" and data["text_prompts"] == "auto"
@@ -152,6 +153,10 @@ WHOLE = ("--model", "M", "--data", "some/rows", "--reward", "exact")
         ((*WHOLE, "--reward", "exakt"), "--reward=exakt is unknown; did you mean exact?"),
         ((*WHOLE, "--reward", "judge"), "the names are exact, math, number, code, format; or give a function"),
         ((*WHOLE, "--max-tokens", "3"), "there is no flag --max-tokens; did you mean --max-new-tokens"),
+        ((*WHOLE, "--max_cache_bytes", "9"), "--max_cache_bytes; did you mean --model.generation.max_cache_bytes?"),
+        ((*WHOLE, "--max-prompt-tokens=9"), "did you mean --data.max_prompt_tokens or --max-new-tokens?"),
+        ((*WHOLE, "--batch_size", "9"), "there is no flag --batch_size; did you mean --batch-size?"),
+        ((*WHOLE, "--engine", "sglang"), "argument --engine: invalid choice: 'sglang' (choose from "),
         ((*WHOLE, "--num_generations=4"), "num_generations is here sampling=SamplingParams(n=...)"),
         ((*WHOLE, "--algo.kl.init_coef=0.1"), "algo.kl.init_coef is here kl_coef="),
         ((*WHOLE, "--actor_rollout_ref.actor.clip_ratio_c=3"), "actor.clip_ratio_c is here policy_loss=Clip(most=...)"),

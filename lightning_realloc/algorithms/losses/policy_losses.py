@@ -23,7 +23,7 @@ from lightning_realloc.algorithms.settings import (
 )
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError, require_choice
-from lightning_realloc.setting_hints import POLICY_LOSS_HINTS, suggest_settings
+from lightning_realloc.setting_hints import POLICY_LOSS_HINTS, loss_elsewhere, suggest_settings
 
 PolicyLossName = Literal["clip", "cispo", "sapo", "vespo"]
 """Names of losses with their default constants."""
@@ -177,14 +177,6 @@ class Vespo(PolicyLoss):
 
 
 POLICY_LOSSES: Mapping[PolicyLossName, type[PolicyLoss]] = {"clip": Clip, "cispo": Cispo, "sapo": Sapo, "vespo": Vespo}
-_TRL_LOSSES = {
-    "grpo": 'loss_average="sequence"',
-    "dapo": 'loss_average="token"',
-    "bnpo": 'loss_average="token"',
-    "dr_grpo": 'loss_average="constant"',
-    "luspo": 'ratio_level="sequence", loss_average="sum"',
-}
-"""TRL's ``loss_type`` -> settings here, for those that are not a loss of their own."""
 
 
 def resolve_policy_loss(given: PolicyLoss | PolicyLossName) -> PolicyLoss:
@@ -196,11 +188,8 @@ def resolve_policy_loss(given: PolicyLoss | PolicyLossName) -> PolicyLoss:
             f"policy_loss={given!r} is a {type(given).__name__}; write a name, or a value such as "
             f"Clip(low=0.2, high=0.28)"
         )
-    if given in _TRL_LOSSES:
-        raise ConfigError(
-            f"policy_loss={given!r} must be one of {', '.join(POLICY_LOSSES)}; TRL's loss_type {given!r} is here "
-            f"{_TRL_LOSSES[given]}, with policy_loss='clip'"
-        )
+    if given not in POLICY_LOSSES and (ours := loss_elsewhere(given)) is not None:
+        raise ConfigError(f"policy_loss={given!r} must be one of {', '.join(POLICY_LOSSES)}; {given} is here {ours}")
     require_choice("policy_loss", given, tuple(POLICY_LOSSES))
     return POLICY_LOSSES[given]()
 

@@ -164,9 +164,9 @@ def test_invalid_constants_and_names_are_refused() -> None:
         (lambda: resolve_policy_loss("ppo"), f"policy_loss='ppo' must be one of {', '.join(get_args(PolicyLossName))}"),
         (
             lambda: resolve_policy_loss("dapo"),
-            "clip, .*; TRL's loss_type 'dapo' is here loss_average=.token., with",
+            r"clip, .*; dapo is here policy_loss=Clip\(high=0.28\) with loss_average='token'",
         ),
-        (lambda: resolve_policy_loss("dr_grpo"), 'is here loss_average="constant", with'),
+        (lambda: resolve_policy_loss("Dr-GRPO"), "is here policy_loss='clip' with loss_average='constant'"),
         (lambda: resolve_policy_loss(0.2), "policy_loss=0.2 is a float; write a name, or a value such as Clip"),
         (lambda: EngineCorrection(floor=2.0), r"floor=2.0 must lie below cap=2.0"),
     ):

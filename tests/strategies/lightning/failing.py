@@ -82,8 +82,8 @@ def main(mode: str, note: Path) -> None:
     """Fit on two devices: ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1.
 
     ``late`` fails on rank 1 after training, and ``orphan`` kills rank 0 before rank 1 joins the process group.
-    ``killed`` ends rank 0, which started rank 1, without any output but a checkpoint. ``left`` calls ``sys.exit(0)`` on rank 1, and
-    ``paused`` waits in an iteration.
+    ``killed`` ends rank 0, which started rank 1, without any output but a checkpoint.
+    ``left`` calls ``sys.exit(0)`` on rank 1, and ``paused`` waits in an iteration.
     """
     if mode in ("left", "paused"):
         runs.trainer("realloc", 2).fit(runs.grpo(reward=Leave(note, pauses=mode == "paused").judge), Batches(1))
