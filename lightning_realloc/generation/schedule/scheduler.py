@@ -192,10 +192,11 @@ class Scheduler:
         return sample in self._parked
 
     def read(self, sample: int, begin: int, end: int) -> None:
-        """Let a parked sample run again after these positions of it are read."""
+        """Let a parked sample run again after these positions of it are read; a moved one may have none left."""
         assert sample in self._parked, f"sample {sample} is not parked"
         self._waits.end(sample)
-        self._answered.append(Unread((sample,), begin, end))
+        goes_on = begin == end and self._num_open >= 0
+        (self._unread if goes_on else self._answered).append(Unread((sample,), begin, end))
 
     def drop(self, sample: int) -> None:
         """End the wait of a sample, and free its slot if it has kept it."""
