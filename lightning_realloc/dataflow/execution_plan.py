@@ -42,7 +42,8 @@ class CallPlan:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; applies to training calls only."""
     max_slots: int = 64
-    """Maximum number of sequences that a generation engine decodes at once, per data-parallel rank."""
+    """Maximum number of sequences that a generation engine decodes at once, per data-parallel rank. With an
+    environment, as many more may keep their keys and values while they wait for its answer."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_tokens is not None and not is_count(self.micro_batch_tokens):

@@ -40,7 +40,7 @@ class GenerationOptions:
     """Where the engine ``"vllm"`` is, and how it is started; None: the defaults."""
     max_cache_bytes: int | None = None
     """Bound on the bytes of keys and values per rank; further samples wait. None: room for ``max_slots`` of the
-    longest sample."""
+    longest sample, and with an environment for as many that wait for it."""
     free_cache: FreeCache = "auto"
     """Whether the memory of keys, values and CUDA graphs is freed after each generation. False keeps it for the next
     one, which then captures no steps anew; the other calls have that much less memory. ``"auto"`` keeps it on GPUs
