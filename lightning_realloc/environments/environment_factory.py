@@ -18,7 +18,7 @@ from lightning_realloc.environments.tool_calls import (
     DEFAULT_DEADLINE_S,
     CallLimits,
 )
-from lightning_realloc.environments.tool_environment import AddedTools, ToolEnvironment
+from lightning_realloc.environments.tool_environment import AddedTools, ToolEnvironment, only_calls_tools
 from lightning_realloc.environments.tools import Tool, check_distinct, tools_of
 from lightning_realloc.environments.trl_environment import TrlEnvironment, has_trl_contract
 from lightning_realloc.errors import ConfigError, DataError, describe_error
@@ -269,7 +269,7 @@ def _has_reward(environment: MessageEnvironment) -> bool | None:
         return environment.has_reward
     if type(environment).get_reward is not MessageEnvironment.get_reward:
         return True
-    return False if type(environment).step is ToolEnvironment.step else None
+    return False if only_calls_tools(environment) else None
 
 
 def _popped(ready: deque[Any]) -> Any:

@@ -22,7 +22,7 @@ from lightning_realloc.environments.message_environment import (
     checked_conversation,
     checked_result,
 )
-from lightning_realloc.environments.tool_environment import AddedTools
+from lightning_realloc.environments.tool_environment import AddedTools, only_calls_tools
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.environments.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, GenerationError, describe_error
@@ -116,10 +116,23 @@ class Episode:
     def __post_init__(self) -> None:
         self.chat, self.tools = self.options.chat(self.row)
 
-    @property
-    def messages(self) -> list[Message]:
-        """The model's turns and the environment's answers."""
-        return [message for turn in self.turns for message in (turn.message, *turn.result.messages)]
+    def messages(self, turns: Sequence[TurnTokens], num_answers: int) -> list[Message]:
+        """Return the conversation as the model knows it: its turns, and the answers that it read.
+
+        The last turn may have been cut off, so that nothing answered it. An answer for which there was no room, or no
+        further turn, is left out: reward functions would take it for the model's. The last words of an environment that
+        ended the episode are kept.
+
+        Args:
+            turns: Tokens of the model's turns.
+            num_answers: Number of answers that follow them.
+        """
+        found: list[Message] = []
+        for place, turn in enumerate(self.turns):
+            found.append(turn.message)
+            if place < num_answers or turn.result.done:
+                found += turn.result.messages
+        return found + [self._cut_off(tokens) for tokens in turns[len(self.turns) :]]
 
     @property
     def shown(self) -> object:
@@ -202,12 +215,20 @@ class Episode:
     async def _played(self, tokens: TurnTokens, *, is_last: bool) -> PlayedTurn:
         begin = time.monotonic()
         message = self._message(tokens)
-        result = await self._bounded_step(message, begin)
+        result = await self._bounded_step(message, begin, is_last=is_last)
         seconds = time.monotonic() - begin
         if result.done or is_last:
             return PlayedTurn(message, result, None, seconds)
         answer_ids = self.chat.answer_ids(tokens.own, message, result.messages, self.tools)
         return PlayedTurn(message, result, tuple(answer_ids), seconds)
+
+    def _cut_off(self, tokens: TurnTokens) -> Message:
+        """Return a turn that nothing answered; its text as content if the parser fails on part of a turn."""
+        try:
+            return self._message(tokens)
+        except Exception:
+            text = self.options.tokenizer.decode(list(tokens.own), skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
 
     def _message(self, tokens: TurnTokens) -> Message:
         options, own = self.options, list(tokens.own)
@@ -220,12 +241,13 @@ class Episode:
             end=options.text(own[len(own) - num_end :]),
         )
 
-    async def _bounded_step(self, message: Message, begin: float) -> StepResult:
+    async def _bounded_step(self, message: Message, begin: float, *, is_last: bool) -> StepResult:
         """Return the environment's result within the deadline of the episode."""
         deadline_s = self.options.bounds.episode_deadline_s
         left_s = deadline_s - self._lost_s - sum(self.seconds)
         try:
-            return await asyncio.wait_for(self._step(message), None if left_s == math.inf else max(left_s, 0.0))
+            step = self._step(message, is_last=is_last)
+            return await asyncio.wait_for(step, None if left_s == math.inf else max(left_s, 0.0))
         except BaseException as error:
             self._lost_s += time.monotonic() - begin
             if isinstance(error, TimeoutError) and self._lost_s + sum(self.seconds) >= deadline_s:
@@ -235,8 +257,10 @@ class Episode:
                 ) from None
             raise
 
-    async def _step(self, message: Message) -> StepResult:
+    async def _step(self, message: Message, *, is_last: bool) -> StepResult:
         environment = await self._revived()
+        if is_last and only_calls_tools(environment):
+            return StepResult()  # the model would not read the answers
         # Until it has answered: a failed or abandoned call leaves it in an unknown state.
         self._environment = None
         self._lost.append(environment)

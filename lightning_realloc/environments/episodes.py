@@ -18,7 +18,7 @@ import torch
 from lightning_realloc.batch.json_column import json_column
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import Column, Ragged, Samples, model_inputs
-from lightning_realloc.data.chat import as_message
+from lightning_realloc.data.chat import Message, as_message
 from lightning_realloc.environments.columns import (
     CONVERSATION,
     FUNCTIONS,
@@ -96,13 +96,14 @@ class Episodes:
         done = [completion.finish_reason != "unfinished" for completion in completions]
         ended = [episode for episode, is_done in zip(episodes, done, strict=True) if is_done]
         self._run(episode.finish() for episode in ended)
-        judged = {} if functions is None else _judged(functions, episodes, completions)
+        talks = [episode.messages(*_tokens_of(c)) for episode, c in zip(episodes, completions, strict=True)]
+        judged = {} if functions is None else _judged(functions, episodes, completions, talks)
         self._run(episode.close() for episode in ended)
         for completion, is_done in zip(completions, done, strict=True):
             if is_done:
                 del self._episodes[completion.sample_id]
         settled = list(map(_settled, completions, episodes))
-        return settled, self._columns(episodes, [completion.error for completion in settled]) | judged
+        return settled, self._columns(episodes, talks, [completion.error for completion in settled]) | judged
 
     def close(self) -> None:
         """Close all environments, after an error or where their responses are not continued."""
@@ -122,7 +123,9 @@ class Episodes:
             return own
         return ModelInput(tuple(episode.chat.prompt_ids(episode.prompt, episode.tools)), own.extras)
 
-    def _columns(self, episodes: Sequence[Episode], errors: Sequence[str | None]) -> dict[str, Column]:
+    def _columns(
+        self, episodes: Sequence[Episode], talks: Sequence[list[Message]], errors: Sequence[str | None]
+    ) -> dict[str, Column]:
         rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
         turns = [[turn.result.reward or 0.0 for turn in episode.turns] for episode in episodes]
         metrics = [episode.metrics() for episode in episodes]
@@ -135,7 +138,7 @@ class Episodes:
             TURN_REWARDS: Ragged.from_list(turns, dtype=torch.float32),
             SECONDS: torch.tensor([sum(episode.seconds) for episode in episodes], dtype=torch.float32),
             NUM_CALLS: torch.tensor([episode.num_calls for episode in episodes], dtype=torch.int64),
-            CONVERSATION: json_column(map(_described, episodes, metrics, errors)),
+            CONVERSATION: json_column(map(_described, episodes, talks, metrics, errors)),
             **of_tools,
         }
 
@@ -145,24 +148,39 @@ class Episodes:
 
 
 def _judged(
-    functions: RewardFunctions, episodes: Sequence[Episode], completions: Sequence[Completion]
+    functions: RewardFunctions,
+    episodes: Sequence[Episode],
+    completions: Sequence[Completion],
+    talks: Sequence[list[Message]],
 ) -> dict[str, Column]:
-    """Return the rewards of functions that read environments; a failure that is masked fails its episode."""
-    if not functions.reading_environments or not episodes:
-        return {f"{FUNCTIONS}{name}": torch.zeros(0) for name in functions.reading_environments}
-    found = functions.judge_environments(
-        [list(episode.prompt) for episode in episodes],
-        [episode.messages for episode in episodes],
-        [completion.token_ids for completion in completions],
-        {name: [episode.row.get(name) for episode in episodes] for name in episodes[0].row if name != "prompt"},
-        [episode.shown for episode in episodes],
-    )
-    for outcomes in found.values():
-        for episode, outcome in zip(episodes, outcomes, strict=True):
-            if isinstance(outcome, Failed):
-                episode.failure = outcome.reason
-    values = {name: [x if isinstance(x, float) else math.nan for x in outcomes] for name, outcomes in found.items()}
-    return {f"{FUNCTIONS}{name}": torch.tensor(own, dtype=torch.float32) for name, own in values.items()}
+    """Return the rewards of functions that read environments; a failure that is masked fails its episode.
+
+    Functions get finished responses alone. Failed ones, whose environment is None if its state is lost, are among them
+    if they are learned.
+    """
+    rewards = {name: torch.full((len(episodes),), math.nan) for name in functions.reading_environments}
+    known = [
+        place
+        for place, (episode, completion) in enumerate(zip(episodes, completions, strict=True))
+        if completion.finish_reason != "unfinished"
+        and (episode.options.bounds.on_failure == "learn" or (completion.error or episode.failure) is None)
+    ]
+    if rewards and known:
+        chosen = [episodes[place] for place in known]
+        found = functions.judge_environments(
+            [list(episode.prompt) for episode in chosen],
+            [talks[place] for place in known],
+            [completions[place].token_ids for place in known],
+            {name: [episode.row.get(name) for episode in chosen] for name in chosen[0].row if name != "prompt"},
+            [episode.shown for episode in chosen],
+        )
+        for name, outcomes in found.items():
+            for place, outcome in zip(known, outcomes, strict=True):
+                if isinstance(outcome, Failed):
+                    episodes[place].failure = outcome.reason
+                elif outcome is not None:
+                    rewards[name][place] = outcome
+    return {f"{FUNCTIONS}{name}": values for name, values in rewards.items()}
 
 
 async def _gathered(coroutines: Sequence[Coroutine[Any, Any, None]], most: int) -> None:
@@ -186,14 +204,21 @@ async def _resumed(episode: Episode, turns: Sequence[TurnTokens]) -> None:
 
 def answered_turns(completion: Completion) -> list[TurnTokens]:
     """Return the model's turns that an environment has answered."""
-    turns, begin = [], 0
+    turns, num_answers = _tokens_of(completion)
+    return turns[:num_answers]
+
+
+def _tokens_of(completion: Completion) -> tuple[list[TurnTokens], int]:
+    """Return the model's turns, and the number of answers in a completion."""
+    turns, num_answers, begin = [], 0, 0
     for chosen, run in groupby(completion.model_mask):
         end = begin + sum(1 for _ in run)
-        if chosen and end < len(completion.token_ids):
+        if chosen:
             before = (*completion.prompt, *completion.token_ids[:begin])
             turns.append(TurnTokens(before, completion.token_ids[begin:end]))
+        num_answers += not chosen
         begin = end
-    return turns
+    return turns, num_answers
 
 
 def _settled(completion: Completion, episode: Episode) -> Completion:
@@ -202,10 +227,12 @@ def _settled(completion: Completion, episode: Episode) -> Completion:
     return replace(completion, finish_reason="environment", error=episode.failure)
 
 
-def _described(episode: Episode, metrics: Mapping[str, float], error: str | None) -> dict[str, Any]:
+def _described(
+    episode: Episode, talk: list[Message], metrics: Mapping[str, float], error: str | None
+) -> dict[str, Any]:
     return {
         "prompt": list(episode.prompt),
-        "messages": episode.messages,
+        "messages": talk,
         "seconds": episode.seconds,
         "rewards": [turn.result.reward for turn in episode.turns],
         "metrics": dict(metrics),

@@ -146,6 +146,11 @@ class AddedTools(MessageEnvironment):
         await call(self.inner.close)
 
 
+def only_calls_tools(environment: MessageEnvironment) -> bool:
+    """Return whether an environment does nothing in a step but carry out the turn's calls."""
+    return type(environment).step is ToolEnvironment.step
+
+
 def _name_of(found: Mapping[str, Any]) -> object:
     function = found.get("function")
     return function.get("name") if isinstance(function, Mapping) else None

@@ -6,6 +6,9 @@ import asyncio
 import math
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +24,7 @@ from lightning_realloc.environments.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import FinishReason
+from lightning_realloc.rewards.functions import RewardFunctions
 from tests.environments.guessing import END, WORDS, Guessing, chat_model, chat_tokenizer
 
 PARAMS = SamplingParams(max_new_tokens=40, seed=3)
@@ -65,11 +69,11 @@ def test_a_conversation_is_what_a_replay_by_hand_makes_of_the_models_words() -> 
         while at < len(words) and len(own) < 4:
             end = words.index("<end>", at) + 1 if "<end>" in words[at:] else len(words)
             assert all(completion.model_mask[at:end])
+            expected.append("assistant")
             if words[end - 1] != "<end>":
                 break  # cut off by its length
             result = game.step({"role": "assistant", "content": " ".join(words[at : end - 1])})
             own.append(result.reward)
-            expected += ["assistant", *[message["role"] for message in result.messages]]
             num_solved += result.done
             if result.done or len(own) == 4:
                 assert end == len(words) and completion.finish_reason == "stop"
@@ -79,6 +83,7 @@ def test_a_conversation_is_what_a_replay_by_hand_makes_of_the_models_words() -> 
                 assert completion.finish_reason == "length"
                 break
             assert words[end : end + 4] == answer and not any(completion.model_mask[end : end + 4])
+            expected.append("user")
             at = end + 4
         assert turn_rewards.to_lists()[row] == pytest.approx(own)
         assert [message["role"] for message in talk["messages"]] == expected
@@ -140,6 +145,55 @@ def test_unfinished_episodes_go_on_where_they_are_and_in_a_new_environment() -> 
 def _rewards(columns: Mapping[str, Any]) -> list[float]:
     values: list[float] = columns["environment_rewards"].tolist()
     return values
+
+
+class Breaking(Guessing):
+    """Never answers in the games of one secret number."""
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Fail, or answer."""
+        if self.secret == 1:
+            raise ConnectionError("reset by peer")
+        return super().step(message)
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "learn"])
+def test_reward_functions_read_environments_of_finished_responses_alone(on_failure: str) -> None:
+    read: list[tuple[int, bool]] = []
+
+    def guesses_left(environments: list[Guessing | None], secret: list[int], **columns: Any) -> list[float]:
+        read.extend((number, game is None) for number, game in zip(secret, environments, strict=True))
+        return [0.0 if game is None else 10.0 - game.num_guesses for game in environments]
+
+    episodes = Episodes(options(Breaking, max_turns=4, retries=0, on_failure=on_failure))
+    made = generate(episodes, prompts(12))
+    made[3:6] = [replace(completion, finish_reason="unfinished", error=None) for completion in made[3:6]]
+    completions, columns = episodes.finish(made, RewardFunctions(guesses_left, alone=False))
+    known = [c.finish_reason != "unfinished" and (c.error is None or on_failure == "learn") for c in completions]
+    rewards = columns["reward_of_environment/guesses_left"]
+    assert isinstance(rewards, torch.Tensor) and (~rewards.isnan()).tolist() == known
+    assert read == [(row % 6, c.error is not None) for row, c in enumerate(completions) if known[row]]
+    assert {c.finish_reason for c in completions} >= {"stop", "unfinished", "environment"}
+    episodes.close()
+
+
+def test_turns_that_nothing_answered_are_part_of_the_conversation() -> None:
+    def no_part(text: str) -> Mapping[str, Any]:
+        raise ValueError("no whole turn")
+
+    plain = options(Guessing, max_turns=4)
+    for used in (plain, replace(plain, parser=TurnParser(plain.tokenizer, no_part))):
+        episodes = Episodes(used)
+        completions, columns = episodes.finish(generate(episodes, prompts(12)))
+        cut_off = 0
+        for completion, talk in zip(completions, _talks(columns), strict=True):
+            own = [message["content"] for message in talk["messages"] if message["role"] == "assistant"]
+            tokens = zip(completion.token_ids, completion.model_mask, strict=True)
+            turns = [list(run) for chosen, run in groupby(tokens, key=itemgetter(1)) if chosen]
+            words = [[WORDS[token] for token, _ in turn if token not in (END, 0)] for turn in turns]
+            assert [content.replace("?", "").split() for content in own] == words
+            cut_off += completion.token_ids[-1] != END
+        assert cut_off
 
 
 class Slow(MessageEnvironment):
