@@ -141,10 +141,37 @@ class ToolRunner:
 
 
 def text_of(result: object) -> str:
-    """Return the text of a tool's result: itself if it is text, else JSON. Lone surrogates, which no tokenizer reads,
-    become question marks."""
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    """Return the text of a tool's result: itself if it is text, else JSON.
+
+    Content in parts is joined, as chat templates do. Lone surrogates, which no tokenizer reads, become question marks.
+
+    Raises:
+        CallError: for parts other than text, such as images.
+    """
+    if (parts := content_parts(result)) is not None:
+        text = "".join(parts)
+    else:
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     return text.encode("utf-8", "replace").decode()
+
+
+def content_parts(content: object) -> list[str] | None:
+    """Return the texts of ``[{"type": "text", "text": ...}, ...]``; None for what is not content in parts.
+
+    Raises:
+        CallError: for parts other than text, such as images.
+    """
+    if not isinstance(content, list) or not content or not all(map(_is_part, content)):
+        return None
+    others = sorted({part["type"] for part in content} - {"text"})
+    if others:
+        raise CallError(f"content has parts of type {', '.join(others)}; the model reads text alone")
+    return [str(part["text"]) for part in content]
+
+
+def _is_part(part: object) -> bool:
+    """Return whether an object has a type, and a value of that name: rows of data with a field "type" have not."""
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in part
 
 
 def _function_of(found: Mapping[str, Any]) -> tuple[str, object]:

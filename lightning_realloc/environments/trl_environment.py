@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning_realloc.data.chat import as_message, is_conversation
 from lightning_realloc.environments.message_environment import Message, checked_reward
-from lightning_realloc.environments.tool_calls import CallLimits
+from lightning_realloc.environments.tool_arguments import CallError
+from lightning_realloc.environments.tool_calls import CallLimits, content_parts
 from lightning_realloc.environments.tool_environment import ToolEnvironment
 from lightning_realloc.environments.tools import RESERVED_NAMES, Tool
 from lightning_realloc.errors import ConfigError
@@ -32,8 +33,8 @@ def has_trl_contract(found: object) -> bool:
 class TrlEnvironment(ToolEnvironment):
     """Environment that makes one of an object with TRL's contract.
 
-    Public methods are the tools, in the order of their names. A text that ``reset(**columns)`` returns is appended to
-    the last message of the prompt. ``get_reward()`` is asked once, at the end.
+    Public methods are the tools, in the order of their names. The text that ``reset(**columns)`` returns, as a string
+    or in parts of a message, is appended to the last message of the prompt. ``get_reward()`` is asked once, at the end.
 
     TRL constructs an object once and resets it often, so constructors may be slow, or connect to a server. An object
     without ``close`` is therefore given back at the end of its episode, unless one of its methods may still run.
@@ -77,18 +78,22 @@ class TrlEnvironment(ToolEnvironment):
         """Reset the object with the row's columns; return the prompt with its text, None if it has none.
 
         Raises:
-            ConfigError: for results other than text.
+            ConfigError: for results other than text, such as images.
         """
         columns = {name: value for name, value in row.items() if name != self._control_column}
         said = await self._ask(self._wrapped.reset, **accepted(self._wrapped.reset, columns))
         if said is None:
             return None
-        if not isinstance(said, str):
+        name = f"{type(self._wrapped).__name__}.reset"
+        try:
+            parts = [said] if isinstance(said, str) else content_parts(said)
+        except CallError as problem:
+            raise ConfigError(f"{name} must return text: {problem}; describe the rest in words") from problem
+        if parts is None:
             raise ConfigError(
-                f"{type(self._wrapped).__name__}.reset must return text to append to the prompt, or None; it returned "
-                f"{repr(said)[:60]}"
+                f"{name} must return text to append to the prompt, or None; it returned {repr(said)[:60]}"
             )
-        return _appended(row.get("prompt"), said)
+        return _appended(row.get("prompt"), parts)
 
     async def get_reward(self) -> float | None:
         """Return the object's reward; None: it has none.
@@ -128,11 +133,14 @@ def _methods(wrapped: object) -> list[Tool]:
     return [Tool.from_function(getattr(wrapped, name)) for name in names]
 
 
-def _appended(prompt: object, said: str) -> list[Message]:
+def _appended(prompt: object, parts: Sequence[str]) -> list[Message]:
     messages = as_message(prompt, True) or [{"role": "user", "content": ""}]
     if not is_conversation(messages):
         raise ConfigError(f"the row's prompt must be text or messages with 'role' and 'content'; it is {prompt!r:.80}")
     last = dict(messages[-1])
     content = last.get("content") or ""
-    last["content"] = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
+    if isinstance(content, str):
+        last["content"] = "".join([content, *parts])
+    else:
+        last["content"] = [*content, *({"type": "text", "text": part} for part in parts)]
     return [*messages[:-1], last]

@@ -100,6 +100,25 @@ def test_methods_of_base_classes_are_tools_in_the_order_of_their_names() -> None
     assert [tool.name for tool in trl(More()).tools] == ["double", "increment"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "content"),
+    [("Look.", "Look. One. Two."), ([{"type": "text", "text": "Look."}], ["Look.", " One.", " Two."])],
+)
+def test_a_reset_may_return_its_text_in_parts(prompt: Any, content: Any) -> None:
+    class Parts(Counter):
+        def reset(self, **columns: Any) -> Any:
+            return [{"type": "text", "text": " One."}, {"type": "text", "text": " Two."}]
+
+    begun = asyncio.run(trl(Parts()).reset({"prompt": [{"role": "user", "content": prompt}]}))
+    expected = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
+    assert begun == [{"role": "user", "content": expected}]
+
+
+class Pictures(Counter):
+    def reset(self, **columns: Any) -> Any:
+        return [{"type": "image", "image": b""}, {"type": "text", "text": " Describe it."}]
+
+
 class Numbers(Counter):
     def reset(self, **columns: Any) -> Any:
         return 7
@@ -128,6 +147,8 @@ class Undocumented:
 def test_objects_outside_the_contract_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"Numbers\.reset must return text to append to the prompt, or None; .* 7"):
         asyncio.run(trl(Numbers()).reset({}))
+    with pytest.raises(ConfigError, match=r"Pictures\.reset must return text: .* of type image.*; describe the rest"):
+        asyncio.run(trl(Pictures()).reset({}))
     with pytest.raises(RewardError, match=r"Numbers\.get_reward\(\) must be a finite number.*got 'ten'"):
         asyncio.run(trl(Numbers()).get_reward())
     with pytest.raises(ConfigError, match=r"Stepping has a method 'step'.*derive from MessageEnvironment.*rename"):
