@@ -126,7 +126,7 @@ def our_loss(
     num_tokens: int = sum(LENGTHS),
 ) -> Tensor:
     """Return our loss of given (B, T) log-probabilities, as a training call computes it."""
-    places = batch.response_mask.nonzero().squeeze(1)
+    places = batch.predicted_places  # prompts of one token have none
     flat = torch.zeros(batch.num_tokens).index_copy(0, places, logprobs[MASK])
     monkeypatch.setattr(policy_gradient, "token_logprobs", lambda *_, **__: TokenStatistics(flat))
     sampling = SamplingParams(n=2, max_new_tokens=LONGEST)

@@ -5,17 +5,28 @@ Trainers are made without their constructors, which need data sets and an output
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns about ORPO
 
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    parse_response,
+)
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -24,7 +35,7 @@ from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 _STATISTICS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -35,7 +46,7 @@ def _bare(trainer_class: type, model: nn.Module, **attributes: Any) -> Any:
     same = lambda value: value  # noqa: E731
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), num_processes=1, gather=same, gather_for_metrics=same, unwrap_model=same,
-        parallelism_config=None, reduce=lambda value, **_: value,
+        parallelism_config=None, is_main_process=True, autocast=nullcontext, reduce=lambda value, **_: value,
     )  # fmt: skip
     settings = {
         "model": model, "accelerator": accelerator, "aux_loss_enabled": False, "_metrics": defaultdict(_lists),
@@ -114,20 +125,21 @@ def orpo_loss(model: nn.Module, inputs: Mapping[str, Tensor], *, beta: float) ->
 
 def policy_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
     """Return TRL's GRPO loss of given (B, T) log-probabilities; ``settings`` are those of its configuration."""
+    scored = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)  # noqa: E731
+    return model_policy_loss(nn.Linear(1, 1), inputs, _get_per_token_logps_and_entropies=scored, **settings)
+
+
+def model_policy_loss(model: nn.Module, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
+    """Return TRL's GRPO loss of a model with a fused head; ``settings`` are those of its configuration."""
     known = {
         "loss_type": "grpo", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token",
         "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False, "max_completion_length": 8,
         "_entropy_bonus_enabled": False, "vllm_importance_sampling_correction": False,
     }  # fmt: skip
     args = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
-    given = {name: value for name, value in settings.items() if name in known}
-    rest = {name: value for name, value in settings.items() if name not in known}
-    model = nn.Linear(1, 1).train()
-    scored = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)  # noqa: E731
-    trainer = _bare(
-        GRPOTrainer, model, args=SimpleNamespace(**{**args, **rest}), _get_per_token_logps_and_entropies=scored,
-        **{**known, **given},
-    )  # fmt: skip
+    given = {name: value for name, value in settings.items() if name in known or name.startswith("_")}
+    rest = {name: value for name, value in settings.items() if name not in given}
+    trainer = _bare(GRPOTrainer, model.train(), args=SimpleNamespace(**{**args, **rest}), **{**known, **given})
     return trainer._compute_loss(model, dict(inputs))  # type: ignore[no-any-return]
 
 
@@ -142,3 +154,44 @@ def divergence_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, beta: flo
     """Return TRL's GKD loss: a divergence of (B, T, V) logits, averaged over the (B, T) tokens of ``mask``."""
     labels = torch.where(mask, 1, -100)
     return GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=beta, temperature=temperature)  # type: ignore[no-any-return]
+
+
+def tool_loop(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[dict[str, Any]],
+    script: Sequence[str],
+    tools: Sequence[Callable[..., Any]],
+    *,
+    max_tool_calling_iterations: int = sys.maxsize,
+    max_completion_length: int = 4096,
+) -> tuple[list[int], list[int], list[int], list[dict[str, Any]]]:
+    """Return tokens of the prompt and of the response, its tool mask and its messages, as TRL's tool loop makes them.
+
+    Args:
+        script: The model's turns, without the token that ends them.
+        tools: Functions, or methods of an environment after its reset.
+    """
+    tokenizer = add_response_schema(copy.deepcopy(tokenizer))
+    ours = None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
+    turns = ([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in script)
+    rendered: Any = {"tools": list(tools), "chat_template": ours, "return_dict": False}
+    prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **rendered)
+    first = next(turns)[:max_completion_length]
+    thread, loop, ready = start_event_loop_in_daemon(name="tools")
+    ready.wait()
+    by_kind = [{tool.__name__: tool for tool in tools if inspect.iscoroutinefunction(tool) is kind}
+               for kind in (False, True)]  # fmt: skip
+    trainer = _bare(
+        GRPOTrainer, SimpleNamespace(config=SimpleNamespace(max_position_embeddings=sys.maxsize)),  # type: ignore[arg-type]
+        max_tool_calling_iterations=max_tool_calling_iterations, max_completion_length=max_completion_length,
+        _sync_tool_dicts=[by_kind[0]], _async_tool_dicts=[by_kind[1]], async_loop=loop, tools=list(tools),
+        processing_class=tokenizer, _tokenizer=tokenizer, chat_template=ours, chat_template_kwargs={}, _is_vlm=False,
+        use_vllm=False, environment_factories=None,
+        _generate_single_turn=lambda *_, **__: ([next(turns)], None),
+    )  # fmt: skip
+    said = [[parse_response(tokenizer, first, prefix=prompt_ids, tools=list(tools))]]
+    try:
+        mask, messages, ids, *_ = trainer._tool_call_loop([list(prompt)], [prompt_ids], [first], said, None, None, {})
+    finally:
+        shutdown_event_loop_in_daemon(thread, loop)
+    return prompt_ids, ids[0], mask[0], messages[0]
