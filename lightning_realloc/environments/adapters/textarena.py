@@ -94,7 +94,7 @@ class TextArenaEnvironment(MessageEnvironment):
         return self._reward
 
     def _said(self) -> str:
-        """Return what the game has said since the last time, without the model's own moves.
+        """Return the texts of the game since the last time, without the model's own moves.
 
         The library's observation wrappers would repeat the whole game in each turn, which the conversation holds.
         """
