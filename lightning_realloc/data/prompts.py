@@ -85,7 +85,11 @@ class PromptDataModule(RowDataModule):
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``prompt`` and the other columns of the rows that fit."""
-        self.require(rows, self.prompt_column, way_out="set prompt_column to one of them")
+        way_out = (
+            "set prompt_column to one of them, or give every row [{'role': 'user', 'content': ''}] if an environment's "
+            "reset writes the prompt"
+        )
+        self.require(rows, self.prompt_column, way_out=way_out)
         taken = sorted(_ARGUMENTS & rows[0].values.keys())
         if taken:
             raise DataError(

@@ -179,7 +179,7 @@ def test_held_out_rows_are_not_trained_on() -> None:
 @pytest.mark.parametrize(
     ("rows", "settings", "rule"),
     [
-        ([{"text": "a"}], {}, r"line 1 has no column 'prompt', only \['text'\]"),
+        ([{"text": "a"}], {}, r"line 1 has no column 'prompt', only \['text'\].* reset writes the prompt"),
         ([{"prompt": "a"}, {"prompt": 3}], {}, "line 2: expected text or a list of messages .* got int 3"),
         ([{"prompt": "a"}, {"prompt": ""}], {}, "line 2: a prompt needs at least one token"),
         (

@@ -123,7 +123,7 @@ def test_unfinished_episodes_go_on_where_they_are_and_in_a_new_environment() -> 
     expected, columns = whole.finish(generate(whole, prompts(8)))
     for is_lost in (False, True):
         episodes = Episodes(options(Guessing, max_turns=4))
-        partial, first = episodes.finish(generate(episodes, prompts(8), token_budget=60))
+        partial, first = episodes.finish(generate(episodes, prompts(8), token_budget=150))
         unfinished = [c for c in partial if c.finish_reason == "unfinished"]
         assert unfinished and any(not all(c.model_mask) for c in unfinished)
         if is_lost:
