@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks import RolloutTable
 from lightning_realloc.callbacks.loggers.logged_table import markdown
 from lightning_realloc.errors import ConfigError
+from tests.environments.guessing import Guessing, chat_model, chat_tokenizer
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
+from tests.strategies.calls.test_agents import SAMPLING, Games
 from tests.workers import WorkerPool
 
 APART = runs.calls(actor_train="dp1@0", actor_generate="dp1@1", reference_infer="dp1@1")
@@ -85,6 +88,30 @@ def test_the_first_samples_are_shown_with_their_rewards(
     second = [number + 6 for number in shown]
     assert [row["prompt"] for row in rows] == [f"prompt {number}" for number in (*shown, *second, *second)]
     assert [file.name for file in tmp_path.iterdir()] == ["rollouts.csv"], "one file, whatever the ranks"
+
+
+def show_games(folder: str) -> None:
+    """Train one iteration of games with a table of the first four."""
+    table = RolloutTable(num_samples=4, path=Path(folder) / "rollouts.csv")
+    module = runs.RecordedGRPO(
+        chat_model(), tokenizer=chat_tokenizer(), sampling=SAMPLING, learning_rate=1e-2, environment=Guessing
+    )
+    trainer = runs.trainer(runs.ReallocStrategy("static"), runs.world_size(), callbacks=[table], max_steps=1)
+    trainer.fit(module, Games())
+
+
+def test_conversations_with_environments_are_shown(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(show_games, str(tmp_path), world_size=2, init_process_group=False)
+    rows = read(tmp_path / "rollouts.csv")
+    assert len(rows) == 4
+    left_out = {"user:", "assistant:", "?"}  # roles, and a special token that the column response lacks
+    for row in rows:
+        turns = re.findall(r"^(?:assistant says: |user: )(.*?)(?: \[reward.*)?$", row["conversation"], re.MULTILINE)
+        told = [word for word in " ".join(turns).split() if word not in left_out]
+        response = [word for word in row["response"].split() if word not in left_out]
+        # a turn that is cut off is in the response alone, and the environment's last word in the conversation alone
+        shared = min(len(told), len(response))
+        assert shared > 0 and told[:shared] == response[:shared]
 
 
 class Tables(WandbLogger):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_realloc.batch.samples import Column, Samples, samples_from_state, samples_state
+from lightning_realloc.batch.samples import RECORD, Column, Samples, samples_from_state, samples_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
@@ -205,7 +205,7 @@ class IterationData:
         return self._last_table().known.lengths_only()
 
     def shown(self, report: IterationReport) -> Samples | None:
-        """Return the first samples by id as :meth:`known`, with their responses; None if none are to be shown.
+        """Return the first samples by id as :meth:`known`, with responses and records; None if none are to be shown.
 
         ``report`` is the merged one of all ranks.
         """
@@ -215,7 +215,7 @@ class IterationData:
         first = known.select(range(min(self._num_shown, len(known))))
         if report.shown is None:  # the loader's batch, which is known whole
             return first
-        return first.with_columns(response_ids=report.shown.by_ids(first.ids).ragged("response_ids"))
+        return first.with_columns(**report.shown.by_ids(first.ids).columns)
 
     def gather(self) -> Samples:
         """Return the last set of samples with all results of calls on it, on every rank. Collective."""
@@ -259,12 +259,16 @@ class IterationData:
         return made.select(rows) if rows else None
 
     def _my_shown(self) -> Samples | None:
-        """Return this rank's first responses by id; all ranks together report those of the first samples."""
+        """Return this rank's first responses by id, with what is recorded about them.
+
+        All ranks together report those of the first samples.
+        """
         mine = self._mine.get(list(self._generated)[-1]) if self._generated else None
         if not self._num_shown or mine is None or "response_ids" not in mine:
             return None
         first = mine.sorted_by_id().select(range(min(self._num_shown, len(mine))))
-        return Samples(first.ids, {"response_ids": first.ragged("response_ids")})
+        shown = ["response_ids", *(name for name in first.columns if name.startswith(RECORD))]
+        return Samples(first.ids, {name: first.columns[name] for name in shown})
 
     def _last_table(self) -> SampleTable:
         generating = [call for call in self.routes.calls if call.kind == "generate"]
